@@ -1,0 +1,42 @@
+"""The console script ``hetero-gateway``: one file per command; each parses, calls, prints.
+
+Exit codes: 0 success, 1 a failure, 2 a usage or configuration error (one line, no traceback).
+A command module has ``add_parser(subparsers)``, which sets ``run=`` to a function that takes the
+parsed arguments and returns the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hetero_gateway import __version__
+from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse ``argv`` (default: the process's own) and run one command; returns the exit code."""
+    # Imported here so that --version and a usage error do not load numpy and uvicorn.
+    from hetero_gateway.cli import emulate, serve, validate
+
+    parser = argparse.ArgumentParser(
+        prog="hetero-gateway",
+        description="A load-balancing gateway for unequal vLLM instances.",
+    )
+    parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (serve, validate, emulate):
+        command.add_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        exit_code: int = args.run(args)
+    except (ConfigError, ProfileError) as error:
+        print(f"hetero-gateway: {error}", file=sys.stderr)
+        return 2
+    except HeteroGatewayError as error:
+        print(f"hetero-gateway: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return exit_code

@@ -1,0 +1,482 @@
+"""Configuration: the YAML schema, its loader, and the conversion to core types.
+
+Files are strict: an unknown key is an error that names it. ``${NAME}`` is replaced from the
+environment, which is read here and nowhere else. Precedence: flags over environment over file.
+docs/configuration.md lists every field; a test compares the two.
+
+Every error is a ``ConfigError`` of one line: file, key, what is wrong.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from hetero_gateway.core.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
+from hetero_gateway.errors import ConfigError, ProfileError
+
+PolicyName = Literal[
+    "min-max",
+    "paper",
+    "memory-based",
+    "round-robin",
+    "weighted-round-robin",
+    "single-instance",
+    "least-requests",
+    "capacity-weighted",
+    "least-work",
+    "power-of-two",
+]
+PredictorName = Literal["bucket-mean", "constant", "normal"]
+
+_ENV_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+# What may stand in a header and in a metric's label without surprise.
+_INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _check_base_url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must be http://HOST[:PORT] or https://HOST[:PORT]")
+    if parts.username or parts.password:
+        raise ValueError("must not carry a user name or password; use api_key_env")
+    if parts.query or parts.fragment:
+        raise ValueError("must not carry a query or a fragment")
+    if parts.port == 0:
+        raise ValueError("must not have port 0")
+    return value.rstrip("/")
+
+
+class ServerConfig(_Model):
+    """Where the gateway listens, and what it accepts."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; loopback unless changed.")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one.")
+    workers: int = Field(
+        1, ge=1, description="Always 1: one process owns the ledger. More is refused."
+    )
+    max_body_bytes: int = Field(
+        64 * 2**20, ge=1024, description="Largest request body; a larger one gets 413."
+    )
+    api_key_env: str | None = Field(
+        None, description="Environment variable with the key that clients must send; none: open."
+    )
+    admin_key_env: str | None = Field(
+        None, description="Environment variable with the key of /admin; none: loopback only."
+    )
+    shutdown_timeout_s: float = Field(
+        30.0, ge=0, description="How long open requests may go on after SIGTERM, in seconds."
+    )
+
+    @field_validator("workers")
+    @classmethod
+    def _one_worker(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(
+                f"{value} workers asked for, but one process owns the ledger of loads: several "
+                "would each see a part of the load and send too much to the same instance; use 1"
+            )
+        return value
+
+
+class PredictorConfig(_Model):
+    """How output lengths are predicted."""
+
+    kind: PredictorName | None = Field(
+        None, description="bucket-mean (default), constant, or normal (default of policy paper)."
+    )
+    mean_tokens: float = Field(256.0, gt=0, description="The prior, the constant, or the mean.")
+    sd_tokens: float = Field(200.0, ge=0, description="Standard deviation of `normal`, in tokens.")
+    prior_requests: float = Field(
+        8.0, gt=0, description="How many finished requests the prior weighs as much as."
+    )
+
+
+class TokensConfig(_Model):
+    """How prompt lengths are estimated."""
+
+    bytes_per_token: float = Field(
+        4.0, gt=0, description="Prior of the bytes-per-token ratio, learnt per model from usage."
+    )
+    image_tokens: int = Field(
+        576, ge=0, description="Tokens counted for one image, audio clip or video in a prompt."
+    )
+    tokenizer_file: Path | None = Field(
+        None, description="A tokenizer.json for exact counts; needs the `tokenizers` extra."
+    )
+    thread_above_bytes: int = Field(
+        16384, ge=0, description="Longer prompts are tokenized off the event loop."
+    )
+
+
+class SchedulerConfig(_Model):
+    """Which policy chooses, and its constants."""
+
+    policy: PolicyName = Field("min-max", description="The policy that chooses the instance.")
+    theta: float = Field(2.0, gt=0, description="θ of Eq. (7); 2 in the paper.")
+    seed: int = Field(0, ge=0, description="Seed of tie-breaking and of random policies.")
+    randomised: bool = Field(
+        False, description="Round-robin policies draw at random, as the paper says."
+    )
+    single_instance: str | None = Field(
+        None, description="Instance of policy single-instance; default: the first one."
+    )
+    reference_prompt_tokens: int = Field(
+        512, ge=1, description="Prompt of the request that fitted capacities are computed for."
+    )
+    reference_output_tokens: int = Field(
+        256, ge=1, description="Output of the request that fitted capacities are computed for."
+    )
+    predictor: PredictorConfig = Field(default_factory=PredictorConfig)
+    tokens: TokensConfig = Field(default_factory=TokensConfig)
+
+
+class TimeoutsConfig(_Model):
+    """All finite, all in seconds."""
+
+    connect_s: float = Field(5.0, gt=0, le=600, description="TCP and TLS handshake.")
+    first_byte_s: float = Field(
+        600.0, gt=0, le=86400, description="From sending the request to the first response byte."
+    )
+    idle_s: float = Field(
+        300.0, gt=0, le=86400, description="Between two reads of a response that has begun."
+    )
+    total_s: float = Field(3600.0, gt=0, le=86400, description="The whole exchange, retries and all.")
+
+
+class RetryConfig(_Model):
+    """What happens when an attempt fails before the first response byte."""
+
+    max_attempts: int = Field(
+        3, ge=1, le=16, description="Attempts per request, each on another instance."
+    )
+    budget_ratio: float = Field(
+        0.2, ge=0, le=1, description="Retries allowed as a share of recent requests."
+    )
+    budget_min: int = Field(
+        10, ge=0, description="Retries always allowed in each window of 10 s."
+    )
+
+
+class PoolConfig(_Model):
+    """Keep-alive connections to each instance."""
+
+    max_connections: int = Field(4096, ge=1, description="Most connections to one instance.")
+    max_idle: int = Field(256, ge=0, description="Idle connections kept for one instance.")
+    idle_expiry_s: float = Field(
+        4.0, gt=0, description="Idle connections are closed after this; vLLM closes its end at 5 s."
+    )
+
+
+class HealthConfig(_Model):
+    """Active probes and scrapes of the instances."""
+
+    probe_interval_s: float = Field(2.0, gt=0, description="Between two GET /health.")
+    probe_timeout_s: float = Field(2.0, gt=0, description="Time-out of one probe.")
+    unhealthy_after: int = Field(2, ge=1, description="Failed probes in a row that mark it down.")
+    scrape_interval_s: float = Field(
+        5.0, gt=0, description="Between two reads of the engine's /metrics and /v1/models."
+    )
+
+
+class InstanceConfig(_Model):
+    """One running vLLM server."""
+
+    id: str = Field(description="Unique name: letters, digits, dot, dash, underscore; at most 63.")
+    base_url: Annotated[str, AfterValidator(_check_base_url)] = Field(
+        description="Where it listens, without /v1."
+    )
+    model: str | list[str] | None = Field(
+        None, description="Name or names it serves; asked of its /v1/models when absent."
+    )
+    profile: str | None = Field(
+        None, description="Built-in profile name, or a profile file; absent: unprofiled."
+    )
+    weight: float = Field(
+        1.0, gt=0, description="For weighted-round-robin, and for unprofiled instances."
+    )
+    api_key_env: str | None = Field(
+        None, description="Environment variable with the key that this instance wants."
+    )
+    ca_file: Path | None = Field(
+        None, description="CA certificates for https; default: the system's."
+    )
+
+    @field_validator("id")
+    @classmethod
+    def _check_id(cls, value: str) -> str:
+        if not _INSTANCE_ID.fullmatch(value):
+            raise ValueError(
+                "must be 1 to 63 letters, digits, dots, dashes or underscores, starting with a "
+                "letter or digit"
+            )
+        return value
+
+    @property
+    def models(self) -> frozenset[str]:
+        if self.model is None:
+            return frozenset()
+        return frozenset([self.model] if isinstance(self.model, str) else self.model)
+
+
+class GatewayConfig(_Model):
+    """The whole file."""
+
+    server: ServerConfig = Field(default_factory=ServerConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    retry: RetryConfig = Field(default_factory=RetryConfig)
+    pool: PoolConfig = Field(default_factory=PoolConfig)
+    health: HealthConfig = Field(default_factory=HealthConfig)
+    instances: list[InstanceConfig] = Field(
+        default_factory=list, description="The instances; more can be added over /admin/instances."
+    )
+
+    @model_validator(mode="after")
+    def _check_ids(self) -> GatewayConfig:
+        seen: set[str] = set()
+        for instance in self.instances:
+            if instance.id in seen:
+                raise ValueError(f"instances: the id {instance.id!r} is used twice")
+            seen.add(instance.id)
+        single = self.scheduler.single_instance
+        if single is not None and single not in seen:
+            raise ValueError(f"scheduler.single_instance: no instance has the id {single!r}")
+        return self
+
+
+class SourceModel(_Model):
+    """How a profile's constants were obtained."""
+
+    how: Literal["measured", "derived", "roofline"]
+    date: Any = None
+    note: str = ""
+    error: dict[str, float] = Field(default_factory=dict)
+
+
+class ProfileModel(_Model):
+    """A profile file."""
+
+    gpu: str
+    model: str
+    tensor_parallel: int = Field(ge=1)
+    constants: dict[str, float]
+    kv_capacity_tokens: int = Field(ge=1)
+    max_num_seqs: int = Field(DEFAULT_MAX_NUM_SEQS, ge=1)
+    source: SourceModel | None = None
+
+    @field_validator("constants")
+    @classmethod
+    def _check_names(cls, value: dict[str, float]) -> dict[str, float]:
+        wanted = [f"p{i}" for i in range(1, 9)]
+        if missing := [name for name in wanted if name not in value]:
+            raise ValueError(f"{', '.join(missing)} missing; all of p1 to p8 are needed")
+        if unknown := [name for name in value if name not in wanted]:
+            raise ValueError(f"unknown constant {unknown[0]}; only p1 to p8 exist")
+        return value
+
+    def to_core(self) -> Profile:
+        return Profile(
+            gpu=self.gpu,
+            model=self.model,
+            tensor_parallel=self.tensor_parallel,
+            constants=Constants(**self.constants),
+            kv_capacity_tokens=self.kv_capacity_tokens,
+            max_num_seqs=self.max_num_seqs,
+            source=self.source.model_dump() if self.source else {},
+        )
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
+    """Read and check a gateway configuration, its profiles included.
+
+    Args:
+        path: the YAML file.
+        overrides: dotted keys from the command line, e.g. ``{"server.port": 9000}``; None values
+            are ignored.
+
+    Raises:
+        ConfigError: one line with the file and the key.
+    """
+    data = read_yaml(path)
+    for dotted, value in (overrides or {}).items():
+        if value is not None:
+            _set_dotted(data, dotted, value)
+    config = parse_model(GatewayConfig, data, str(path))
+    for i, instance in enumerate(config.instances):
+        try:
+            instance_profile(instance, path.parent)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: instances.{i}.profile: {error}") from error
+    return config
+
+
+def instance_profile(instance: InstanceConfig, base_dir: Path) -> Profile | None:
+    """The profile that an instance names, or None when it names none."""
+    return None if instance.profile is None else load_profile(instance.profile, base_dir)
+
+
+def load_profile(name_or_file: str, base_dir: Path | None = None) -> Profile:
+    """A built-in profile by name, or a profile file (relative to ``base_dir``).
+
+    Raises:
+        ConfigError: unknown name (with the nearest ones), or what is wrong in the file.
+    """
+    if name_or_file.endswith((".yaml", ".yml")):
+        path = (base_dir or Path()) / name_or_file
+        try:
+            return parse_model(ProfileModel, read_yaml(path), str(path)).to_core()
+        except ProfileError as error:
+            raise ConfigError(f"{path}: constants: {error}") from error
+    profiles = builtin_profiles()
+    if name_or_file in profiles:
+        return profiles[name_or_file]
+    near = difflib.get_close_matches(name_or_file, profiles, n=3, cutoff=0.3)
+    hint = f"; the nearest built-in ones: {', '.join(near)}" if near else ""
+    raise ConfigError(f"no profile is named {name_or_file!r} (a file ends in .yaml){hint}")
+
+
+def builtin_profiles() -> dict[str, Profile]:
+    """The profiles that ship with the package, by name (``GPU/MODEL/tpN``).
+
+    Their constants are rooflines or derived from public measurements, as ``source`` says.
+    """
+    text = resources.files("hetero_gateway").joinpath("instance_profiles.csv").read_text("utf-8")
+    result = {}
+    for row in csv.DictReader(text.splitlines()):
+        honesty = row["honesty"]
+        profile = Profile(
+            gpu=row["gpu"],
+            model=row["model"],
+            tensor_parallel=int(row["tp"]),
+            constants=Constants(*(float(row[f"p{i}"]) for i in range(1, 9))),
+            kv_capacity_tokens=int(row["kv_tokens_capacity"]),
+            source={
+                "how": "roofline" if honesty == "roofline" else "derived",
+                "note": f"{honesty}; {row['source']}",
+                "error": {
+                    "prefill": float(row["fit_mape_prefill"]),
+                    "decode": float(row["fit_mape_decode"]),
+                },
+            },
+        )
+        result[profile.name] = profile
+    return result
+
+
+def secret(env_name: str | None, key: str) -> str | None:
+    """The value of the environment variable that holds a key, or None when none is named.
+
+    Raises:
+        ConfigError: the variable is named but not set: refusing is safer than running open.
+    """
+    if env_name is None:
+        return None
+    value = os.environ.get(env_name)
+    if not value:
+        raise ConfigError(f"{key}: the environment variable {env_name} is not set")
+    return value
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping with ``${NAME}`` expanded. Raises ConfigError with file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "broken YAML"
+        raise ConfigError(f"{path}:{where} {problem}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: must be a mapping of keys, not {type(data).__name__}")
+    expanded: dict[str, Any] = _expand(data, str(path), "")
+    return expanded
+
+
+def _expand(value: Any, source: str, key: str) -> Any:
+    if isinstance(value, dict):
+        return {k: _expand(v, source, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_expand(v, source, f"{key}.{i}") for i, v in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+
+    def replace(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in os.environ:
+            raise ConfigError(f"{source}: {key}: the environment variable {name} is not set")
+        return os.environ[name]
+
+    return _ENV_REFERENCE.sub(replace, value)
+
+
+def _set_dotted(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for name in parents:
+        child = data.setdefault(name, {})
+        if not isinstance(child, dict):
+            return  # the schema will say what is wrong with it
+        data = child
+    data[last] = value
+
+
+def parse_model(model: type[ModelT], data: Any, source: str) -> ModelT:
+    """Check ``data`` against a pydantic model; the first error becomes a one-line ConfigError."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        _raise_config_error(model, error, source)
+
+
+def _raise_config_error(model: type[BaseModel], error: ValidationError, source: str) -> NoReturn:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown key"
+        if near := difflib.get_close_matches(str(first["loc"][-1]), _field_names(model), n=1):
+            message += f"; did you mean {near[0]}?"
+    elif first["type"] == "missing":
+        message = "required, but missing"
+    raise ConfigError(f"{source}: {key + ': ' if key else ''}{message}") from error
+
+
+def _field_names(model: type[BaseModel]) -> list[str]:
+    names: list[str] = []
+    for name, info in model.model_fields.items():
+        names.append(name)
+        annotation = info.annotation
+        for inner in getattr(annotation, "__args__", (annotation,)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                names.extend(_field_names(inner))
+    return names

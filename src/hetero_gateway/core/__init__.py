@@ -1,0 +1,1 @@
+"""The pure core: cost model, ledger, scheduler, policies. No I/O, no clock, no global state."""

@@ -1,0 +1,98 @@
+"""The values that pass between the core and its shells. All frozen; none does anything."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+from hetero_gateway.core.profile import Profile
+
+InstanceId = NewType("InstanceId", str)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the scheduler needs to know of a request.
+
+    Args:
+        model: the name that the client asked for.
+        prompt_tokens: I_r, tokens of one sequence's prompt (estimated, at least 1).
+        predicted_output_tokens: Õ_r, predicted output tokens of one sequence (0 for embeddings).
+        sequences: how many sequences the engine will run: prompts × ``n``.
+    """
+
+    model: str
+    prompt_tokens: int
+    predicted_output_tokens: float
+    sequences: int = 1
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the request will hold in the KV cache when it is finished."""
+        return self.sequences * (self.prompt_tokens + round(self.predicted_output_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """One vLLM instance, as the scheduler sees it.
+
+    Args:
+        instance_id: unique in the gateway.
+        models: every name it answers to (aliases, LoRA adapters); its load is one for all.
+        profile: fitted constants, or None while it is unprofiled.
+        max_model_len: longest sequence in tokens, or None while unknown.
+        weight: relative capacity for ``weighted-round-robin`` and for unprofiled instances.
+        available: False while unhealthy.
+        draining: True while it finishes what it has and gets nothing new.
+    """
+
+    instance_id: InstanceId
+    models: frozenset[str]
+    profile: Profile | None = None
+    max_model_len: int | None = None
+    weight: float = 1.0
+    available: bool = True
+    draining: bool = False
+
+
+class Outcome(enum.Enum):
+    """How a dispatch ended; every one of them takes the load off."""
+
+    COMPLETED = "completed"
+    UPSTREAM_ERROR = "upstream_error"
+    TIMED_OUT = "timed_out"
+    CLIENT_DISCONNECTED = "client_disconnected"
+    INSTANCE_REMOVED = "instance_removed"
+
+
+class RejectReason(enum.Enum):
+    UNKNOWN_MODEL = "unknown_model"
+    NO_AVAILABLE_INSTANCE = "no_available_instance"
+    FITS_NO_INSTANCE = "fits_no_instance"
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """No instance can take the request. ``detail`` is one line for the client."""
+
+    reason: RejectReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One instance's row in the explanation of a decision.
+
+    ``load_s`` is the load before and ``load_after_s`` the load that it would have; the figures
+    are None where the instance was excluded before they could mean anything.
+    """
+
+    instance_id: InstanceId
+    request_time_s: float | None
+    kv_usage: float
+    workload: float | None
+    load_s: float
+    load_after_s: float | None
+    in_flight: int
+    excluded: str | None

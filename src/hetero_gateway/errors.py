@@ -1,0 +1,62 @@
+"""Every exception of the package, split by whose fault it is.
+
+    HeteroGatewayError
+    ├── ConfigError      the operator's: a file, a key, a flag           exit code 2
+    ├── ProfileError     constants that cannot be right                  exit code 2
+    ├── ClientError      the client's: answered with an OpenAI error body
+    └── InstanceError    an instance's: connect, time-out, broken stream
+
+Expected outcomes (no capacity, nothing fits) are values of ``core.types``, not exceptions.
+"""
+
+from __future__ import annotations
+
+
+class HeteroGatewayError(Exception):
+    """Root of the tree; its text is one line that a person can act on."""
+
+
+class ConfigError(HeteroGatewayError):
+    """A configuration that cannot be used; names the file and the key."""
+
+
+class ProfileError(HeteroGatewayError):
+    """A profile with missing, negative or meaningless constants."""
+
+
+class ClientError(HeteroGatewayError):
+    """A request that the gateway itself answers with an error.
+
+    ``status`` is the HTTP status; ``code``, ``param`` and ``kind`` fill OpenAI's error body;
+    ``retry_after_s`` becomes a Retry-After header.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+class InstanceError(HeteroGatewayError):
+    """An attempt on an instance failed; ``reason`` is a bounded label for metrics.
+
+    Reasons: ``connect``, ``reset`` (closed before the response was complete), ``protocol``,
+    ``first_byte_timeout``, ``idle_timeout``, ``total_timeout``, ``pool``, ``removed``.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
