@@ -163,7 +163,9 @@ class TimeoutsConfig(_Model):
     idle_s: float = Field(
         300.0, gt=0, le=86400, description="Between two reads of a response that has begun."
     )
-    total_s: float = Field(3600.0, gt=0, le=86400, description="The whole exchange, retries and all.")
+    total_s: float = Field(
+        3600.0, gt=0, le=86400, description="The whole exchange, retries and all."
+    )
 
 
 class RetryConfig(_Model):
@@ -175,9 +177,7 @@ class RetryConfig(_Model):
     budget_ratio: float = Field(
         0.2, ge=0, le=1, description="Retries allowed as a share of recent requests."
     )
-    budget_min: int = Field(
-        10, ge=0, description="Retries always allowed in each window of 10 s."
-    )
+    budget_min: int = Field(10, ge=0, description="Retries always allowed in each window of 10 s.")
 
 
 class PoolConfig(_Model):

@@ -35,7 +35,9 @@ FloatArray = NDArray[np.float64]
 MAX_EXPONENT = 50.0
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, bytes_per_element: float) -> float:
+def kv_bytes_per_token(
+    layers: int, kv_heads: int, head_dim: int, bytes_per_element: float
+) -> float:
     """KV-cache bytes of one token; the ``2·l·h·b`` of Eq. (2), with grouped-query attention right.
 
     The paper's hidden size h counts every attention head; the cache holds only the KV heads.
@@ -80,9 +82,10 @@ def decode_step_time_s(c: Constants, batch: float, cached_tokens: float) -> floa
 
 def decode_time_s(c: Constants, batch: float, prompt_tokens: float, output_tokens: float) -> float:
     """Eq. (4): the sum over k = 1..O of τ_decode(I + k, b), in closed form."""
-    return output_tokens * decode_step_time_s(c, batch, prompt_tokens) + (
-        c.p5 * batch + c.p7
-    ) * output_tokens * (output_tokens + 1) / 2
+    return (
+        output_tokens * decode_step_time_s(c, batch, prompt_tokens)
+        + (c.p5 * batch + c.p7) * output_tokens * (output_tokens + 1) / 2
+    )
 
 
 def ideal_batch(profile: Profile, prompt_tokens: float, output_tokens: float) -> float:
@@ -96,7 +99,7 @@ def ideal_batch(profile: Profile, prompt_tokens: float, output_tokens: float) ->
 
 
 def request_time_s(profile: Profile, prompt_tokens: float, output_tokens: float) -> float:
-    """Eq. (6): T_r^s, a request's share of the ideal batch's time; infinite when it does not fit."""
+    """Eq. (6): T_r^s, its share of the ideal batch's time; infinite when it does not fit."""
     b = ideal_batch(profile, prompt_tokens, output_tokens)
     if b < 1:
         return math.inf
@@ -108,7 +111,7 @@ def request_time_s(profile: Profile, prompt_tokens: float, output_tokens: float)
 
 
 def kv_usage(outstanding_tokens: float, kv_capacity_tokens: float) -> float:
-    """Eq. (8): prompt plus predicted output tokens of the unfinished requests, over the capacity."""
+    """Eq. (8): prompt and predicted output tokens of unfinished requests, over capacity."""
     return outstanding_tokens / kv_capacity_tokens
 
 
@@ -139,7 +142,7 @@ class ProfileTable:
         self._min_capacity_tokens = float(self._capacity_tokens.min(initial=math.inf))
 
     def request_times_s(self, prompt_tokens: float, output_tokens: float) -> FloatArray:
-        """T_r^s per profile, in the constructor's order; infinite where the request does not fit."""
+        """T_r^s per profile, in the constructor's order; infinite where it does not fit."""
         tokens = prompt_tokens + output_tokens
         x = np.array(
             (

@@ -49,7 +49,7 @@ class Constants:
             value = getattr(self, f.name)
             if not math.isfinite(value) or value < 0:
                 raise ProfileError(
-                    f"constant {f.name} is {value}: it must be a finite number of seconds, 0 or more"
+                    f"constant {f.name} is {value}: it must be finite, in seconds, and 0 or more"
                 )
         if self.p5 + self.p6 + self.p7 + self.p8 <= 0:
             raise ProfileError("p5 to p8 are all 0: a decode step must take some time")

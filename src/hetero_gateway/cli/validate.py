@@ -1,0 +1,46 @@
+"""``validate``: check a configuration without serving."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from hetero_gateway.config import instance_profile, load_gateway_config
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "validate",
+        help="check a configuration without serving",
+        description="Check a configuration, its profiles included, without serving.",
+        epilog="example: hetero-gateway validate -c configs/gateway.yaml",
+    )
+    parser.add_argument("-c", "--config", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_gateway_config(args.config)
+    rows: list[dict[str, Any]] = []
+    for instance in config.instances:
+        profile = instance_profile(instance, args.config.parent)
+        rows.append(
+            {
+                "id": instance.id,
+                "base_url": instance.base_url,
+                "models": sorted(instance.models),
+                "profile": profile.name if profile else None,
+            }
+        )
+    if args.json:
+        print(json.dumps({"file": str(args.config), "valid": True, "instances": rows}))
+        return 0
+    print(f"{args.config}: valid; policy {config.scheduler.policy}, {len(rows)} instances")
+    for row in rows:
+        models = ", ".join(row["models"]) or "asked of the instance"
+        profile_name = row["profile"] or "none"
+        print(f"  {row['id']}: {row['base_url']}, models: {models}, profile: {profile_name}")
+    return 0

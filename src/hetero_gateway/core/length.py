@@ -1,0 +1,166 @@
+"""How long a prompt is and how long its answer will be: estimates that learn from what finished.
+
+The paper (section 4.1) leaves the output-length predictor open and evaluates a normal draw. Here
+are that one, a constant, and the default, a conditional mean. What is learnt is kept per model and
+bounded: at most ``MAX_MODELS`` names, the rest share one entry.
+
+Reading a request's bytes is the gateway's work; these see only counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+MAX_MODELS = 256
+# A mean over about the last thousand requests of a bucket: it follows a change of traffic within
+# minutes and still averages the heavy tail of output lengths.
+_MEMORY_REQUESTS = 1000.0
+_OTHER_MODELS = ""
+
+
+class OutputLengthPredictor(Protocol):
+    """Predicts the output tokens of one sequence."""
+
+    def predict(self, model: str, prompt_tokens: int) -> float:
+        """Expected output tokens, at least 1; the caller caps it by what the request allows."""
+        ...
+
+    def observe(self, model: str, prompt_tokens: int, output_tokens: float) -> None:
+        """Learn from one finished sequence."""
+        ...
+
+
+class ConstantPredictor:
+    """Always the same number of tokens."""
+
+    def __init__(self, mean_tokens: float) -> None:
+        self._mean_tokens = mean_tokens
+
+    def predict(self, model: str, prompt_tokens: int) -> float:
+        return self._mean_tokens
+
+    def observe(self, model: str, prompt_tokens: int, output_tokens: float) -> None:
+        pass
+
+
+class NormalPredictor:
+    """The paper's: a normal draw, clipped at 1 token (erratum 13: it would go negative)."""
+
+    def __init__(self, mean_tokens: float, sd_tokens: float, rng: np.random.Generator) -> None:
+        self._mean_tokens = mean_tokens
+        self._sd_tokens = sd_tokens
+        self._rng = rng
+
+    def predict(self, model: str, prompt_tokens: int) -> float:
+        return max(1.0, self._rng.normal(self._mean_tokens, self._sd_tokens))
+
+    def observe(self, model: str, prompt_tokens: int, output_tokens: float) -> None:
+        pass
+
+
+class _RunningMean:
+    """A mean that starts at a prior and forgets slowly."""
+
+    __slots__ = ("value", "weight")
+
+    def __init__(self, prior: float, prior_weight: float) -> None:
+        self.value = prior
+        self.weight = prior_weight
+
+    def add(self, value: float) -> None:
+        self.weight = min(self.weight + 1, _MEMORY_REQUESTS)
+        self.value += (value - self.value) / self.weight
+
+
+class BucketMeanPredictor:
+    """The default: the mean output length by prompt-length bucket (log2) and model, learnt online.
+
+    A bucket starts at the model's mean over all lengths, which starts at ``prior_tokens``; each
+    prior weighs as much as ``prior_requests`` finished requests. Never a random draw: the spread
+    of a draw only moves requests to where they do not belong.
+    """
+
+    def __init__(self, prior_tokens: float, prior_requests: float = 8.0) -> None:
+        self._prior_tokens = prior_tokens
+        self._prior_requests = prior_requests
+        self._models: dict[str, _RunningMean] = {}
+        self._buckets: dict[tuple[str, int], _RunningMean] = {}
+
+    def predict(self, model: str, prompt_tokens: int) -> float:
+        mean = self._buckets.get((model, prompt_tokens.bit_length()))
+        if mean is None:
+            mean = self._models.get(model) or self._models.get(_OTHER_MODELS)
+        return self._prior_tokens if mean is None else max(1.0, mean.value)
+
+    def observe(self, model: str, prompt_tokens: int, output_tokens: float) -> None:
+        model = _bounded(model, self._models)
+        overall = self._models.get(model)
+        if overall is None:
+            overall = _RunningMean(self._prior_tokens, self._prior_requests)
+            self._models[model] = overall
+        key = (model, prompt_tokens.bit_length())
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _RunningMean(overall.value, self._prior_requests)
+        overall.add(output_tokens)
+        bucket.add(output_tokens)
+
+
+class BytesPerToken:
+    """The bytes-per-token ratio per model, learnt from the prompt tokens that engines report.
+
+    The ratio is of sums, not the mean of ratios: short prompts, where the chat template's own
+    tokens weigh most, then count by their size.
+    """
+
+    def __init__(self, prior: float, prior_tokens: float = 4096.0) -> None:
+        self._prior = prior
+        self._prior_tokens = prior_tokens
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def ratio(self, model: str) -> float:
+        sums = self._sums.get(model) or self._sums.get(_OTHER_MODELS)
+        return self._prior if sums is None else sums[0] / sums[1]
+
+    def tokens(self, model: str, text_bytes: int) -> int:
+        """Estimated tokens of ``text_bytes`` bytes of prompt, at least 1."""
+        return max(1, round(text_bytes / self.ratio(model)))
+
+    def observe(self, model: str, text_bytes: int, prompt_tokens: int) -> None:
+        """Learn from one finished request whose prompt length the engine told."""
+        if text_bytes <= 0 or prompt_tokens <= 0:
+            return
+        model = _bounded(model, self._sums)
+        total_bytes, total_tokens = self._sums.get(
+            model, (self._prior * self._prior_tokens, self._prior_tokens)
+        )
+        # Forget so that about the last 2000 prior weights' worth of tokens count.
+        keep = min(1.0, 2000 * self._prior_tokens / (total_tokens + prompt_tokens))
+        self._sums[model] = (
+            (total_bytes + text_bytes) * keep,
+            (total_tokens + prompt_tokens) * keep,
+        )
+
+
+def _bounded(model: str, known: Mapping[str, object]) -> str:
+    return model if model in known or len(known) < MAX_MODELS else _OTHER_MODELS
+
+
+def capped_output_tokens(
+    predicted_tokens: float,
+    max_output_tokens: int | None,
+    context_tokens: int | None,
+    prompt_tokens: int,
+) -> float:
+    """A prediction capped by the client's limit and by what the context window leaves; at least 1.
+
+    vLLM clamps the output silently when prompt + max_tokens is more than the context.
+    """
+    if max_output_tokens is not None:
+        predicted_tokens = min(predicted_tokens, max_output_tokens)
+    if context_tokens is not None:
+        predicted_tokens = min(predicted_tokens, context_tokens - prompt_tokens)
+    return max(1.0, predicted_tokens)

@@ -1,0 +1,37 @@
+"""The policies, by the names that a configuration uses, behind one signature.
+
+A policy sees arrays with one entry per eligible instance and returns a position in them. It does
+no I/O, reads no clock, and draws only from the generator that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hetero_gateway.core.policies.base import Candidates, Policy, PolicyOptions
+from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
+from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, WeightedRoundRobin
+from hetero_gateway.core.policies.workload import LeastWork, MemoryBased, MinMax, Paper
+
+_POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
+    "min-max": lambda _: MinMax(),
+    "paper": lambda _: Paper(),
+    "memory-based": lambda _: MemoryBased(),
+    "least-work": lambda _: LeastWork(),
+    "least-requests": lambda _: LeastRequests(),
+    "capacity-weighted": lambda _: CapacityWeighted(),
+    "power-of-two": lambda _: PowerOfTwo(),
+    "round-robin": RoundRobin,
+    "weighted-round-robin": WeightedRoundRobin,
+    "single-instance": SingleInstance,
+}
+
+POLICY_NAMES = tuple(_POLICIES)
+
+
+def make_policy(name: str, options: PolicyOptions | None = None) -> Policy:
+    """A new policy by its configuration name. Raises KeyError for a name that does not exist."""
+    return _POLICIES[name](options or PolicyOptions())
+
+
+__all__ = ["POLICY_NAMES", "Candidates", "Policy", "PolicyOptions", "make_policy"]

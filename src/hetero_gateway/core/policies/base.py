@@ -1,0 +1,108 @@
+"""What every policy shares: its Protocol, the arrays it sees, and how ties are broken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.cost_model import FloatArray, workloads
+from hetero_gateway.core.types import InstanceId, Request
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What a configuration may set.
+
+    Args:
+        randomised: round-robin policies draw an instance instead of taking turns.
+        single_instance: where ``single-instance`` sends everything; None: the first candidate.
+    """
+
+    randomised: bool = False
+    single_instance: InstanceId | None = None
+
+
+class Candidates:
+    """The eligible instances of one request, one array entry each.
+
+    ``slots``: the instance's place in the ledger. ``request_time_s``: T_r^s. ``load``: outstanding
+    charges. ``kv_usage``: Eq. (8). ``in_flight``: outstanding requests. ``capacity``: fitted
+    requests/s. ``weight``: as configured. ``ids``: instance ids. Policies must not write to them.
+    """
+
+    __slots__ = (
+        "_workload",
+        "capacity",
+        "ids",
+        "in_flight",
+        "kv_usage",
+        "load",
+        "request_time_s",
+        "slots",
+        "theta",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        ids: tuple[InstanceId, ...],
+        slots: NDArray[np.intp],
+        request_time_s: FloatArray,
+        load: FloatArray,
+        kv_usage: FloatArray,
+        in_flight: FloatArray,
+        capacity: FloatArray,
+        weight: FloatArray,
+        theta: float,
+    ) -> None:
+        self.ids = ids
+        self.slots = slots
+        self.request_time_s = request_time_s
+        self.load = load
+        self.kv_usage = kv_usage
+        self.in_flight = in_flight
+        self.capacity = capacity
+        self.weight = weight
+        self.theta = theta
+        self._workload: FloatArray | None = None
+
+    def workload(self) -> FloatArray:
+        """w_r^s of Eq. (7), computed on first use."""
+        if self._workload is None:
+            self._workload = workloads(self.request_time_s, self.kv_usage, self.theta)
+        return self._workload
+
+
+class Policy(Protocol):
+    """What chooses."""
+
+    def choose(self, request: Request, candidates: Candidates, rng: np.random.Generator) -> int:
+        """The position of the chosen instance; there is at least one candidate."""
+        ...
+
+    def charges(self, candidates: Candidates) -> FloatArray:
+        """What each candidate's load would grow by if it were chosen."""
+        ...
+
+
+class WorkloadCharge:
+    """The common charge: w_r^s, so that ``instance_workload`` means the same under each policy."""
+
+    def charges(self, candidates: Candidates) -> FloatArray:
+        return candidates.workload()
+
+
+def argmin_with_random_ties(scores: FloatArray, rng: np.random.Generator) -> int:
+    """The position of the lowest score; among equals a seeded draw (erratum 2).
+
+    Never the list's order: with equal instances the lowest index would get every request of an
+    idle moment, and reversing the configuration would change the throughput.
+    """
+    position = int(scores.argmin())
+    ties = (scores == scores[position]).nonzero()[0]
+    if ties.size > 1:
+        position = int(ties[int(rng.random() * ties.size)])
+    return position

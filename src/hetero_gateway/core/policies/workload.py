@@ -1,0 +1,66 @@
+"""Policies that weigh a request by what it would cost: min-max and its relatives (section 4.1)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hetero_gateway.core.cost_model import FloatArray, workloads
+from hetero_gateway.core.policies.base import (
+    Candidates,
+    WorkloadCharge,
+    argmin_with_random_ties,
+)
+from hetero_gateway.core.types import Request
+
+
+class MinMax(WorkloadCharge):
+    """Algorithm 2 with every decision of docs/scheduling.md.
+
+    It minimises the highest load that results. Ties, which are the rule with three or more
+    instances, go to the lowest load of the chosen instance itself: if any placement leaves the
+    maximum where it is, the one with the lowest L_s + w_s does, and if none does, the new maximum
+    is that sum. So the argmin of L_s + w_s is the min-max choice with that tie-break, and no
+    maximum over the others is needed (erratum 18).
+    """
+
+    def choose(self, request: Request, candidates: Candidates, rng: np.random.Generator) -> int:
+        return argmin_with_random_ties(candidates.load + candidates.workload(), rng)
+
+
+class Paper(WorkloadCharge):
+    """Algorithm 2 as the paper's evaluation ran it: ties go to the lowest index.
+
+    Mended are errata 1 (the start value), 3, 4, 6 and 7; the tie-break is as printed.
+    """
+
+    def choose(self, request: Request, candidates: Candidates, rng: np.random.Generator) -> int:
+        load = candidates.load
+        highest = int(load.argmax())
+        others_max = np.full(load.size, load[highest])
+        if load.size > 1:
+            others_max[highest] = np.partition(load, -2)[-2]
+        else:
+            others_max[highest] = -math.inf
+        return int(np.maximum(others_max, load + candidates.workload()).argmin())
+
+
+class MemoryBased:
+    """The paper's MB: Algorithm 2 with T_r^s = 1, so that only the KV usage counts."""
+
+    def charges(self, candidates: Candidates) -> FloatArray:
+        return workloads(np.ones(candidates.load.size), candidates.kv_usage, candidates.theta)
+
+    def choose(self, request: Request, candidates: Candidates, rng: np.random.Generator) -> int:
+        return argmin_with_random_ties(candidates.load + self.charges(candidates), rng)
+
+
+class LeastWork:
+    """The lowest load + T_r^s, with T_r^s as the charge: no KV term."""
+
+    def charges(self, candidates: Candidates) -> FloatArray:
+        return candidates.request_time_s
+
+    def choose(self, request: Request, candidates: Candidates, rng: np.random.Generator) -> int:
+        return argmin_with_random_ties(candidates.load + candidates.request_time_s, rng)

@@ -1,0 +1,1 @@
+"""The gateway's shell: sockets, clock, HTTP. It asks the core and acts."""

@@ -1,0 +1,132 @@
+"""The ASGI callable: the data plane for engine paths, FastAPI for everything else.
+
+``create_app`` builds a gateway and wires it; nothing is global, and tests build as many as they
+like. The gateway starts and stops in the lifespan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from hetero_gateway import __version__
+from hetero_gateway.config import GatewayConfig
+from hetero_gateway.errors import ClientError
+from hetero_gateway.gateway import admin
+from hetero_gateway.gateway.downstream import Receive, Scope, Send
+from hetero_gateway.gateway.openai import error_body, work_of_path
+from hetero_gateway.gateway.state import Gateway
+
+
+class App:
+    """What uvicorn serves. ``gateway`` is the running state, ``control`` the FastAPI part."""
+
+    def __init__(self, gateway: Gateway, control: FastAPI) -> None:
+        self.gateway = gateway
+        self.control = control
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            work = work_of_path(scope["path"])
+            if work is not None:
+                await self.gateway.dataplane.serve(scope, receive, send, work)
+                return
+        await self.control(scope, receive, send)
+
+
+def create_app(config: GatewayConfig, config_path: Path | None = None) -> App:
+    """Build a gateway. Raises ConfigError for what only shows when it is put together."""
+    gateway = Gateway(config, config_path)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await gateway.start()
+        try:
+            yield
+        finally:
+            await gateway.stop()
+
+    control = FastAPI(
+        title="hetero-gateway",
+        version=__version__,
+        summary="A load-balancing gateway for unequal vLLM instances",
+        lifespan=lifespan,
+    )
+    control.state.gateway = gateway
+    control.add_exception_handler(ClientError, _render_error)
+    control.include_router(admin.router)
+    _add_control_paths(control, gateway)
+    return App(gateway, control)
+
+
+async def _render_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ClientError)
+    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    return Response(error_body(error, request.url.path), error.status, headers, "application/json")
+
+
+def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
+    page = resources.files("hetero_gateway.gateway").joinpath("dashboard/index.html")
+
+    @control.get("/health", tags=["health"])
+    @control.get("/livez", tags=["health"])
+    async def live() -> dict[str, str]:
+        """The process is alive; says nothing of the instances."""
+        return {"status": "ok"}
+
+    @control.get("/readyz", tags=["health"])
+    async def ready() -> Response:
+        """200 while an instance can take requests, 503 while none can or while draining."""
+        if gateway.draining:
+            return JSONResponse({"status": "draining"}, 503)
+        if not gateway.fleet.ready():
+            return JSONResponse({"status": "no healthy instance"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @control.get("/version", tags=["health"])
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @control.get("/metrics", tags=["health"])
+    async def metrics() -> Response:
+        """Prometheus exposition."""
+        body, content_type = gateway.metrics.exposition()
+        return Response(body, media_type=content_type)
+
+    @control.get("/v1/models", tags=["openai"])
+    async def models(request: Request) -> dict[str, Any]:
+        """Every name that a live instance serves."""
+        gateway.dataplane.check_key(request.headers.raw)
+        return {"object": "list", "data": [_card(*m) for m in gateway.fleet.models().items()]}
+
+    @control.get("/v1/models/{model:path}", tags=["openai"])
+    async def model(request: Request, model: str) -> dict[str, Any]:
+        gateway.dataplane.check_key(request.headers.raw)
+        served = gateway.fleet.models()
+        if model not in served:
+            message = f"The model `{model}` does not exist."
+            raise ClientError(404, "model_not_found", message, param="model")
+        return _card(model, served[model])
+
+    @control.get("/dashboard", tags=["dashboard"], response_class=HTMLResponse)
+    async def dashboard() -> str:
+        """The live page; it reads /admin with the browser's own rights."""
+        return page.read_text("utf-8")
+
+
+def _card(model: str, max_model_len: int | None) -> dict[str, Any]:
+    return {
+        "id": model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "hetero-gateway",
+        "root": model,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }

@@ -1,0 +1,184 @@
+"""The instances as the gateway holds them: configuration, connections, health, engine facts.
+
+The scheduler's view of an instance (``InstanceSpec``) is derived here and replaced whenever
+something changes; nobody else writes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import ssl
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from hetero_gateway.config import GatewayConfig, InstanceConfig, instance_profile, secret
+from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.types import InstanceId, InstanceSpec
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.gateway.metrics import InstanceGauges
+from hetero_gateway.gateway.upstream import InstancePool
+
+_log = logging.getLogger(__name__)
+
+
+class Instance:
+    """One vLLM server: what is configured, and what was last seen of it."""
+
+    def __init__(self, config: InstanceConfig, gateway: GatewayConfig, base_dir: Path) -> None:
+        self.config = config
+        self.id = InstanceId(config.id)
+        self.profile = instance_profile(config, base_dir)
+        self.api_key = secret(config.api_key_env, f"instance {config.id}: api_key_env")
+        self.pool = InstancePool(
+            config.base_url, gateway.pool, gateway.timeouts.connect_s, _ssl_context(config)
+        )
+        self.weight = config.weight
+        self.draining = False
+        self.up = False
+        self.failed_probes = 0
+        self.down_reason = "not probed yet"
+        self.models: frozenset[str] = config.models
+        self.max_model_len: int | None = None
+        # Read from the engine's /metrics; seconds old, shown, and never decides alone.
+        self.engine_kv_usage: float | None = None
+        self.engine_kv_capacity_tokens: int | None = None
+
+    def spec(self) -> InstanceSpec:
+        """The instance as the scheduler sees it."""
+        return InstanceSpec(
+            instance_id=self.id,
+            models=self.models,
+            profile=self._effective_profile(),
+            max_model_len=self.max_model_len,
+            weight=self.weight,
+            available=self.up,
+            draining=self.draining,
+        )
+
+    def _effective_profile(self) -> Profile | None:
+        # A live engine knows its KV pool better than a formula does.
+        profile, tokens = self.profile, self.engine_kv_capacity_tokens
+        if profile is None or tokens is None or tokens == profile.kv_capacity_tokens:
+            return profile
+        return dataclasses.replace(profile, kv_capacity_tokens=tokens)
+
+
+class Fleet:
+    """All instances, and the scheduler over them."""
+
+    def __init__(self, config: GatewayConfig, base_dir: Path) -> None:
+        self._config = config
+        self._base_dir = base_dir
+        scheduling = config.scheduler
+        rng = np.random.default_rng(scheduling.seed)
+        single = scheduling.single_instance
+        options = PolicyOptions(
+            randomised=scheduling.randomised,
+            single_instance=None if single is None else InstanceId(single),
+        )
+        self.scheduler = Scheduler(
+            make_policy(scheduling.policy, options),
+            rng,
+            scheduling.theta,
+            (scheduling.reference_prompt_tokens, scheduling.reference_output_tokens),
+        )
+        self.instances: dict[InstanceId, Instance] = {}
+        for instance in config.instances:
+            self.add(instance)
+
+    def add(self, config: InstanceConfig) -> Instance:
+        """Add an instance; it gets requests after its first good probe. ConfigError: unusable."""
+        if config.id in self.instances:
+            raise ConfigError(f"instance {config.id!r} exists already")
+        instance = Instance(config, self._config, self._base_dir)
+        self.instances[instance.id] = instance
+        self.scheduler.add(instance.spec())
+        return instance
+
+    def remove(self, instance_id: InstanceId) -> int:
+        """Forget an instance; returns how many requests its load counted. They go on to their end.
+
+        Raises KeyError when there is none.
+        """
+        instance = self.instances.pop(instance_id)
+        instance.pool.close()
+        return len(self.scheduler.remove(instance_id))
+
+    def publish(self, instance: Instance) -> None:
+        """Tell the scheduler what changed."""
+        if self.instances.get(instance.id) is instance:
+            self.scheduler.replace(instance.spec())
+
+    def mark_up(self, instance: Instance) -> None:
+        instance.failed_probes = 0
+        if not instance.up:
+            instance.up = True
+            instance.down_reason = ""
+            _log.info("instance %s is up", instance.id)
+            self.publish(instance)
+
+    def mark_down(self, instance: Instance, reason: str) -> None:
+        if instance.up:
+            instance.up = False
+            _log.warning("instance %s is down: %s", instance.id, reason)
+            self.publish(instance)
+        instance.down_reason = reason
+        instance.engine_kv_usage = None
+
+    def models(self) -> dict[str, int | None]:
+        """Names that live instances serve, with the longest context known for each."""
+        result: dict[str, int | None] = {}
+        for instance in self._live():
+            for model in sorted(instance.models):
+                known = result.get(model)
+                result[model] = max(known or 0, instance.max_model_len or 0) or None
+        return result
+
+    def ready(self) -> bool:
+        """Whether any instance can take requests."""
+        return any(True for _ in self._live())
+
+    def _live(self) -> Iterable[Instance]:
+        return (i for i in self.instances.values() if i.up and not i.draining)
+
+    def gauges(self) -> list[InstanceGauges]:
+        """Every instance as metrics show it."""
+        ledger = self.scheduler.ledger
+        result = []
+        for instance in self.instances.values():
+            slot = self.scheduler.slot(instance.id)
+            profile = self.scheduler.spec(instance.id).profile
+            tokens = float(ledger.kv_tokens[slot])
+            result.append(
+                InstanceGauges(
+                    instance_id=instance.id,
+                    up=instance.up,
+                    in_flight=int(ledger.in_flight[slot]),
+                    workload=float(ledger.load[slot]),
+                    kv_usage_estimated=tokens / profile.kv_capacity_tokens if profile else None,
+                    kv_usage_engine=instance.engine_kv_usage,
+                )
+            )
+        return result
+
+    def close(self) -> None:
+        for instance in self.instances.values():
+            instance.pool.close()
+
+
+def _ssl_context(config: InstanceConfig) -> ssl.SSLContext | None:
+    if not config.base_url.startswith("https:"):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=config.ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"instance {config.id}: ca_file: {config.ca_file} cannot be used: {error}"
+        ) from error
+    context.set_alpn_protocols(["http/1.1"])
+    return context

@@ -1,0 +1,259 @@
+"""What /metrics shows. Recording is plain arithmetic; prometheus-client writes it out on a scrape.
+
+A request touches a dozen series; through prometheus-client's own counters and histograms that
+costs as much as relaying it (a lock and a label look-up each). So the counts live here, in one
+object per (model, instance), and a custom collector turns them into metric families.
+
+Labels are bounded: instances come from the configuration, models from what instances serve. The
+series of a removed instance go away. Bucket bounds are vLLM's own (vllm/v1/metrics/loggers.py), so
+that panels overlay.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from hetero_gateway import __version__
+
+PREFIX = "hetero_gateway_"
+
+LATENCY_BOUNDS_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+    240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+TTFT_BOUNDS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+TPOT_BOUNDS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0,
+)  # fmt: skip
+OVERHEAD_BOUNDS_S = (
+    2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1.0,
+)  # fmt: skip
+DECISION_BOUNDS_S = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2)
+# Actual over predicted: 1 is right.
+PREDICTION_BOUNDS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
+class Histogram:
+    """Counts by bucket, and the sum."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative (upper bound, count) pairs, the last one +Inf."""
+        total = 0
+        result = []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            result.append((str(float(bound)) if bound != float("inf") else "+Inf", float(total)))
+        return result
+
+
+class Series:
+    """What is counted per model and instance."""
+
+    __slots__ = ("duration", "input_tokens", "outcomes", "output_tokens", "tpot", "ttft")
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.duration = Histogram(LATENCY_BOUNDS_S)
+        self.ttft = Histogram(TTFT_BOUNDS_S)
+        self.tpot = Histogram(TPOT_BOUNDS_S)
+        self.input_tokens = 0
+        self.output_tokens = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceGauges:
+    """An instance as a scrape sees it; None: unknown, and no series is shown."""
+
+    instance_id: str
+    up: bool
+    in_flight: int
+    workload: float
+    kv_usage_estimated: float | None
+    kv_usage_engine: float | None
+
+
+class Metrics(Collector):
+    """All of the gateway's own series.
+
+    Args:
+        policy: name of the policy, a label.
+        gauges: called on each scrape for the instances' present state.
+    """
+
+    def __init__(self, policy: str, gauges: Callable[[], Iterable[InstanceGauges]]) -> None:
+        self._policy = policy
+        self._gauges = gauges
+        self._series: dict[tuple[str, str], Series] = {}
+        self.decisions: Counter[str] = Counter()
+        self.retries: Counter[str] = Counter()
+        self.upstream_errors: Counter[tuple[str, str]] = Counter()
+        self.client_disconnects: Counter[str] = Counter()
+        self.decision_s = Histogram(DECISION_BOUNDS_S)
+        self.overhead_s = Histogram(OVERHEAD_BOUNDS_S)
+        self.output_prediction = Histogram(PREDICTION_BOUNDS)
+        self.latency_prediction = Histogram(PREDICTION_BOUNDS)
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+
+    def series(self, model: str, instance_id: str) -> Series:
+        """The counts of one model on one instance; "" where no instance was reached."""
+        key = (model, instance_id)
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = Series()
+        return series
+
+    def forget(self, instance_id: str) -> None:
+        """Drop every series of a removed instance."""
+        for key in [key for key in self._series if key[1] == instance_id]:
+            del self._series[key]
+        for pair in [pair for pair in self.upstream_errors if pair[0] == instance_id]:
+            del self.upstream_errors[pair]
+        self.decisions.pop(instance_id, None)
+        self.client_disconnects.pop(instance_id, None)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._request_families()
+        yield from self._instance_families()
+        yield from self._gateway_families()
+
+    def _request_families(self) -> Iterator[Metric]:
+        labels = ("model", "instance")
+        requests = CounterMetricFamily(
+            PREFIX + "requests", "Finished requests by outcome.", labels=(*labels, "outcome")
+        )
+        duration = HistogramMetricFamily(
+            PREFIX + "request_duration_seconds", "From the request to its last byte.", labels=labels
+        )
+        ttft = HistogramMetricFamily(
+            PREFIX + "time_to_first_token_seconds", "To the first body byte.", labels=labels
+        )
+        tpot = HistogramMetricFamily(
+            PREFIX + "time_per_output_token_seconds",
+            "Mean time per output token after the first.",
+            labels=labels,
+        )
+        tokens_in = CounterMetricFamily(
+            PREFIX + "input_tokens", "Prompt tokens, as the engine told them.", labels=labels
+        )
+        tokens_out = CounterMetricFamily(
+            PREFIX + "output_tokens", "Output tokens, as told or counted.", labels=labels
+        )
+        for key, series in self._series.items():
+            for outcome, count in series.outcomes.items():
+                requests.add_metric((*key, outcome), count)
+            if not key[1]:
+                continue  # refused before any instance was chosen: there is nothing else
+            duration.add_metric(key, series.duration.buckets(), series.duration.sum)
+            ttft.add_metric(key, series.ttft.buckets(), series.ttft.sum)
+            tpot.add_metric(key, series.tpot.buckets(), series.tpot.sum)
+            tokens_in.add_metric(key, series.input_tokens)
+            tokens_out.add_metric(key, series.output_tokens)
+        yield from (requests, duration, ttft, tpot, tokens_in, tokens_out)
+
+    def _instance_families(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily(
+            PREFIX + "instance_up", "1 while it gets requests.", labels=["instance"]
+        )
+        in_flight = GaugeMetricFamily(
+            PREFIX + "in_flight_requests", "Outstanding requests.", labels=["instance"]
+        )
+        load = GaugeMetricFamily(
+            PREFIX + "instance_workload",
+            "Outstanding workload, in the policy's unit.",
+            labels=["instance"],
+        )
+        kv = GaugeMetricFamily(
+            PREFIX + "instance_kv_usage_ratio",
+            "KV-cache usage: estimated from outstanding requests, or told by the engine.",
+            labels=("instance", "source"),
+        )
+        for gauges in self._gauges():
+            up.add_metric([gauges.instance_id], float(gauges.up))
+            in_flight.add_metric([gauges.instance_id], gauges.in_flight)
+            load.add_metric([gauges.instance_id], gauges.workload)
+            if gauges.kv_usage_estimated is not None:
+                kv.add_metric((gauges.instance_id, "estimated"), gauges.kv_usage_estimated)
+            if gauges.kv_usage_engine is not None:
+                kv.add_metric((gauges.instance_id, "engine"), gauges.kv_usage_engine)
+        yield from (up, in_flight, load, kv)
+
+    def _gateway_families(self) -> Iterator[Metric]:
+        yield _counter("routing_decisions", "Requests sent, by policy.", ("policy", "instance"),
+                       {(self._policy, k): v for k, v in self.decisions.items()})  # fmt: skip
+        yield _counter("retries", "Attempts after a failed one.", ("reason",),
+                       {(k,): v for k, v in self.retries.items()})  # fmt: skip
+        yield _counter("upstream_errors", "Failed attempts.", ("instance", "reason"),
+                       self.upstream_errors)  # fmt: skip
+        yield _counter("client_disconnects", "Clients that left early.", ("instance",),
+                       {(k,): v for k, v in self.client_disconnects.items()})  # fmt: skip
+        yield _histogram("scheduler_decision_seconds", "One decision.", (), {(): self.decision_s})
+        yield _histogram(
+            "overhead_seconds", "From the request's last byte in to its first byte out.", (),
+            {(): self.overhead_s},
+        )  # fmt: skip
+        yield _histogram(
+            "prediction_error", "Actual over predicted; 1 is right.", ("quantity",),
+            {("output_tokens",): self.output_prediction, ("latency",): self.latency_prediction},
+        )  # fmt: skip
+        info = GaugeMetricFamily(PREFIX + "build_info", "Always 1.", labels=["version"])
+        info.add_metric([__version__], 1)
+        yield info
+
+    def exposition(self) -> tuple[bytes, str]:
+        """(body, content type) of /metrics."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, int]) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def _histogram(
+    name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], Histogram]
+) -> Metric:
+    family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+    for key, histogram in values.items():
+        family.add_metric(key, histogram.buckets(), histogram.sum)
+    return family

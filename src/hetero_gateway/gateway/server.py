@@ -1,0 +1,65 @@
+"""uvicorn, set up for the gateway: one process, uvloop, httptools, a long listen backlog."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.gateway.app import App
+
+# Short backlogs drop connections when hundreds of clients come at once: with 128, first tokens
+# came a second late at 512 clients.
+_BACKLOG = 4096
+
+
+class GatewayServer(uvicorn.Server):
+    """A uvicorn server that turns unready as soon as it is told to stop."""
+
+    def __init__(self, app: App, on_ready: Callable[[str], None]) -> None:
+        server = app.gateway.config.server
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=server.host,
+                port=server.port,
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                backlog=_BACKLOG,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                log_config=None,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=round(server.shutdown_timeout_s),
+            )
+        )
+        self._app = app
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._app.gateway.draining = True
+        super().handle_exit(sig, frame)
+
+
+def run(app: App, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM. Raises HeteroGatewayError when the address is taken."""
+    server = GatewayServer(app, on_ready)
+    try:
+        server.run()
+    except SystemExit as error:
+        host, port = app.gateway.config.server.host, app.gateway.config.server.port
+        raise HeteroGatewayError(f"cannot listen on {host}:{port} (is the port taken?)") from error
+    except KeyboardInterrupt:
+        return
