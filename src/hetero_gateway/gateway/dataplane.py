@@ -149,7 +149,7 @@ class DataPlane:
         self._predictor = predictor
         self._bytes_per_token = bytes_per_token
         self._tokenizer = tokenizer
-        self._deadlines = deadlines
+        self.open_exchanges = deadlines
         self._budget = RetryBudget(config.retry)
         key = secret(config.server.api_key_env, "server.api_key_env")
         self._api_key = key.encode() if key else None
@@ -276,12 +276,12 @@ class DataPlane:
             exchange = Exchange(downstream, job.path, extra, deadline_s)
             outcome = Outcome.CLIENT_DISCONNECTED  # also when this task is cancelled
             dispatch = self._scheduler.dispatch(decision)
-            self._deadlines.add(exchange)
+            self.open_exchanges.add(exchange)
             try:
                 await self._attempt(job, instance, exchange)
                 outcome = _outcome(exchange, downstream)
             finally:
-                self._deadlines.discard(exchange)
+                self.open_exchanges.discard(exchange)
                 self._scheduler.settle(dispatch, outcome)
                 self._record(job, decision, instance, exchange, outcome)
             failure = exchange.error
@@ -449,8 +449,9 @@ class DataPlane:
         ]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % error.retry_after_s))
-        # After a 413 the rest of the body is still on its way: the connection is of no more use.
-        downstream.start(error.status, headers, chunked=False, close=error.status == 413)
+        # After a 413 the connection stays open: uvicorn discards the rest of the body. Closing with
+        # unread bytes would reset it, and the client might never see the answer.
+        downstream.start(error.status, headers, chunked=False)
         downstream.write(body)
         downstream.finish()
 

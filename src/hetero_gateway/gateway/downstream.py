@@ -58,7 +58,7 @@ class Downstream(Protocol):
         """Whether the client reads too slowly for what was written."""
         ...
 
-    def start(self, status: int, headers: Headers, *, chunked: bool, close: bool) -> None:
+    def start(self, status: int, headers: Headers, *, chunked: bool) -> None:
         """Begin the response. ``chunked``: the body has no content-length header."""
         ...
 
@@ -118,7 +118,7 @@ class UvicornDownstream:
         result: bool = self._flow.write_paused
         return result
 
-    def start(self, status: int, headers: Headers, *, chunked: bool, close: bool) -> None:
+    def start(self, status: int, headers: Headers, *, chunked: bool) -> None:
         cycle = self._cycle
         if cycle.disconnected:
             return
@@ -127,8 +127,6 @@ class UvicornDownstream:
             parts += (name, b": ", value, b"\r\n")
         if chunked:
             parts.append(b"transfer-encoding: chunked\r\n")
-        if close:
-            cycle.keep_alive = False
         if not cycle.keep_alive:
             parts.append(b"connection: close\r\n")
         parts.append(b"\r\n")
@@ -183,9 +181,7 @@ class AsgiDownstream:
     def congested(self) -> bool:
         return self._queued_bytes > _HIGH_WATER_BYTES
 
-    def start(self, status: int, headers: Headers, *, chunked: bool, close: bool) -> None:
-        if close:
-            headers = [*headers, (b"connection", b"close")]
+    def start(self, status: int, headers: Headers, *, chunked: bool) -> None:
         self._queue({"type": "http.response.start", "status": status, "headers": headers})
 
     def write(self, data: bytes) -> None:

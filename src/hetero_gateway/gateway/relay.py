@@ -112,7 +112,7 @@ class Exchange:
             headers.append(pair)
         headers += self._extra_headers
         chunked = not self._decode and (head.chunked or head.ends_at_close)
-        downstream.start(head.status, headers, chunked=chunked, close=False)
+        downstream.start(head.status, headers, chunked=chunked)
         self.head_sent = True
 
     def on_data(self, raw: bytes, body: list[bytes]) -> None:

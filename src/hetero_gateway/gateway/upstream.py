@@ -77,6 +77,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._headers: Headers = []
         self._body: list[bytes] = []
         self._message_complete = False
+        self._keep_alive = False
         self.idle_since_s = 0.0
         # A request that fails on a reused connection before any byte came may have met the
         # instance closing an idle connection.
@@ -177,6 +178,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._head = ResponseHead(self._parser.get_status_code(), self._headers)
+        # Asked now: after the message's end the parser has forgotten the framing.
+        self._keep_alive = self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
@@ -186,7 +189,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _finish(self, sink: ResponseSink) -> None:
         self._sink = None
-        if self._parser.should_keep_alive():
+        if self._keep_alive:
             self._pool.release(self)
         elif self._transport is not None:
             self._transport.close()

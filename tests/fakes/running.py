@@ -1,0 +1,96 @@
+"""A gateway on a free loopback port, under a real uvicorn in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from hetero_gateway.config import GatewayConfig
+from hetero_gateway.gateway.app import App, create_app
+from hetero_gateway.gateway.server import GatewayServer
+from hetero_gateway.gateway.state import Gateway
+from tests.fakes.vllm import FakeInstance
+
+FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"
+SLOW = "V100-32GB-NVLink2/Llama-3-8B/tp1"
+
+
+@dataclass
+class RunningGateway:
+    url: str
+    port: int
+    app: App
+
+    @property
+    def gateway(self) -> Gateway:
+        return self.app.gateway
+
+    def loads(self) -> list[tuple[float, int, int]]:
+        """(load, KV tokens, in flight) of every instance."""
+        ledger = self.gateway.fleet.scheduler.ledger
+        slots = [self.gateway.fleet.scheduler.slot(i) for i in self.gateway.fleet.instances]
+        return [
+            (float(ledger.load[s]), int(ledger.kv_tokens[s]), int(ledger.in_flight[s]))
+            for s in slots
+        ]
+
+    def settled(self) -> bool:
+        return all(load == (0.0, 0, 0) for load in self.loads())
+
+    async def metrics(self) -> str:
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"{self.url}/metrics")).text
+
+
+def config_for(
+    fakes: list[FakeInstance], *, profiles: tuple[str | None, ...] = (FAST, SLOW), **sections: Any
+) -> GatewayConfig:
+    """A configuration over fakes named i0, i1, …; sections are merged over quick defaults."""
+    data: dict[str, Any] = {
+        "server": {"port": 0, "shutdown_timeout_s": 1},
+        "health": {"probe_interval_s": 0.1, "probe_timeout_s": 1, "scrape_interval_s": 0.2},
+        "instances": [
+            {"id": f"i{i}", "base_url": fake.url, "profile": profiles[i % len(profiles)]}
+            for i, fake in enumerate(fakes)
+        ],
+    }
+    for name, section in sections.items():
+        if isinstance(section, dict) and name in data:
+            data[name] = data[name] | section
+        else:
+            data[name] = section
+    return GatewayConfig.model_validate(data)
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(
+    config: GatewayConfig, config_path: Path | None = None
+) -> AsyncIterator[RunningGateway]:
+    """Serve until the block ends."""
+    app = create_app(config, config_path)
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    server = GatewayServer(app, ready.set_result)
+    task = asyncio.ensure_future(server.serve())
+    try:
+        done, _ = await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
+        if task in done:
+            task.result()
+            raise RuntimeError("the server stopped before it was ready")
+        url = ready.result()
+        yield RunningGateway(url, int(url.rsplit(":", 1)[1]), app)
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    """Wait until a condition holds; fail when it does not in time."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.01)

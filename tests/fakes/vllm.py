@@ -1,0 +1,264 @@
+"""A fake vLLM instance whose faults are scripted by the request itself.
+
+The gateway passes bodies on unchanged, so a test puts what it wants under the key ``fake``:
+
+    events        how many content events a stream has (default 3)
+    first_delay_s, delay_s   waiting before the first event, and between events
+    die           "before_head", "after_head", "mid_chunk", "after_events": the socket is reset
+    die_mid_body  a non-streamed answer stops half way
+    status, body  a plain answer instead
+    end           "error" (the engine's error event, then [DONE]) or "abort"
+    framing       "close" (the body ends with the connection), "bytes" (one byte per write)
+    usage         False: no usage event
+    hang          nothing is ever sent
+    garbage       not HTTP at all
+    extra         bytes after the end of the response
+    event_bytes   size of one event's text
+
+It counts what a test asks about: ``requests``, ``open`` requests, ``aborted`` ones (the client's
+socket closed early), ``peers`` that sent requests, and keeps each request's head and body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+
+class FakeInstance:
+    """A server on a free loopback port."""
+
+    def __init__(self, models: tuple[str, ...] = ("m",), max_model_len: int | None = 4096) -> None:
+        self.models = models
+        self.max_model_len = max_model_len
+        self.healthy = True
+        self.metrics = ""
+        self.api_key: str | None = None
+        self.close_after_response = False
+        self.requests = 0
+        self.open = 0
+        self.aborted = 0
+        self.peers: set[object] = set()
+        self.heads: list[bytes] = []
+        self.bodies: list[bytes] = []
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", port, backlog=1024)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def kill(self) -> None:
+        """Stop listening and reset every connection, as a killed process would."""
+        assert self._server is not None
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while await self._request(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.transport.abort()
+
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            return False
+        length = 0
+        for line in head.split(b"\r\n"):
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.split(b":")[1])
+        body = await reader.readexactly(length)
+        path = head.split(b" ")[1].decode()
+        if head.startswith(b"GET "):
+            _write_plain(writer, *self._get(path))
+            await writer.drain()
+            return True
+        self.requests += 1
+        self.open += 1
+        self.heads.append(head)
+        self.peers.add(writer.get_extra_info("peername"))
+        self.bodies.append(body)
+        watcher = asyncio.ensure_future(reader.read(1))
+        answer = asyncio.ensure_future(self._post(json.loads(body), writer))
+        try:
+            await asyncio.wait({watcher, answer}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self.aborted += 1
+                return False
+            keep = answer.result() and b"connection: close" not in head.lower()
+            return keep and not self.close_after_response and not watcher.done()
+        finally:
+            self.open -= 1
+            for task in (answer, watcher):
+                task.cancel()
+            await asyncio.gather(answer, watcher, return_exceptions=True)
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        if path == "/health":
+            return (200 if self.healthy else 503), b""
+        if path == "/v1/models":
+            cards = [{"id": m, "max_model_len": self.max_model_len} for m in self.models]
+            return 200, json.dumps({"object": "list", "data": cards}).encode()
+        if path == "/metrics":
+            return 200, self.metrics.encode()
+        return 404, b'{"detail":"Not Found"}'
+
+    async def _post(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        fake = request.get("fake", {})
+        if fake.get("hang"):
+            await asyncio.sleep(3600)
+        if fake.get("die") == "before_head":
+            writer.transport.abort()
+            return False
+        if "garbage" in fake:
+            writer.write(fake["garbage"].encode())
+            return True
+        if "status" in fake:
+            _write_plain(writer, fake["status"], fake.get("body", "{}").encode())
+        elif request.get("stream"):
+            return await self._stream(request, fake, writer)
+        else:
+            await asyncio.sleep(fake.get("first_delay_s", 0))
+            await self._plain(fake, writer)
+        if "extra" in fake:
+            writer.write(fake["extra"].encode())
+        await writer.drain()
+        return True
+
+    async def _plain(self, fake: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        text = "x" * fake.get("event_bytes", 4)
+        answer = {
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": self.models[0],
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": text},
+                    "finish_reason": "stop",
+                }
+            ],
+            "usage": {"prompt_tokens": 10, "total_tokens": 13, "completion_tokens": 3},
+        }
+        body = json.dumps(answer).encode()
+        if fake.get("die_mid_body"):
+            head = (
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            )
+            writer.write(head % len(body) + body[: len(body) // 2])
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+            return
+        if fake.get("framing") == "close":
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + body)
+            await writer.drain()
+            writer.close()
+            return
+        _write_plain(writer, 200, body)
+
+    async def _stream(
+        self, request: dict[str, Any], fake: dict[str, Any], writer: asyncio.StreamWriter
+    ) -> bool:
+        close = fake.get("framing") == "close"
+        one_by_one = fake.get("framing") == "bytes"
+        framing = b"" if close else b"transfer-encoding: chunked\r\n"
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n" + framing
+
+        async def write(data: bytes) -> None:
+            if one_by_one:
+                for i in range(len(data)):
+                    writer.write(data[i : i + 1])
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            else:
+                writer.write(data)
+                await writer.drain()
+
+        async def event(data: bytes) -> None:
+            text = b"data: " + data + b"\n\n"
+            await write(text if close else b"%x\r\n%b\r\n" % (len(text), text))
+
+        await write(head + b"\r\n")
+        if fake.get("die") == "after_head":
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+            return False
+        await asyncio.sleep(fake.get("first_delay_s", 0))
+        events = fake.get("events", 3)
+        text = "x" * fake.get("event_bytes", 4)
+        await event(_chunk({"role": "assistant", "content": ""}))
+        for _ in range(events):
+            await event(_chunk({"content": text}))
+            await asyncio.sleep(fake.get("delay_s", 0))
+        if fake.get("die") == "after_events":
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+            return False
+        if fake.get("die") == "mid_chunk":
+            writer.write(b"ff\r\ndata: {")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+            return False
+        if fake.get("end") == "error":
+            await event(b'{"error": {"message": "EngineDeadError", "code": 500}}')
+        else:
+            await event(_chunk({}, "abort" if fake.get("end") == "abort" else "stop"))
+            if fake.get("usage", True):
+                usage = {"prompt_tokens": 10, "completion_tokens": events}
+                await event(json.dumps({"choices": [], "usage": usage}).encode())
+        await event(b"[DONE]")
+        if close:
+            writer.close()
+            return False
+        await write(b"0\r\n\r\n" + fake.get("extra", "").encode())
+        return True
+
+
+def _chunk(delta: dict[str, str], finish_reason: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    document = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": [choice],
+    }
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _write_plain(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
+    head = b"HTTP/1.1 %d Status\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    writer.write(head % (status, len(body)) + body)
+
+
+@contextlib.asynccontextmanager
+async def fake_instances(count: int, **options: Any) -> AsyncIterator[list[FakeInstance]]:
+    """``count`` running fakes."""
+    fakes = [FakeInstance(**options) for _ in range(count)]
+    for fake in fakes:
+        await fake.start()
+    try:
+        yield fakes
+    finally:
+        for fake in fakes:
+            await fake.kill()
