@@ -3,7 +3,7 @@
 ``UvicornDownstream`` is the splice: it writes to the client's transport directly, past ASGI's
 ``send``, which saves a task wake-up, a dict and a re-framing per chunk (a third of a chunk's cost,
 benchmarks/dataplane.py). It reaches uvicorn's RequestResponseCycle through ``send.__self__`` and
-uses only the attributes in ``_CYCLE_ATTRIBUTES``; tests/gateway/test_downstream.py fails loudly
+uses only the attributes in ``CYCLE_ATTRIBUTES``; tests/gateway/test_downstream.py fails loudly
 when uvicorn changes them. Under any other server ``AsgiDownstream`` does the same through
 ``send`` and ``receive``.
 
@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
 from hetero_gateway.gateway.upstream import Headers
 
 Scope = MutableMapping[str, Any]
@@ -28,7 +30,7 @@ _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode())
     for status in http.HTTPStatus
 }
-_CYCLE_ATTRIBUTES = (
+CYCLE_ATTRIBUTES = (
     "transport",
     "flow",
     "disconnected",
@@ -90,7 +92,11 @@ class Downstream(Protocol):
 def downstream_of(scope: Scope, receive: Receive, send: Send) -> Downstream:
     """The splice where the server is uvicorn with httptools, else plain ASGI."""
     cycle = getattr(send, "__self__", None)
-    if scope.get("http_version") == "1.1" and all(hasattr(cycle, a) for a in _CYCLE_ATTRIBUTES):
+    if (
+        isinstance(cycle, RequestResponseCycle)
+        and scope["http_version"] == "1.1"
+        and all(hasattr(cycle, name) for name in CYCLE_ATTRIBUTES)
+    ):
         return UvicornDownstream(cycle, receive)
     return AsgiDownstream(receive, send)
 
