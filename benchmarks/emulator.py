@@ -20,6 +20,7 @@ import time
 import urllib.request
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
 import uvloop
 
@@ -33,21 +34,24 @@ _RUN = (
 class Counter(asyncio.Protocol):
     """One stream: sends its request, notes that data has come, throws the data away."""
 
-    begun = 0
+    awaited = 0
     lost = 0
+    all_begun = asyncio.Event()
 
     def __init__(self, request: bytes) -> None:
         self._request = request
         self._begun = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._request)
+        # uvloop's transports do not subclass asyncio's.
+        cast("asyncio.Transport", transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         if not self._begun and b"data: " in data:
             self._begun = True
-            Counter.begun += 1
+            Counter.awaited -= 1
+            if not Counter.awaited:
+                Counter.all_begun.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         Counter.lost += 1
@@ -62,13 +66,12 @@ async def _open_streams(port: int, streams: int, pipe: Connection) -> None:
         b"Content-Length: %d\r\n\r\n%b"
     ) % (len(body), body)
     loop = asyncio.get_running_loop()
+    Counter.awaited = streams
     for _ in range(streams):
         await loop.create_connection(lambda: Counter(request), "127.0.0.1", port)
-    while Counter.begun < streams:
-        await asyncio.sleep(0.05)
+    await Counter.all_begun.wait()
     pipe.send("begun")
-    while not pipe.poll():
-        await asyncio.sleep(0.2)
+    await asyncio.to_thread(pipe.recv)
     pipe.send(Counter.lost)
 
 
@@ -130,8 +133,7 @@ def main() -> None:
         server.terminate()
         server.wait()
         client.join(5)
-    rss = f"{running:.0f} streams on {args.profile}, {elapsed_s:.1f} s"
-    print(rss)
+    print(f"{running:.0f} streams on {args.profile}, {elapsed_s:.1f} s")
     print(f"CPU share of one core   {cpu_s / elapsed_s:7.1%}")
     print(f"tokens per second       {delivered / elapsed_s:7.0f}")
     print(f"per stream              {delivered / elapsed_s / args.streams:7.1f} tokens/s")

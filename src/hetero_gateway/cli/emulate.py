@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_gateway.config import load_profile
+from hetero_gateway.emulator.app import EmulatedVLLM
 from hetero_gateway.emulator.lengths import LogNormalLengths, TraceLengths
 from hetero_gateway.emulator.server import Server, listen
 from hetero_gateway.emulator.settings import Settings
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         slowdown=args.slowdown,
     )
+    emulated = EmulatedVLLM(settings)
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
@@ -116,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         f"{settings.time_scale:g} times real speed, on http://{where}:{port}"
     )
     server = Server(
-        settings,
+        emulated,
         listener,
         shutdown_timeout_s=args.shutdown_timeout,
         on_ready=lambda: print(ready, file=sys.stderr, flush=True),

@@ -123,7 +123,6 @@ class ResponsesReply(Reply):
             output_index=0,
         )
 
-
     def closing(self) -> bytes:
         text = _plain(self.choices[0].text)
         place = {"content_index": 0, "item_id": self._item_id, "output_index": 0}

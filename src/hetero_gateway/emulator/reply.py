@@ -153,17 +153,17 @@ class Reply:
     def on_token(self, choice: Choice) -> None:
         """A streamed choice has one more token (``choice.emitted`` counts it)."""
         assert self.outlet is not None
-        n = choice.emitted
-        data = self.delta(choice) if n < choice.output_tokens else self.last_delta(choice)
-        if not self._opened:
-            self._opened = True
-            data = self.opening() + data
-        if n == choice.output_tokens:
-            self.unfinished -= 1
-            if not self.unfinished:
-                self.outlet.write(data + self.closing(), more=False)
-                return
-        self.outlet.write(data)
+        opening = b"" if self._opened else self.opening()
+        self._opened = True
+        if choice.emitted < choice.output_tokens:
+            self.outlet.write(opening + self.delta(choice))
+            return
+        data = opening + self.last_delta(choice)
+        self.unfinished -= 1
+        if self.unfinished:
+            self.outlet.write(data)
+        else:
+            self.outlet.write(data + self.closing(), more=False)
 
     def on_finished(self) -> None:
         """A choice of a reply that is not streamed is complete."""

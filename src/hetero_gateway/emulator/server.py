@@ -9,7 +9,6 @@ from collections.abc import Callable
 import uvicorn
 
 from hetero_gateway.emulator.app import EmulatedVLLM
-from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.errors import ConfigError
 
 _BACKLOG = 4096  # a burst of clients must not see refused connections
@@ -19,7 +18,7 @@ class Server(uvicorn.Server):
     """uvicorn, told where it listens and saying when it is ready.
 
     Args:
-        settings: the instance.
+        emulated: the instance.
         listener: a bound socket.
         shutdown_timeout_s: how long open streams may go on after a signal; 0 aborts them, as vLLM.
         on_ready: called once, when requests are answered.
@@ -27,13 +26,13 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        settings: Settings,
+        emulated: EmulatedVLLM,
         listener: socket.socket,
         *,
         shutdown_timeout_s: int = 0,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self.emulated = EmulatedVLLM(settings)
+        self.emulated = emulated
         super().__init__(
             uvicorn.Config(
                 self.emulated,
@@ -75,8 +74,10 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address cannot be used.
     """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port: must be 0 to 65535, not {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"--host {host} --port {port}: {error}") from error
