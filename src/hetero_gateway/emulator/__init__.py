@@ -1,0 +1,1 @@
+"""An emulated vLLM server: sim.engine behind real HTTP, against the wall clock."""

@@ -1,0 +1,412 @@
+"""The emulated server as a plain ASGI application: vLLM's paths, refusals and life cycle.
+
+A request's own task reads the body, hands a ``Reply`` to the engine loop and then only waits for
+the client to go away: every byte of the answer is written by the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from random import Random
+from typing import Any
+
+import msgspec
+
+from hetero_gateway.emulator import bodies
+from hetero_gateway.emulator.answer import make_answer
+from hetero_gateway.emulator.bodies import Ask
+from hetero_gateway.emulator.errors import ApiError, bad_shape, bad_value, validate
+from hetero_gateway.emulator.loop import EngineLoop
+from hetero_gateway.emulator.openai import ChatReply, CompletionReply
+from hetero_gateway.emulator.other_apis import EmbeddingsReply, MessagesReply, ResponsesReply
+from hetero_gateway.emulator.reply import JSON, Reply, Send
+from hetero_gateway.emulator.settings import Settings
+from hetero_gateway.emulator.text import count_chat_tokens, token_text, tokenize
+
+VERSION = "0.32.0+emulated"  # the vLLM whose behaviour is emulated
+_PROMETHEUS = b"text/plain; version=1.0.0; charset=utf-8"
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Json = Any
+
+
+class DetailError(Exception):
+    """The web framework's own refusal, ``{"detail": …}``."""
+
+    def __init__(self, status: int, detail: str, allow: str | None = None) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.allow = allow
+
+
+class EmulatedVLLM:
+    """One emulated instance; serve it with any ASGI server that has a lifespan."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.loop = EngineLoop(settings)
+        self._random = Random(settings.seed)
+        self._started = int(time.time())
+        self._tasks: asyncio.TaskGroup | None = None
+        self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
+            "/health": lambda: (b"", b""),
+            "/ping": lambda: (b"", b""),
+            "/version": lambda: (JSON, msgspec.json.encode({"version": VERSION})),
+            "/load": lambda: (JSON, b'{"server_load":0}'),  # as without its tracking flag
+            "/metrics": lambda: (_PROMETHEUS, self.loop.metrics.render()),
+            "/v1/models": lambda: (JSON, self._models()),
+        }
+        self._replies: dict[str, Callable[[Json, _Context], Reply]] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._completion,
+            "/v1/responses": self._responses,
+            "/v1/messages": self._messages,
+            "/v1/embeddings": self._embeddings,
+            "/invocations": self._invocation,
+        }
+        self._forms: dict[str, Callable[[Json], Json]] = {
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            stepping = tasks.create_task(self.loop.run())
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            stepping.cancel()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    # -- one request
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        try:
+            self._check(scope)
+            if scope["method"] == "GET" or path == "/ping":
+                content_type, body = self._pages[path]()
+                await _respond(send, 200, body, content_type)
+            elif path in self._forms:
+                form = self._forms[path](_decode(await _read(receive), scope))
+                await _respond(send, 200, msgspec.json.encode(form))
+            else:
+                await self._generate(scope, receive, send)
+        except ApiError as error:
+            await _respond(send, error.status, error.body(anthropic=path == "/v1/messages"))
+        except DetailError as error:
+            headers = [(b"allow", error.allow.encode())] if error.allow else []
+            body = msgspec.json.encode({"detail": error.detail})
+            await _respond(send, error.status, body, extra=headers)
+        except PermissionError:
+            await _respond(send, 401, b'{"error":"Unauthorized"}')
+        except ConnectionError:
+            return  # the client left while its body was read
+
+    def _check(self, scope: Scope) -> None:
+        """Key, path, method: in vLLM's order."""
+        path, method = scope["path"], scope["method"]
+        key = self.settings.api_key
+        if key is not None and path.startswith("/v1/"):
+            expected = f"Bearer {key}".encode()
+            if _header(scope, b"authorization") != expected:
+                raise PermissionError
+        if path == "/ping" and method in ("GET", "POST"):
+            return
+        if path in self._pages:
+            allowed = "GET"
+        elif path in self._replies or path in self._forms:
+            allowed = "POST"
+        else:
+            raise DetailError(404, "Not Found")
+        if method != allowed:
+            raise DetailError(405, "Method Not Allowed", allowed)
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_s = time.perf_counter()
+        raw = await _read(receive)
+        body = _decode(raw, scope)
+        context = _Context(arrived_s, raw, self._id_suffix(scope))
+        reply = self._replies[scope["path"]](body, context)
+        limit = self.settings.max_num_queued_reqs
+        if limit is not None and self.loop.engine.num_waiting >= limit:
+            self.loop.metrics.rejections += 1
+            raise ApiError(
+                "The engine is currently busy and cannot accept new requests. Please try again "
+                "later or on a different instance.",
+                status=503,
+                kind="Service Unavailable",
+            )
+        assert self._tasks is not None, "the server must run the lifespan"
+        reply.open(send, self._tasks.create_task)
+        self.loop.submit(reply)
+        try:
+            # ASGI: a disconnect message comes when the client is gone, or the response complete.
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            self.loop.cancel(reply)
+
+    def _id_suffix(self, scope: Scope) -> str:
+        given = _header(scope, b"x-request-id")
+        return given.decode("latin-1") if given else f"{self._random.getrandbits(64):016x}"
+
+    # -- the endpoints that generate
+
+    def _chat(self, body: Json, context: _Context) -> Reply:
+        model = self._model(body)
+        ask = bodies.chat_ask(body, model)
+        return self._filled(
+            ChatReply(ask, f"chatcmpl-{context.suffix}", model, *context.now), context
+        )
+
+    def _completion(self, body: Json, context: _Context) -> Reply:
+        model = self._model(body)
+        ask = bodies.completion_ask(body)
+        return self._filled(
+            CompletionReply(ask, f"cmpl-{context.suffix}", model, *context.now), context
+        )
+
+    def _responses(self, body: Json, context: _Context) -> Reply:
+        model = self._model(body)
+        ask = bodies.responses_ask(body, model)
+        return self._filled(
+            ResponsesReply(ask, f"resp_{context.suffix}", model, *context.now), context
+        )
+
+    def _messages(self, body: Json, context: _Context) -> Reply:
+        model = self._model(body)
+        ask = bodies.messages_ask(body, model)
+        return self._filled(
+            MessagesReply(ask, f"chatcmpl-{context.suffix}", model, *context.now), context
+        )
+
+    def _embeddings(self, body: Json, context: _Context) -> Reply:
+        model = self._model(body)
+        ask, as_base64 = bodies.embedding_ask(body)
+        inputs = body["input"]
+        if isinstance(inputs, str) or isinstance(inputs[0], int):
+            inputs = [inputs]
+        reply = EmbeddingsReply(
+            ask, f"embd-{context.suffix}", model, *context.now, inputs, as_base64
+        )
+        return self._filled(reply, context)
+
+    def _invocation(self, body: Json, context: _Context) -> Reply:
+        chat = isinstance(body, dict) and "messages" in body
+        return self._chat(body, context) if chat else self._completion(body, context)
+
+    def _filled(self, reply: Reply, context: _Context) -> Reply:
+        """The reply with its sequences: n for each prompt. Raises ApiError when one is too long."""
+        ask = reply.ask
+        limits = [self._limit(ask, prompt_tokens) for prompt_tokens in ask.prompt_tokens]
+        digest = hashlib.blake2b(context.raw, digest_size=8, key=b"%d" % self.settings.seed)
+        rng = Random(digest.digest())
+        for prompt_tokens, limit in zip(ask.prompt_tokens, limits, strict=True):
+            for _ in range(ask.n):
+                reply.add(prompt_tokens, make_answer(ask, limit, self.settings.lengths, rng))
+        return reply
+
+    def _limit(self, ask: Ask, prompt_tokens: int) -> int:
+        """Most output tokens that max_tokens and the context window leave. Raises ApiError."""
+        context = self.settings.context_tokens
+        name = ask.max_tokens_name
+        if ask.max_tokens is not None and ask.max_tokens > context:
+            raise bad_value(
+                f"{name}={ask.max_tokens} cannot be greater than max_model_len={context}. "
+                "Please request fewer output tokens.",
+                name,
+                ask.max_tokens,
+            )
+        if prompt_tokens > context:
+            # vLLM stops tokenizing a text at the limit, and so cannot say how long it is.
+            counted = prompt_tokens if ask.prompts_are_ids else context + 1
+            least = "" if ask.prompts_are_ids else "at least "
+            raise bad_value(
+                f"This model's maximum context length is {context} tokens. However, your prompt "
+                f"contains {least}{counted} input tokens, which exceeds this limit even without "
+                "any output tokens. Please reduce the length of the input prompt.",
+                "input_tokens",
+                counted,
+            )
+        if prompt_tokens == context:
+            raise bad_value("max_tokens must be at least 1, got 0.", "max_tokens", 0)
+        return min(ask.max_tokens or context, context - prompt_tokens)
+
+    # -- the others
+
+    def _model(self, body: Json) -> str:
+        """The name that the request asks for; without one the first. Raises ApiError."""
+        names = self.settings.model_names
+        asked = body.get("model") if isinstance(body, dict) else None
+        if not asked or not isinstance(asked, str):
+            return names[0]
+        if asked not in names:
+            raise ApiError(
+                f"The model `{asked}` does not exist. Valid aliases: {', '.join(names)}.",
+                status=404,
+                kind="NotFoundError",
+                param="model",
+            )
+        return asked
+
+    def _models(self) -> bytes:
+        names = self.settings.model_names
+        permission = {
+            "id": "modelperm-emulated",
+            "object": "model_permission",
+            "created": self._started,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._started,
+                "owned_by": "vllm",
+                "root": self.settings.profile.model,
+                "parent": None,
+                "max_model_len": self.settings.context_tokens,
+                "permission": [permission],
+            }
+            for name in names
+        ]
+        return msgspec.json.encode({"object": "list", "data": data})
+
+    def _tokenize(self, body: Json) -> Json:
+        model = self._model(body)
+        request = validate(bodies.TokenizeBody, body)
+        if request.messages is None:
+            tokens = tokenize(request.prompt or "")
+        else:
+            texts = bodies.message_texts(request.messages, model)
+            tokens = tokenize("".join(texts))
+            # The template's tokens are only counted; any id stands for them.
+            tokens += [0] * (count_chat_tokens(texts, None) - len(tokens))
+        texts_of = [token_text(t).decode("utf-8", "replace") for t in tokens]
+        return {
+            "count": len(tokens),
+            "max_model_len": self.settings.context_tokens,
+            "tokens": tokens,
+            "token_strs": texts_of if request.return_token_strs else None,
+        }
+
+    def _detokenize(self, body: Json) -> Json:
+        self._model(body)
+        tokens = validate(bodies.DetokenizeBody, body).tokens
+        return {"prompt": b"".join(map(token_text, tokens)).decode("utf-8", "replace")}
+
+
+class _Context:
+    """What a reply needs to know of its request beside the body."""
+
+    def __init__(self, arrived_s: float, raw: bytes, suffix: str) -> None:
+        self.raw = raw
+        self.suffix = suffix
+        self.now = (int(time.time()), arrived_s)
+
+
+async def _read(receive: Receive) -> bytes:
+    """The whole body. Raises ConnectionError when the client leaves before its end."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionError("the client left")
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _decode(raw: bytes, scope: Scope) -> Json:
+    """The body as JSON, refused as FastAPI and vLLM refuse it."""
+    media_type = (_header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
+    if media_type != b"application/json":
+        error = ApiError(
+            "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+        )
+        error.kind = "Bad Request"
+        raise error
+    if not raw:
+        missing = {"type": "missing", "loc": "body", "msg": "Field required", "input": "None"}
+        raise bad_shape([missing])
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        body = _decode_slowly(raw)
+    if not isinstance(body, dict):
+        raise bad_shape(
+            [
+                {
+                    "type": "model_attributes_type",
+                    "loc": "body",
+                    "msg": "Input should be a valid dictionary or object to extract fields from",
+                    "input": f"<{type(body).__name__} of {len(body)} items>"
+                    if isinstance(body, list)
+                    else str(body),
+                }
+            ]
+        )
+    return body
+
+
+def _decode_slowly(raw: bytes) -> Json:
+    """What the standard library accepts beyond msgspec (NaN), or says is wrong, and where."""
+    try:
+        return json.loads(raw.decode())
+    except UnicodeDecodeError:
+        raise DetailError(400, "There was an error parsing the body") from None
+    except json.JSONDecodeError as error:
+        raise bad_shape(
+            [
+                {
+                    "type": "json_invalid",
+                    "loc": f"body.{error.pos}",
+                    "msg": "JSON decode error",
+                    "input": "<dict of 0 items>",
+                    "ctx": {"error": error.msg},
+                }
+            ]
+        ) from None
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+async def _respond(
+    send: Send,
+    status: int,
+    body: bytes,
+    content_type: bytes = JSON,
+    extra: list[tuple[bytes, bytes]] | None = None,
+) -> None:
+    headers = [*(extra or []), (b"content-length", b"%d" % len(body))]
+    if content_type:
+        headers.append((b"content-type", content_type))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

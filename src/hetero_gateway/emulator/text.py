@@ -1,0 +1,129 @@
+"""Prompt tokens counted by rule, and words for the answers. There is no model and no tokenizer.
+
+The rule: a token is 4 bytes of UTF-8, the last one shorter. A chat adds 4 tokens per message and 3
+for the answer's header (the usual cost of a chat template), and the JSON text of its tools. Prompts
+given as token ids are counted exactly. /tokenize and /detokenize follow the same rule: an id is
+its 4 bytes read as a big-endian number behind a leading 1, so that texts survive the round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+import msgspec
+
+BYTES_PER_TOKEN = 4
+MESSAGE_TOKENS = 4
+ANSWER_HEADER_TOKENS = 3
+
+_WORDS = (
+    "the of and to in is that it for as with on be by this at from or an are not one all can was "
+    "has but more when which time each than other into some could them then these two may part "
+    "over new after also well way many must before line right too means old any same boy came "
+    "want show form three small set put end does another large big even such because turn here "
+    "why ask went men read need land home us move try kind hand picture again change off play"
+).split()
+_TABLE_SIZE = 4096
+# Fixed, so that a text depends on the request's own seed alone.
+_TABLE = [f" {word}".encode() for word in Random(0).choices(_WORDS, k=_TABLE_SIZE)]
+
+Json = Any  # a decoded JSON value
+
+
+def count_tokens(text: str) -> int:
+    """Tokens of a text by the rule above; 0 for an empty one."""
+    return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
+
+
+def count_chat_tokens(texts: list[str], tools: Json) -> int:
+    """Tokens of a chat whose messages have these texts."""
+    tokens = ANSWER_HEADER_TOKENS + sum(MESSAGE_TOKENS + count_tokens(text) for text in texts)
+    if tools:
+        tokens += count_tokens(msgspec.json.encode(tools).decode())
+    return tokens
+
+
+def words(offset: int, count: int) -> list[bytes]:
+    """``count`` tokens of text, each a space and a word (ASCII: safe within a JSON string)."""
+    offset %= _TABLE_SIZE
+    turns = (offset + count - 1) // _TABLE_SIZE + 1
+    table = _TABLE if turns == 1 else _TABLE * turns
+    return table[offset : offset + count]
+
+
+def escape(text: str) -> bytes:
+    """``text`` as it stands between the quotes of a JSON string."""
+    return msgspec.json.encode(text)[1:-1]
+
+
+def tokenize(text: str) -> list[int]:
+    data = text.encode("utf-8", "replace")
+    return [
+        int.from_bytes(b"\x01" + data[i : i + BYTES_PER_TOKEN], "big")
+        for i in range(0, len(data), BYTES_PER_TOKEN)
+    ]
+
+
+def token_text(token: int) -> bytes:
+    """The bytes of one id of ``tokenize``; for any other id a word."""
+    if not 1 << 8 <= token < 1 << 33:
+        return _TABLE[token % _TABLE_SIZE]
+    data = token.to_bytes(5, "big").lstrip(b"\0")
+    return data[1:] if data[0] == 1 else _TABLE[token % _TABLE_SIZE]
+
+
+class SchemaError(ValueError):
+    """A JSON schema that no grammar can be made of."""
+
+
+def sample_json(schema: Json, root: Json = None, depth: int = 0) -> Json:
+    """A small value that matches a JSON schema's types, required keys and enumerations.
+
+    Raises:
+        SchemaError: an unknown type.
+    """
+    root = schema if root is None else root
+    if not isinstance(schema, Mapping) or depth > 16:
+        return {}
+    if isinstance(reference := schema.get("$ref"), str):
+        return sample_json(_resolve(reference, root), root, depth + 1)
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    for key in ("enum", "examples"):
+        if schema.get(key):
+            return schema[key][0]
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return sample_json(schema[key][0], root, depth + 1)
+    kind = schema.get("type", "object" if "properties" in schema else None)
+    if isinstance(kind, list):
+        kind = kind[0] if kind else None
+    if kind == "object":
+        properties = schema.get("properties") or {}
+        required = schema.get("required") or ()
+        return {
+            key: sample_json(properties.get(key, {}), root, depth + 1)
+            for key in properties
+            if key in required
+        }
+    if kind == "array":
+        item = sample_json(schema.get("items", {}), root, depth + 1)
+        return [item] * int(schema.get("minItems") or 1)
+    if kind in ("integer", "number"):
+        return schema.get("minimum", 1)
+    simple: dict[Any, Json] = {"string": "text", "boolean": True, "null": None, None: {}}
+    if kind not in simple:
+        raise SchemaError(f"Invalid type: {kind}")
+    return simple[kind]
+
+
+def _resolve(reference: str, root: Json) -> Json:
+    node = root
+    for part in reference.removeprefix("#").strip("/").split("/"):
+        if not isinstance(node, Mapping):
+            return {}
+        node = node.get(part, {}) if part else node
+    return node

@@ -1,0 +1,1 @@
+"""Virtual time: one instance's engine step; pure, seeded by its inputs, reads no clock."""

@@ -1,0 +1,105 @@
+"""The real ``openai`` package against an emulated instance."""
+
+import json
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.fixture
+def client(instance):
+    with OpenAI(base_url=f"{instance.base_url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def test_chat(client):
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5)
+    assert answer.choices[0].message.content
+    assert answer.usage.completion_tokens <= 5
+
+
+def test_chat_stream(client):
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=5,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    chunks = list(stream)
+    words = [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content]
+    assert len(words) == 5
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == 5
+
+
+def test_completions(client):
+    answer = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=4, n=2)
+    assert len(answer.choices) == 4
+    chunks = list(client.completions.create(model="tiny", prompt="a", max_tokens=4, stream=True))
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+
+
+async def test_async_chat_plain_and_streamed(instance):
+    async with AsyncOpenAI(base_url=f"{instance.base_url}/v1", api_key="x") as client:
+        plain = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5)
+        stream = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=5, stream=True
+        )
+        text = "".join([c.choices[0].delta.content or "" async for c in stream])
+    assert plain.choices[0].message.content
+    assert text
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_tools(client, choice):
+    asked = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL], "tool_choice": choice}
+    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {})
+    with client.chat.completions.stream(**asked) as stream:
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {})
+
+
+class Place(BaseModel):
+    name: str
+    people: int
+    near: list[str]
+
+
+def test_response_format_is_parsed(client):
+    answer = client.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Place)
+    assert isinstance(answer.choices[0].message.parsed, Place)
+
+
+def test_responses(client):
+    answer = client.responses.create(model="tiny", input="hello", max_output_tokens=400)
+    assert answer.output_text
+    events = list(client.responses.create(model="tiny", input="hello", stream=True))
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text
+
+
+def test_embeddings(client):
+    plain = client.embeddings.create(model="tiny", input=["a", "b"], encoding_format="float")
+    packed = client.embeddings.create(model="tiny", input=["a", "b"])  # asks for base64
+    assert len(plain.data) == 2
+    for one, other in zip(plain.data, packed.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding, abs=1e-6)
+
+
+def test_models_and_errors(client):
+    assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.chat.completions.create(model="nope", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be at least 1"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=0)

@@ -1,0 +1,203 @@
+"""Paths, refusals, key, metrics: everything around the answers."""
+
+import pytest
+
+CHAT = {"messages": [{"role": "user", "content": "def f(x): return x"}], "max_tokens": 2}
+
+
+def test_models_list_every_name_with_the_window(instance):
+    data = instance.http.get("/v1/models").json()["data"]
+    assert [(model["id"], model["max_model_len"]) for model in data] == [
+        ("tiny", 4096),
+        ("alias", 4096),
+    ]
+    assert data[0]["owned_by"] == "vllm"
+
+
+def test_small_pages(instance):
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        response = instance.http.request(method, path)
+        assert (response.status_code, response.content) == (200, b"")
+    assert instance.http.get("/version").json()["version"].startswith("0.")
+    assert instance.http.get("/load").json() == {"server_load": 0}
+
+
+def test_tokenize_and_back(instance):
+    text = "def f(x): return π"
+    answer = instance.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert (answer["count"], answer["max_model_len"]) == (5, 4096)
+    assert len(answer["tokens"]) == len(answer["token_strs"]) == 5
+    assert instance.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
+    chat = instance.post("/tokenize", {"messages": CHAT["messages"]}).json()
+    usage = instance.post("/v1/chat/completions", CHAT).json()["usage"]
+    assert chat["count"] == usage["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "part"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "must be at least 1, got 0."),
+        ({"max_tokens": -1}, "max_tokens", "(parameter=max_tokens, value=-1)"),
+        ({"max_tokens": 5000}, "max_tokens", "cannot be greater than max_model_len=4096"),
+        ({"max_completion_tokens": 5000}, "max_completion_tokens", "=5000 cannot be greater"),
+        ({"temperature": -1}, "temperature", "non-negative, got -1.0."),
+        ({"temperature": 5}, "temperature", "in [0, 2]"),
+        ({"top_p": 2}, "top_p", "in (0, 1]"),
+        ({"n": 0}, None, "n must be at least 1, got 0."),
+        ({"n": 20000}, None, "n must be at most 16384"),
+        ({"min_tokens": 10}, None, "less than or equal to max_tokens=2, got 10."),
+        ({"min_tokens": -1}, None, "min_tokens"),
+        ({"messages": []}, None, "empty conversation"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "`stream=True`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            None,
+            "not a multimodal model",
+        ),
+        ({"tool_choice": "required"}, None, "`tools` must be set"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "zzz"}},
+                }
+            },
+            None,
+            "Grammar error: Invalid type: zzz",
+        ),
+    ],
+)
+def test_a_value_that_the_engine_refuses(instance, changes, param, part):
+    response = instance.post("/v1/chat/completions", {**CHAT, **changes})
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (error["type"], error["param"], error["code"]) == ("BadRequestError", param, 400)
+    assert part in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"messages": None}, "body.messages"),
+        ({"stop": 5}, "body.stop"),
+        ({"temperature": "hot"}, "body.temperature"),
+        ({"max_tokens": "many"}, "body.max_tokens"),
+        ({"model": 3}, "body.model"),
+    ],
+)
+def test_a_shape_that_validation_refuses(instance, changes, param):
+    response = instance.post("/v1/chat/completions", {**CHAT, **changes})
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "Bad Request", param)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "param"),
+    [
+        (b'{"model": "tiny", "messages": [', {"content-type": "application/json"}, "body.31"),
+        (b"", {"content-type": "application/json"}, "body"),
+        (b"[1,2]", {"content-type": "application/json"}, "body"),
+        (b"{}", {"content-type": "text/plain"}, None),
+        (b"{}", {}, None),
+    ],
+)
+def test_a_body_that_is_no_json_object(instance, content, headers, param):
+    response = instance.http.post("/v1/chat/completions", content=content, headers=headers)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "Bad Request", param)
+    assert error["message"].startswith("1 validation error:\n  ")
+
+
+def test_a_body_that_is_not_utf8(instance):
+    headers = {"content-type": "application/json"}
+    response = instance.http.post("/v1/completions", content=b'{"prompt": "\xff"}', headers=headers)
+    assert response.status_code == 400
+    assert response.json() == {"detail": "There was an error parsing the body"}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_an_unknown_model(instance, path):
+    response = instance.post(path, {**CHAT, "prompt": "x", "model": "nope"})
+    assert response.status_code == 404
+    assert response.json() == {
+        "error": {
+            "message": "The model `nope` does not exist. Valid aliases: tiny, alias.",
+            "type": "NotFoundError",
+            "param": "model",
+            "code": 404,
+        }
+    }
+
+
+def test_messages_has_an_error_body_of_its_own(instance):
+    body = instance.post("/v1/messages", {**CHAT, "model": "nope"}).json()
+    assert body["type"] == "error"
+    assert body["error"]["type"] == "NotFoundError"
+
+
+def test_a_prompt_beyond_the_window(instance):
+    ids = instance.post("/v1/completions", {"prompt": [5] * 5000})
+    text = instance.post("/v1/completions", {"prompt": "word " * 5000})
+    exact = instance.post("/v1/completions", {"prompt": [5] * 4096})
+    assert {r.status_code for r in (ids, text, exact)} == {400}
+    assert "prompt contains 5000 input tokens" in ids.json()["error"]["message"]
+    assert "prompt contains at least 4097 input tokens" in text.json()["error"]["message"]
+    assert ids.json()["error"]["param"] == "input_tokens"
+    assert exact.json()["error"]["message"].startswith("max_tokens must be at least 1, got 0.")
+
+
+def test_empty_prompts(instance):
+    for body in ({}, {"prompt": ""}, {"prompt": []}, {"prompt": [[]]}):
+        response = instance.post("/v1/completions", body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    assert instance.post("/v1/completions", {"prompt": [-1]}).status_code == 400
+
+
+def test_unknown_paths_and_methods(instance):
+    for path in ("/nope", "/v1/audio/speech", "/"):
+        response = instance.http.get(path)
+        assert (response.status_code, response.json()) == (404, {"detail": "Not Found"})
+    for method, path, allow in (
+        ("GET", "/v1/chat/completions", "POST"),
+        ("HEAD", "/health", "GET"),
+        ("POST", "/metrics", "GET"),
+    ):
+        response = instance.http.request(method, path)
+        assert (response.status_code, response.headers["allow"]) == (405, allow)
+
+
+def test_a_key_guards_v1_only(emulate):
+    instance = emulate(api_key="sk-1")
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "sk-1"}):
+        for response in (
+            instance.http.get("/v1/models", headers=headers),
+            instance.post("/v1/chat/completions", CHAT, headers=headers),
+            instance.post("/v1/nonexistent", {}, headers=headers),
+        ):
+            assert (response.status_code, response.json()) == (401, {"error": "Unauthorized"})
+    right = {"Authorization": "Bearer sk-1"}
+    assert instance.post("/v1/chat/completions", CHAT, headers=right).status_code == 200
+    # As with the real one, this one generates without a key.
+    assert instance.post("/invocations", {"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert instance.http.get("/metrics").status_code == 200
+
+
+def test_metrics_have_vllms_series_and_bounds(emulate):
+    instance = emulate(num_gpu_blocks=300, models=("tiny",))
+    instance.post("/v1/completions", {"prompt": [1] * 50, "max_tokens": 5, "ignore_eos": True})
+    text = instance.http.get("/metrics").text
+    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0' in text
+    for label in ('block_size="16"', 'num_gpu_blocks="300"', 'kv_cache_size_tokens="4800"'):
+        assert label in text
+    assert instance.metric("vllm:prompt_tokens_total") == 50
+    assert instance.metric("vllm:generation_tokens_total") == 5
+    assert instance.metric("vllm:num_preemptions_total") == 0
+    assert instance.metric("vllm:time_to_first_token_seconds_count") == 1
+    assert instance.metric("vllm:e2e_request_latency_seconds_count") == 1
+    assert instance.metric("vllm:request_time_per_output_token_seconds_count") == 1
+    assert instance.metric("vllm:inter_token_latency_seconds_count") == 4
+    success = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'
+    assert f"{success} 1.0" in text
+    assert 'vllm:time_to_first_token_seconds_bucket{engine="0",le="2560.0"' in text
+    assert 'vllm:e2e_request_latency_seconds_bucket{engine="0",le="7680.0"' in text
+    assert 'vllm:request_prompt_tokens_bucket{engine="0",le="2000.0"' in text

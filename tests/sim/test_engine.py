@@ -1,0 +1,296 @@
+"""The engine step: what is conserved, what a step costs, and who waits for whom."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.cost_model import decode_step_time_s, decode_time_s, prefill_time_s
+from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.sim.engine import Engine, Scheduling, Sequence, State, StepResult
+
+CONSTANTS = Constants(p1=1e-4, p2=2e-4, p3=3e-6, p4=0.01, p5=1e-7, p6=1e-4, p7=3e-7, p8=0.02)
+BOTH: list[Scheduling] = ["chunked", "prefill-first"]
+
+
+def make_engine(kv_tokens=10_000, max_num_seqs=64, **options):
+    profile = Profile("GPU", "model", 1, CONSTANTS, kv_tokens, max_num_seqs)
+    return Engine(profile, **options)
+
+
+def submit(engine, *lengths):
+    sequences = [Sequence(prompt, output) for prompt, output in lengths]
+    for sequence in sequences:
+        engine.submit(sequence)
+    return sequences
+
+
+def run(engine, limit=100_000):
+    """Every (step, result) until the engine is idle."""
+    history = []
+    while step := engine.begin_step():
+        history.append((step, engine.end_step()))
+        assert len(history) < limit, "the engine makes no progress"
+    return history
+
+
+def emissions(history):
+    counts: dict[Sequence, int] = {}
+    for _, result in history:
+        for sequence in result.emitted:
+            counts[sequence] = counts.get(sequence, 0) + 1
+    return counts
+
+
+def test_an_idle_engine_has_no_step():
+    engine = make_engine()
+    assert engine.begin_step() is None
+    assert (engine.num_running, engine.num_waiting, engine.kv_usage) == (0, 0, 0.0)
+
+
+@pytest.mark.parametrize("scheduling", BOTH)
+def test_a_static_batch_costs_what_equations_3_and_4_say(scheduling):
+    engine = make_engine(kv_tokens=100_000, scheduling=scheduling)
+    submit(engine, *[(100, 51)] * 8)
+    (prefill, first), *decodes = run(engine)
+    assert len(first.emitted) == 8
+    assert prefill.duration_s == pytest.approx(prefill_time_s(CONSTANTS, 8, 100), rel=1e-12)
+    # The prefill emits token 1, so 51 tokens take 50 decode steps: Eq. (4) with O - 1.
+    assert len(decodes) == 50
+    assert sum(step.duration_s for step, _ in decodes) == pytest.approx(
+        decode_time_s(CONSTANTS, 8, 100, 50), rel=1e-12
+    )
+
+
+def test_a_mixed_step_pays_one_fixed_part():
+    engine = make_engine()
+    submit(engine, (40, 10))
+    engine.begin_step()
+    engine.end_step()
+    submit(engine, (100, 10))
+    step = engine.begin_step()
+    assert (step.prefill_tokens, step.decode_sequences, step.cached_tokens) == (100, 1, 41)
+    expected = (
+        prefill_time_s(CONSTANTS, 1, 100)
+        + decode_step_time_s(CONSTANTS, 1, 41)
+        - min(CONSTANTS.p4, CONSTANTS.p8)
+    )
+    assert step.duration_s == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_slowdown_stretches_every_step():
+    plain, slow = make_engine(), make_engine(slowdown=3.0)
+    for engine in (plain, slow):
+        submit(engine, (30, 5))
+    for (fast_step, _), (slow_step, _) in zip(run(plain), run(slow), strict=True):
+        assert slow_step.duration_s == pytest.approx(3 * fast_step.duration_s)
+
+
+def test_a_chunked_prompt_spreads_over_steps_and_decodes_go_first():
+    engine = make_engine(max_batched_tokens=64)
+    (short,) = submit(engine, (10, 50))
+    engine.begin_step()
+    engine.end_step()
+    (long,) = submit(engine, (150, 2))
+    shares = []
+    while long.state is not State.DONE:
+        step = engine.begin_step()
+        shares.append((step.decode_sequences, step.prefill_tokens))
+        assert short in engine.end_step().emitted
+    assert shares == [(1, 63), (1, 63), (1, 24), (2, 0)]
+
+
+def test_prefill_first_lets_nothing_decode_while_a_prompt_can_be_admitted():
+    engine = make_engine(scheduling="prefill-first", max_batched_tokens=100)
+    submit(engine, (10, 50))
+    engine.begin_step()
+    engine.end_step()
+    submit(engine, (60, 2), (60, 2), (300, 2))
+    kinds = []
+    for _ in range(4):
+        step = engine.begin_step()
+        kinds.append((step.prefill_tokens, step.decode_sequences))
+        engine.end_step()
+    # 60 + 60 exceed the budget, and a prompt above it is prefilled alone.
+    assert kinds == [(60, 0), (60, 0), (300, 0), (0, 4)]
+
+
+@pytest.mark.parametrize("scheduling", BOTH)
+def test_first_come_first_served(scheduling):
+    engine = make_engine(max_num_seqs=3, scheduling=scheduling)
+    sequences = submit(engine, *[(20 + i, 4) for i in range(12)])
+    first_seen: list[Sequence] = []
+    for _, result in run(engine):
+        first_seen += [s for s in result.emitted if s not in first_seen]
+    assert first_seen == sequences
+
+
+def test_the_head_of_the_queue_blocks_smaller_requests_behind_it():
+    engine = make_engine(kv_tokens=160)
+    submit(engine, (80, 20))
+    engine.begin_step()
+    _, small = submit(engine, (100, 2), (4, 2))
+    engine.end_step()
+    engine.begin_step()
+    assert small.state is State.WAITING
+    engine.end_step()
+    assert engine.num_running == 1
+
+
+def test_max_num_seqs_bounds_the_running_batch():
+    engine = make_engine(max_num_seqs=5)
+    submit(engine, *[(8, 6)] * 17)
+    assert max(step.decode_sequences + step.prefill_sequences for step, _ in run(engine)) == 5
+
+
+@pytest.mark.parametrize("scheduling", BOTH)
+def test_kv_pressure_evicts_the_newest_which_still_finishes_exactly(scheduling):
+    engine = make_engine(kv_tokens=320, scheduling=scheduling)
+    sequences = submit(engine, (60, 100), (60, 100), (60, 100))
+    history = run(engine)
+    assert engine.preemptions_total > 0
+    assert sequences[0].preemptions == 0
+    assert emissions(history) == dict.fromkeys(sequences, 100)
+    assert engine.preemptions_total == sum(len(step.preempted) for step, _ in history)
+    assert engine.free_blocks == engine.total_blocks
+
+
+def test_an_evicted_sequence_is_prefilled_again_with_its_tokens():
+    engine = make_engine(kv_tokens=160)
+    _, newest = submit(engine, (60, 90), (60, 60))
+    while not (step := engine.begin_step()).preempted:
+        engine.end_step()
+    assert step.preempted == (newest,)
+    kept = engine.generated_tokens(newest)
+    assert kept > 0
+    assert newest.prefill_tokens == 60 + kept
+    engine.end_step()
+    while newest.state is State.WAITING:
+        step = engine.begin_step()
+        if not step.prefill_tokens:
+            engine.end_step()
+    assert step.prefill_tokens == 60 + kept
+    engine.end_step()
+    assert engine.generated_tokens(newest) == kept + 1
+    # Recomputed tokens are neither prompt tokens nor generated ones.
+    run(engine)
+    assert (engine.prompt_tokens_total, engine.generation_tokens_total) == (120, 150)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 5])
+@pytest.mark.parametrize("within_a_step", [False, True])
+def test_abort_frees_blocks_at_once(steps_before, within_a_step):
+    engine = make_engine()
+    kept, dropped = submit(engine, (31, 40), (33, 40))
+    for _ in range(steps_before):
+        engine.begin_step()
+        engine.end_step()
+    if within_a_step:
+        engine.begin_step()
+    engine.abort(dropped)
+    if within_a_step:
+        assert dropped not in engine.end_step().emitted
+    tokens = kept.prompt_tokens + engine.generated_tokens(kept)
+    if engine.num_running:
+        assert engine.total_blocks - engine.free_blocks == -(-(tokens - 1) // 16)
+    engine.abort(dropped)  # a second time does nothing
+    assert emissions(run(engine))[kept] == 40 - steps_before - within_a_step
+    assert engine.kv_usage == 0.0
+
+
+def test_a_sequence_larger_than_the_cache_is_refused():
+    engine = make_engine(kv_tokens=64)
+    with pytest.raises(ValueError, match="do not fit"):
+        engine.submit(Sequence(60, 6))
+    engine.submit(Sequence(60, 5))  # the last token needs no KV
+    assert len(run(engine)) == 5
+
+
+def test_misuse_is_refused():
+    engine = make_engine()
+    (sequence,) = submit(engine, (5, 5))
+    with pytest.raises(ValueError, match="submitted before"):
+        engine.submit(sequence)
+    with pytest.raises(RuntimeError, match="no step"):
+        engine.end_step()
+    engine.begin_step()
+    with pytest.raises(RuntimeError, match="end_step"):
+        engine.begin_step()
+    with pytest.raises(ValueError, match="at least 1"):
+        Sequence(0, 5)
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        make_engine(max_num_seqs=64, max_batched_tokens=32)
+
+
+def check_books(engine: Engine[Sequence], everyone: list[Sequence], growing: bool) -> None:
+    """The incremental sums against the same sums made from scratch."""
+    used = cached = 0
+    for sequence in everyone:
+        if sequence.state is State.PREFILLING:
+            used += -(-sequence.prefill_tokens // 16)
+        elif sequence.state is State.DECODING:
+            tokens = sequence.prompt_tokens + engine.generated_tokens(sequence)
+            cached += tokens
+            used += -(-(tokens if growing else tokens - 1) // 16)
+    assert engine.total_blocks - engine.free_blocks == used
+    assert engine._cached_tokens == cached
+    assert 0 <= engine.free_blocks <= engine.total_blocks
+    assert engine.num_running <= engine.max_num_seqs
+
+
+lengths = st.lists(st.tuples(st.integers(1, 120), st.integers(1, 60)), min_size=1, max_size=14)
+
+
+@given(
+    arrivals=lengths,
+    scheduling=st.sampled_from(BOTH),
+    kv_tokens=st.integers(180, 600),
+    max_num_seqs=st.integers(1, 8),
+    events=st.lists(st.sampled_from(["step", "step", "submit", "abort"]), max_size=60),
+    data=st.data(),
+)
+def test_tokens_and_blocks_are_conserved(
+    arrivals, scheduling, kv_tokens, max_num_seqs, events, data
+):
+    engine = make_engine(kv_tokens, max_num_seqs, scheduling=scheduling, max_batched_tokens=48)
+    everyone = [Sequence(*pair) for pair in arrivals]
+    todo = list(everyone)
+    aborted: set[Sequence] = set()
+    counts = dict.fromkeys(everyone, 0)
+
+    def end_step() -> StepResult[Sequence]:
+        result = engine.end_step()
+        for sequence in result.emitted:
+            counts[sequence] += 1
+            assert counts[sequence] == engine.generated_tokens(sequence)
+        return result
+
+    for event in events:
+        if event == "submit" and todo:
+            engine.submit(todo.pop(0))
+        elif event == "abort":
+            victim = data.draw(st.sampled_from(everyone))
+            if victim.state not in (State.NEW, State.DONE):
+                aborted.add(victim)
+                engine.abort(victim)
+        elif event == "step" and (step := engine.begin_step()):
+            assert step.duration_s > 0
+            check_books(engine, everyone, growing=step.decode_sequences > 0)
+            if data.draw(st.booleans()):
+                victim = data.draw(st.sampled_from(everyone))
+                if victim.state not in (State.NEW, State.DONE):
+                    aborted.add(victim)
+                    engine.abort(victim)
+            end_step()
+        check_books(engine, everyone, growing=False)
+    for sequence in todo:
+        engine.submit(sequence)
+    for _ in range(20_000):
+        if engine.begin_step() is None:
+            break
+        end_step()
+    for sequence in everyone:
+        assert sequence.state is State.DONE
+        if sequence not in aborted:
+            assert counts[sequence] == sequence.output_tokens
+    assert engine.free_blocks == engine.total_blocks
+    assert engine.generation_tokens_total == sum(counts.values())
