@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.fakes.vllm import FakeInstance
 
 from hetero_gateway.config import GatewayConfig
 from hetero_gateway.gateway.app import App, create_app
 from hetero_gateway.gateway.server import GatewayServer
 from hetero_gateway.gateway.state import Gateway
-from tests.fakes.vllm import FakeInstance
 
 FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"
 SLOW = "V100-32GB-NVLink2/Llama-3-8B/tp1"
@@ -92,5 +92,5 @@ async def running_gateway(
 async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
     """Wait until a condition holds; fail when it does not in time."""
     async with asyncio.timeout(within_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - any state may be asked about, not only events
             await asyncio.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -56,10 +57,11 @@ class GatewayServer(uvicorn.Server):
 def run(app: App, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM. Raises HeteroGatewayError when the address is taken."""
     server = GatewayServer(app, on_ready)
+    # uvicorn raises the signal again once it has shut down: to whoever listened before it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     try:
         server.run()
     except SystemExit as error:
         host, port = app.gateway.config.server.host, app.gateway.config.server.port
         raise HeteroGatewayError(f"cannot listen on {host}:{port} (is the port taken?)") from error
-    except KeyboardInterrupt:
-        return

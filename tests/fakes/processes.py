@@ -1,0 +1,90 @@
+"""The installed commands as processes, on free ports, ended with the block."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+
+class Process:
+    """``python -m hetero_gateway ARGS``, once it has told its address on standard error."""
+
+    def __init__(self, *args: str) -> None:
+        self.lines: list[str] = []
+        self._ready = threading.Event()
+        self.url = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hetero_gateway", *args],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            match = re.search(r"http://[\d.]+:\d+", line)
+            if match and not line[:4].isdigit():  # not a log line, which begins with the year
+                self.url = match.group()
+                self._ready.set()
+        self._ready.set()
+
+    def wait_ready(self) -> str:
+        if not self._ready.wait(60) or not self.url:
+            raise RuntimeError("the command did not come up: " + "".join(self.lines[-5:]))
+        return self.url
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            code = self.process.wait(20)
+        finally:
+            self.process.kill()
+        self._reader.join(5)
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+        return code
+
+
+@contextlib.contextmanager
+def emulated_cluster(
+    directory: Path, profiles: dict[str, str], time_scale: float = 50
+) -> Iterator[tuple[Process, dict[str, Process]]]:
+    """(gateway, emulated instances by id) for ``{id: profile name}``; model ``llama-3-8b``."""
+    instances = {
+        name: Process(
+            "emulate", "--profile", profile, "--port", "0", "--model", "llama-3-8b",
+            "--time-scale", str(time_scale),
+        )
+        for name, profile in profiles.items()
+    }  # fmt: skip
+    gateway = None
+    try:
+        document = {
+            "health": {"probe_interval_s": 0.2},
+            "instances": [
+                {"id": name, "base_url": instances[name].wait_ready(), "profile": profile}
+                for name, profile in profiles.items()
+            ],
+        }
+        path = directory / "gateway.yaml"
+        path.write_text(yaml.safe_dump(document))
+        gateway = Process("serve", "-c", str(path), "--port", "0")
+        gateway.wait_ready()
+        yield gateway, instances
+    finally:
+        for process in ([gateway] if gateway else []) + list(instances.values()):
+            process.stop()
