@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+
 from tests.fakes.processes import Process, emulated_cluster
 
 FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"

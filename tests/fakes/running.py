@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.fakes.vllm import FakeInstance
 
 from hetero_gateway.config import GatewayConfig
 from hetero_gateway.gateway.app import App, create_app
 from hetero_gateway.gateway.server import GatewayServer
 from hetero_gateway.gateway.state import Gateway
+from tests.fakes.vllm import FakeInstance
 
 FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"
 SLOW = "V100-32GB-NVLink2/Llama-3-8B/tp1"

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -52,8 +53,10 @@ class FakeInstance:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", port, backlog=1024)
+    async def start(self, port: int = 0, ssl_context: ssl.SSLContext | None = None) -> None:
+        self._server = await asyncio.start_server(
+            self._connection, "127.0.0.1", port, backlog=1024, ssl=ssl_context
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:

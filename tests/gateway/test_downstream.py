@@ -9,8 +9,6 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from tests.fakes.running import config_for, eventually
-from tests.fakes.vllm import fake_instances
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from hetero_gateway.gateway.app import create_app
@@ -20,6 +18,8 @@ from hetero_gateway.gateway.downstream import (
     UvicornDownstream,
     downstream_of,
 )
+from tests.fakes.running import config_for, eventually
+from tests.fakes.vllm import fake_instances
 
 CHAT = "/v1/chat/completions"
 

@@ -8,6 +8,7 @@ import time
 
 import httpx
 import pytest
+
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 

@@ -34,8 +34,9 @@ class Instance:
         self.id = InstanceId(config.id)
         self.profile = instance_profile(config, base_dir)
         self.api_key = secret(config.api_key_env, f"instance {config.id}: api_key_env")
+        self.ssl_context = _ssl_context(config)
         self.pool = InstancePool(
-            config.base_url, gateway.pool, gateway.timeouts.connect_s, _ssl_context(config)
+            config.base_url, gateway.pool, gateway.timeouts.connect_s, self.ssl_context
         )
         self.weight = config.weight
         self.draining = False

@@ -95,13 +95,12 @@ class HealthMonitor:
             event.set()
 
     def _client(self, instance: Instance) -> httpx.AsyncClient:
-        config = instance.config
         headers = {"authorization": f"Bearer {instance.api_key}"} if instance.api_key else {}
         return httpx.AsyncClient(
-            base_url=config.base_url,
+            base_url=instance.config.base_url,
             headers=headers,
             timeout=self._config.probe_timeout_s,
-            verify=str(config.ca_file) if config.ca_file else True,
+            verify=instance.ssl_context or True,
             trust_env=False,
         )
 

@@ -69,6 +69,10 @@ _WORK_BY_PATH = {
     "/v1/images/generations": Work.GENERATE,
     "/v1/moderations": Work.PREFILL,
 }
+# They change one engine's state: sent to an instance of the policy's choice they would do harm.
+_NOT_ROUTED = frozenset(
+    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/files", "/v1/batches")
+)
 
 
 def work_of_path(path: str) -> Work | None:
@@ -77,7 +81,7 @@ def work_of_path(path: str) -> Work | None:
     Paths of newer engines under /v1/ are treated as prefill-only work rather than refused.
     """
     work = _WORK_BY_PATH.get(path)
-    if work is None and path.startswith("/v1/"):
+    if work is None and path.startswith("/v1/") and path not in _NOT_ROUTED:
         return Work.PREFILL
     return work
 
