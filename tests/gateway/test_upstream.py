@@ -100,7 +100,9 @@ async def test_a_connection_that_never_comes_up_times_out() -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
+        gone.set()
 
+    gone = asyncio.Event()
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     context = ssl.create_default_context()
     port = server.sockets[0].getsockname()[1]
@@ -108,7 +110,9 @@ async def test_a_connection_that_never_comes_up_times_out() -> None:
     with pytest.raises(InstanceError, match=r"0\.1 s") as caught:
         await pool.connect()  # TCP is there, the TLS handshake never answers
     assert caught.value.reason == "connect"
+    await asyncio.wait_for(gone.wait(), 5)
     server.close()
+    await server.wait_closed()
 
 
 async def test_tls_instances_are_verified(tmp_path: Path) -> None:
