@@ -199,6 +199,26 @@ def test_a_request_that_fits_nowhere_is_refused_with_the_limit_and_its_length() 
     assert "\n" not in refusal.detail
 
 
+def test_the_limit_in_a_refusal_is_one_that_some_instance_really_has() -> None:
+    # One has the context and the other the memory; no single one has both.
+    s = scheduler(
+        spec("memory", profile(kv_capacity_tokens=1_000_000), max_model_len=1000),
+        spec("context", profile(kv_capacity_tokens=1500), max_model_len=100_000),
+    )
+    refusal = rejected(s.choose(request(2000, 256.0)))
+    assert refusal.reason is RejectReason.FITS_NO_INSTANCE
+    assert "1500 tokens" in refusal.detail
+    assert "100000" not in refusal.detail
+
+
+def test_a_refusal_names_the_output_when_that_is_what_does_not_fit() -> None:
+    s = scheduler(spec("a", profile(kv_capacity_tokens=1000), max_model_len=None))
+    refusal = rejected(s.choose(request(900, 400.0)))
+    assert refusal.reason is RejectReason.FITS_NO_INSTANCE
+    for figure in ("1000", "900", "400"):
+        assert figure in refusal.detail
+
+
 def test_a_draining_instance_does_not_make_a_request_fit() -> None:
     s = scheduler(spec("a", max_model_len=1024), spec("b", draining=True))
     assert rejected(s.choose(request(2000))).reason is RejectReason.FITS_NO_INSTANCE

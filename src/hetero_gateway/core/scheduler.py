@@ -97,7 +97,10 @@ class _Pool:
         self.max_model_len = np.array([float(s.max_model_len or math.inf) for s in self.specs])
         self.shortest_context_tokens = float(self.max_model_len.min(initial=math.inf))
         self.longest_context_tokens = float(self.max_model_len.max(initial=0))
-        self.largest_kv_tokens = float(self.kv_capacity_tokens.max(initial=0))
+        # The largest that a single instance can hold: one may have the context, one the memory.
+        self.longest_request_tokens = float(
+            np.minimum(self.max_model_len, self.kv_capacity_tokens).max(initial=0)
+        )
 
 
 class Scheduler:
@@ -283,11 +286,11 @@ def _eligible(
     if not kept:
         if any(why == "tried already" for _, why in excluded):
             return Reject(RejectReason.NO_AVAILABLE_INSTANCE, "every instance was tried")
-        limit = min(pool.longest_context_tokens, pool.largest_kv_tokens)
         return Reject(
             RejectReason.FITS_NO_INSTANCE,
-            f"This model's maximum context length is {int(limit)} tokens. However, your prompt has "
-            f"about {request.prompt_tokens} tokens, and no instance can hold it and its output.",
+            f"This model's maximum context length is {int(pool.longest_request_tokens)} tokens. "
+            f"However, your prompt has about {request.prompt_tokens} tokens, and no instance can "
+            f"hold it and an output of about {round(request.predicted_output_tokens)}.",
         )
     index = np.array(kept, dtype=np.intp)
     narrowed = Candidates(
