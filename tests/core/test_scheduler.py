@@ -440,6 +440,21 @@ def test_nothing_is_too_long_for_a_kv_capacity_that_nobody_knows() -> None:
     assert set(run(s, request(50_000), 3)) == {"unknown"}
 
 
+def test_an_instance_too_small_for_the_reference_request_has_a_small_capacity() -> None:
+    # Same machine, but its KV cache holds less than the reference request of 768 tokens.
+    s = scheduler(
+        spec("large"), spec("small", profile(kv_capacity_tokens=500)), policy="capacity-weighted"
+    )
+    c = chosen(s.choose(request(64, 64.0))).candidates
+    capacity = dict(zip(c.ids, c.capacity, strict=True))
+    # One at a time, it takes as long as a batch of one does.
+    alone_s = request_time_s(profile(max_num_seqs=1), 512, 256)
+    assert capacity[InstanceId("small")] == pytest.approx(1 / alone_s)
+    assert capacity[InstanceId("large")] > capacity[InstanceId("small")]
+    counts = run(s, request(64, 64.0), 200)
+    assert counts["small"] < counts["large"]
+
+
 def test_capacity_is_of_the_reference_request() -> None:
     s = scheduler(spec("a"))
     c = chosen(s.choose(request())).candidates

@@ -85,15 +85,14 @@ class _Pool:
         profiles = _effective_profiles(self.specs)
         distinct = list(dict.fromkeys(profiles))
         self.table = ProfileTable(distinct)
+        index = {profile: i for i, profile in enumerate(distinct)}
         # None when every instance has a profile of its own: then the table's order is the pool's.
         self.profile_of: NDArray[np.intp] | None = None
         if len(distinct) < len(profiles):
-            index = {profile: i for i, profile in enumerate(distinct)}
             self.profile_of = np.array([index[p] for p in profiles], dtype=np.intp)
         self.kv_capacity_tokens = np.array([float(p.kv_capacity_tokens) for p in profiles])
-        self.capacity = 1 / np.array(
-            [_finite(request_time_s(p, *reference), p.constants.p8) for p in profiles]
-        )
+        capacities = [_capacity_per_s(p, reference) for p in distinct]
+        self.capacity = np.array([capacities[index[p]] for p in profiles])
         self.max_model_len = np.array([float(s.max_model_len or math.inf) for s in self.specs])
         self.shortest_context_tokens = float(self.max_model_len.min(initial=math.inf))
         self.longest_context_tokens = float(self.max_model_len.max(initial=0))
@@ -327,6 +326,9 @@ def _effective_profiles(specs: tuple[InstanceSpec, ...]) -> list[Profile]:
     return result
 
 
-def _finite(value: float, fallback: float) -> float:
-    # The reference request may not fit a small instance; it still gets some capacity.
-    return value if 0 < value < math.inf else max(fallback, 1e-9)
+def _capacity_per_s(profile: Profile, reference: tuple[float, float]) -> float:
+    """Reference requests per second; one at a time where the KV cache holds less than one."""
+    reference_tokens = math.ceil(sum(reference))
+    if profile.kv_capacity_tokens < reference_tokens:
+        profile = dataclasses.replace(profile, kv_capacity_tokens=reference_tokens)
+    return 1 / max(request_time_s(profile, *reference), 1e-9)
