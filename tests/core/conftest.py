@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import hypothesis
 
 # A busy machine must not fail a law, and a failure must come back when the test is run again.

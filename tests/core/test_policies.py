@@ -179,7 +179,9 @@ def test_power_of_two_never_takes_the_worse_of_the_two_it_drew(
     # With two candidates both are drawn.
     scores = [(n + 1) / capacity for n, capacity in pair]
     c = candidates(
-        [0.0, 0.0], in_flight=[float(n) for n, _ in pair], capacity=[capacity for _, capacity in pair]
+        [0.0, 0.0],
+        in_flight=[float(n) for n, _ in pair],
+        capacity=[capacity for _, capacity in pair],
     )
     assert scores[choose("power-of-two", c, seed)] == min(scores)
 

@@ -426,6 +426,17 @@ def test_unprofiled_instances_are_shared_by_count_and_weight(name: str) -> None:
     assert counts["a"] == pytest.approx(100, abs=4)
 
 
+@pytest.mark.parametrize("count", [50, 400, 2000])
+def test_an_unprofiled_instance_among_profiled_ones_gets_the_share_of_their_mean(
+    count: int,
+) -> None:
+    # Also under a backlog far beyond the KV cache, where e^(θ·kvusage) decides.
+    p = profile(kv_capacity_tokens=100_000)
+    s = scheduler(spec("known", p), spec("unknown", None))
+    counts = run(s, request(), count)
+    assert counts["unknown"] == pytest.approx(count / 2, rel=0.2)
+
+
 def test_an_unprofiled_instance_of_twice_the_weight_gets_twice_the_share() -> None:
     s = scheduler(spec("known"), spec("unknown", None, weight=2.0))
     counts = run(s, request(), 600)

@@ -90,16 +90,18 @@ class _Pool:
         self.profile_of: NDArray[np.intp] | None = None
         if len(distinct) < len(profiles):
             self.profile_of = np.array([index[p] for p in profiles], dtype=np.intp)
-        self.kv_capacity_tokens = np.array([float(p.kv_capacity_tokens) for p in profiles])
+        self.kv_capacity_tokens = _assumed_kv_capacities(self.specs)
         capacities = [_capacity_per_s(p, reference) for p in distinct]
         self.capacity = np.array([capacities[index[p]] for p in profiles])
         self.max_model_len = np.array([float(s.max_model_len or math.inf) for s in self.specs])
         self.shortest_context_tokens = float(self.max_model_len.min(initial=math.inf))
         self.longest_context_tokens = float(self.max_model_len.max(initial=0))
         # The largest that a single instance can hold: one may have the context, one the memory.
-        self.longest_request_tokens = float(
-            np.minimum(self.max_model_len, self.kv_capacity_tokens).max(initial=0)
-        )
+        largest = [
+            min(s.max_model_len or math.inf, p.kv_capacity_tokens)
+            for s, p in zip(self.specs, profiles, strict=True)
+        ]
+        self.longest_request_tokens = max(largest, default=0)
 
 
 class Scheduler:
@@ -324,6 +326,19 @@ def _effective_profiles(specs: tuple[InstanceSpec, ...]) -> list[Profile]:
             or Profile("unknown", "unknown", 1, mean.scaled(1 / spec.weight), UNLIMITED_TOKENS)
         )
     return result
+
+
+def _assumed_kv_capacities(specs: tuple[InstanceSpec, ...]) -> FloatArray:
+    """What Eq. (8) divides by: an unprofiled instance has the mean of its pool's, by weight.
+
+    Were its usage 0 for want of a capacity, its w would stay where that of the others grows with
+    e^(θ·kvusage), and a backlog would go nearly all to it. Nothing is refused because of this.
+    """
+    known = [spec.profile.kv_capacity_tokens for spec in specs if spec.profile is not None]
+    mean = sum(known) / len(known) if known else UNLIMITED_TOKENS
+    return np.array(
+        [s.profile.kv_capacity_tokens if s.profile else mean * s.weight for s in specs], dtype=float
+    )
 
 
 def _capacity_per_s(profile: Profile, reference: tuple[float, float]) -> float:
