@@ -310,6 +310,17 @@ def test_a_decision_keeps_the_figures_it_was_made_from() -> None:
     assert decision.explain() == before
 
 
+def test_the_figures_of_an_excluded_row_are_absent_and_not_zero() -> None:
+    s = scheduler(spec("a"), spec("b"))
+    run(s, request(), 10)
+    s.replace(spec("b", draining=True))
+    row = next(r for r in chosen(s.choose(request())).explain() if r.instance_id == "b")
+    assert row.excluded == "draining"
+    assert (row.request_time_s, row.workload, row.load_after_s) == (None, None, None)
+    # It has five requests on it: a zero would be untrue.
+    assert (row.kv_usage, row.load_s, row.in_flight) == (None, None, None)
+
+
 def test_sequences_multiply_the_cost_and_the_tokens() -> None:
     s = scheduler(spec("a"))
     one, four = (chosen(s.choose(request(sequences=n))).explain()[0] for n in (1, 4))

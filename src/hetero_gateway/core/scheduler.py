@@ -63,7 +63,7 @@ class Decision(NamedTuple):
             for i, instance_id in enumerate(c.ids)
         ]
         return rows + [
-            Candidate(spec.instance_id, None, 0.0, None, 0.0, None, 0, why)
+            Candidate(spec.instance_id, None, None, None, None, None, None, why)
             for spec, why in self.excluded
         ]
 
