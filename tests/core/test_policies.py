@@ -239,6 +239,16 @@ def test_turns_go_on_when_an_instance_is_missing_for_a_while() -> None:
     assert all(9 <= counts[i] <= 11 for i in range(3))
 
 
+def test_a_change_of_the_weights_scale_takes_effect_within_a_round() -> None:
+    # Whatever was owed in the old unit must not go to one instance in a row.
+    policy, rng = make_policy("weighted-round-robin"), np.random.default_rng(0)
+    for _ in range(2):
+        policy.choose(request(), candidates([0.0] * 2, weight=[4000.0, 3000.0]), rng)
+    c = candidates([0.0] * 2, weight=[4.0, 1.0])
+    order = [policy.choose(request(), c, rng) for _ in range(50)]
+    assert order.count(0) == pytest.approx(40, abs=5)
+
+
 @pytest.mark.parametrize(
     ("name", "weight", "shares"),
     [
