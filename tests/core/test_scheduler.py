@@ -176,6 +176,14 @@ def test_a_context_that_is_too_short_excludes_the_instance() -> None:
     assert set(run(s, request(4000), 10)) == {"long"}
 
 
+def test_an_embedding_may_fill_the_context() -> None:
+    # Nothing is generated, so no token of output needs room.
+    s = scheduler(spec("a", max_model_len=512))
+    assert excluded(s, request(512, 0.0)) == {}
+    assert rejected(s.choose(request(513, 0.0))).reason is RejectReason.FITS_NO_INSTANCE
+    assert rejected(s.choose(request(512, 1.0))).reason is RejectReason.FITS_NO_INSTANCE
+
+
 def test_a_context_that_nobody_knows_excludes_nobody() -> None:
     s = scheduler(spec("a", max_model_len=None))
     assert excluded(s, request(500_000)) == {}

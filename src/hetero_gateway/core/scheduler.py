@@ -271,13 +271,14 @@ def _eligible(
     pool: _Pool, c: Candidates, request: Request, exclude: Collection[InstanceId]
 ) -> tuple[Candidates, tuple[tuple[InstanceSpec, str], ...]] | Reject:
     """The candidates that the request fits and that were not tried, and why the others are out."""
+    # The context must hold one output token, too, where any is generated.
+    shortest_tokens = request.prompt_tokens + (request.predicted_output_tokens > 0)
     kept: list[int] = []
     excluded: list[tuple[InstanceSpec, str]] = []
     for i, spec in enumerate(pool.specs):
         if spec.instance_id in exclude:
             excluded.append((spec, "tried already"))
-        elif request.prompt_tokens >= pool.max_model_len[i]:
-            # The context must hold one output token, too.
+        elif shortest_tokens > pool.max_model_len[i]:
             excluded.append((spec, f"context of {spec.max_model_len} tokens is too short"))
         elif not math.isfinite(c.request_time_s[i]):
             capacity = int(pool.kv_capacity_tokens[i])
