@@ -37,7 +37,7 @@ class ConstantPredictor:
     """Always the same number of tokens."""
 
     def __init__(self, mean_tokens: float) -> None:
-        self._mean_tokens = mean_tokens
+        self._mean_tokens = max(1.0, mean_tokens)
 
     def predict(self, model: str, prompt_tokens: int) -> float:
         return self._mean_tokens
@@ -90,10 +90,10 @@ class BucketMeanPredictor:
         self._buckets: dict[tuple[str, int], _RunningMean] = {}
 
     def predict(self, model: str, prompt_tokens: int) -> float:
-        mean = self._buckets.get((model, prompt_tokens.bit_length()))
-        if mean is None:
-            mean = self._models.get(model) or self._models.get(_OTHER_MODELS)
-        return self._prior_tokens if mean is None else max(1.0, mean.value)
+        if model not in self._models:
+            model = _OTHER_MODELS
+        mean = self._buckets.get((model, prompt_tokens.bit_length())) or self._models.get(model)
+        return max(1.0, self._prior_tokens if mean is None else mean.value)
 
     def observe(self, model: str, prompt_tokens: int, output_tokens: float) -> None:
         model = _bounded(model, self._models)

@@ -63,7 +63,7 @@ class Decision(NamedTuple):
             for i, instance_id in enumerate(c.ids)
         ]
         return rows + [
-            Candidate(spec.instance_id, None, 0.0, None, 0.0, None, 0, why)
+            Candidate(spec.instance_id, None, None, None, None, None, None, why)
             for spec, why in self.excluded
         ]
 
@@ -85,19 +85,23 @@ class _Pool:
         profiles = _effective_profiles(self.specs)
         distinct = list(dict.fromkeys(profiles))
         self.table = ProfileTable(distinct)
+        index = {profile: i for i, profile in enumerate(distinct)}
         # None when every instance has a profile of its own: then the table's order is the pool's.
         self.profile_of: NDArray[np.intp] | None = None
         if len(distinct) < len(profiles):
-            index = {profile: i for i, profile in enumerate(distinct)}
             self.profile_of = np.array([index[p] for p in profiles], dtype=np.intp)
-        self.kv_capacity_tokens = np.array([float(p.kv_capacity_tokens) for p in profiles])
-        self.capacity = 1 / np.array(
-            [_finite(request_time_s(p, *reference), p.constants.p8) for p in profiles]
-        )
+        self.kv_capacity_tokens = _assumed_kv_capacities(self.specs)
+        capacities = [_capacity_per_s(p, reference) for p in distinct]
+        self.capacity = np.array([capacities[index[p]] for p in profiles])
         self.max_model_len = np.array([float(s.max_model_len or math.inf) for s in self.specs])
         self.shortest_context_tokens = float(self.max_model_len.min(initial=math.inf))
         self.longest_context_tokens = float(self.max_model_len.max(initial=0))
-        self.largest_kv_tokens = float(self.kv_capacity_tokens.max(initial=0))
+        # The largest that a single instance can hold: one may have the context, one the memory.
+        largest = [
+            min(s.max_model_len or math.inf, p.kv_capacity_tokens)
+            for s, p in zip(self.specs, profiles, strict=True)
+        ]
+        self.longest_request_tokens = max(largest, default=0)
 
 
 class Scheduler:
@@ -267,13 +271,14 @@ def _eligible(
     pool: _Pool, c: Candidates, request: Request, exclude: Collection[InstanceId]
 ) -> tuple[Candidates, tuple[tuple[InstanceSpec, str], ...]] | Reject:
     """The candidates that the request fits and that were not tried, and why the others are out."""
+    # The context must hold one output token, too, where any is generated.
+    shortest_tokens = request.prompt_tokens + (request.predicted_output_tokens > 0)
     kept: list[int] = []
     excluded: list[tuple[InstanceSpec, str]] = []
     for i, spec in enumerate(pool.specs):
         if spec.instance_id in exclude:
             excluded.append((spec, "tried already"))
-        elif request.prompt_tokens >= pool.max_model_len[i]:
-            # The context must hold one output token, too.
+        elif shortest_tokens > pool.max_model_len[i]:
             excluded.append((spec, f"context of {spec.max_model_len} tokens is too short"))
         elif not math.isfinite(c.request_time_s[i]):
             capacity = int(pool.kv_capacity_tokens[i])
@@ -283,11 +288,11 @@ def _eligible(
     if not kept:
         if any(why == "tried already" for _, why in excluded):
             return Reject(RejectReason.NO_AVAILABLE_INSTANCE, "every instance was tried")
-        limit = min(pool.longest_context_tokens, pool.largest_kv_tokens)
         return Reject(
             RejectReason.FITS_NO_INSTANCE,
-            f"This model's maximum context length is {int(limit)} tokens. However, your prompt has "
-            f"about {request.prompt_tokens} tokens, and no instance can hold it and its output.",
+            f"This model's maximum context length is {int(pool.longest_request_tokens)} tokens. "
+            f"However, your prompt has about {request.prompt_tokens} tokens, and no instance can "
+            f"hold it and an output of about {round(request.predicted_output_tokens)}.",
         )
     index = np.array(kept, dtype=np.intp)
     narrowed = Candidates(
@@ -324,6 +329,22 @@ def _effective_profiles(specs: tuple[InstanceSpec, ...]) -> list[Profile]:
     return result
 
 
-def _finite(value: float, fallback: float) -> float:
-    # The reference request may not fit a small instance; it still gets some capacity.
-    return value if 0 < value < math.inf else max(fallback, 1e-9)
+def _assumed_kv_capacities(specs: tuple[InstanceSpec, ...]) -> FloatArray:
+    """What Eq. (8) divides by: an unprofiled instance has the mean of its pool's, by weight.
+
+    Were its usage 0 for want of a capacity, its w would stay where that of the others grows with
+    e^(θ·kvusage), and a backlog would go nearly all to it. Nothing is refused because of this.
+    """
+    known = [spec.profile.kv_capacity_tokens for spec in specs if spec.profile is not None]
+    mean = sum(known) / len(known) if known else UNLIMITED_TOKENS
+    return np.array(
+        [s.profile.kv_capacity_tokens if s.profile else mean * s.weight for s in specs], dtype=float
+    )
+
+
+def _capacity_per_s(profile: Profile, reference: tuple[float, float]) -> float:
+    """Reference requests per second; one at a time where the KV cache holds less than one."""
+    reference_tokens = math.ceil(sum(reference))
+    if profile.kv_capacity_tokens < reference_tokens:
+        profile = dataclasses.replace(profile, kv_capacity_tokens=reference_tokens)
+    return 1 / max(request_time_s(profile, *reference), 1e-9)

@@ -84,15 +84,15 @@ class Reject:
 class Candidate:
     """One instance's row in the explanation of a decision.
 
-    ``load_s`` is the load before and ``load_after_s`` the load that it would have; the figures
-    are None where the instance was excluded before they could mean anything.
+    ``load_s`` is the load before and ``load_after_s`` the load that it would have. Where the
+    instance was ``excluded``, that says why, and every figure is None: it took no part.
     """
 
     instance_id: InstanceId
     request_time_s: float | None
-    kv_usage: float
+    kv_usage: float | None
     workload: float | None
-    load_s: float
+    load_s: float | None
     load_after_s: float | None
-    in_flight: int
+    in_flight: int | None
     excluded: str | None

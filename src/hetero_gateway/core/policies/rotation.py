@@ -36,9 +36,12 @@ class RoundRobin(WorkloadCharge):
         size = int(slots.max()) + 1
         if size > self._owed.size:
             self._owed = np.concatenate((self._owed, np.zeros(size - self._owed.size)))
-        owed = self._owed[slots] + weights
+        total = weights.sum()
+        # Never more than a round, which a round itself does not exceed: what was run up under
+        # other weights, or by the instance that had the slot before, would starve the others.
+        owed = self._owed[slots].clip(-total, total) + weights
         position = int(owed.argmax())
-        owed[position] -= weights.sum()
+        owed[position] -= total
         self._owed[slots] = owed
         return position
 

@@ -1,0 +1,112 @@
+"""Small values for the core's tests. Figures are made up unless a name says otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from hetero_gateway.core.policies import Candidates, PolicyOptions, make_policy
+from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.scheduler import Decision, Scheduler
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, Request
+
+# Two unequal machines: SLOW needs three to five times as long and holds an eighth of the tokens.
+FAST_CONSTANTS = Constants(5.5e-5, 1e-5, 1e-6, 7.2e-3, 7.5e-8, 8.7e-5, 3.5e-8, 1.01e-2)
+SLOW_CONSTANTS = Constants(1.7e-4, 2e-5, 2e-6, 1.1e-2, 2.7e-7, 1.2e-4, 3.4e-7, 2.65e-2)
+
+
+def profile(
+    constants: Constants = FAST_CONSTANTS,
+    kv_capacity_tokens: int = 800_000,
+    max_num_seqs: int = 256,
+) -> Profile:
+    return Profile("gpu", "model", 1, constants, kv_capacity_tokens, max_num_seqs)
+
+
+FAST = profile()
+SLOW = profile(SLOW_CONSTANTS, 100_000)
+
+
+def spec(instance_id: str, instance_profile: Profile | None = FAST, **changes: Any) -> InstanceSpec:
+    """An available instance that serves the model ``m``."""
+    values = {"models": frozenset({"m"}), "profile": instance_profile, "max_model_len": 8192}
+    return InstanceSpec(instance_id=InstanceId(instance_id), **(values | changes))
+
+
+def request(
+    prompt_tokens: int = 512, output_tokens: float = 256.0, model: str = "m", sequences: int = 1
+) -> Request:
+    return Request(model, prompt_tokens, output_tokens, sequences)
+
+
+def scheduler(
+    *specs: InstanceSpec,
+    policy: str = "min-max",
+    seed: int = 0,
+    theta: float = 2.0,
+    options: PolicyOptions | None = None,
+) -> Scheduler:
+    result = Scheduler(make_policy(policy, options), np.random.default_rng(seed), theta)
+    for one in specs:
+        result.add(one)
+    return result
+
+
+def chosen(result: Decision | Reject) -> Decision:
+    assert isinstance(result, Decision), result
+    return result
+
+
+def rejected(result: Decision | Reject) -> Reject:
+    assert isinstance(result, Reject), result
+    return result
+
+
+def candidates(
+    load: list[float],
+    request_time_s: list[float] | None = None,
+    kv_usage: list[float] | None = None,
+    in_flight: list[float] | None = None,
+    capacity: list[float] | None = None,
+    weight: list[float] | None = None,
+    theta: float = 2.0,
+) -> Candidates:
+    """Candidates i0, i1, … in slots 0, 1, …; what is not given is the same for all."""
+    size = len(load)
+
+    def array(values: list[float] | None, default: float) -> np.ndarray[Any, Any]:
+        return np.array([default] * size if values is None else values, dtype=float)
+
+    return Candidates(
+        tuple(InstanceId(f"i{i}") for i in range(size)),
+        np.arange(size, dtype=np.intp),
+        array(request_time_s, 1.0),
+        array(load, 0.0),
+        array(kv_usage, 0.0),
+        array(in_flight, 0.0),
+        array(capacity, 1.0),
+        array(weight, 1.0),
+        theta,
+    )
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    """Any profile of a plausible machine, constants of 0 among them."""
+
+    def constant(low: float, high: float) -> float:
+        return draw(st.one_of(st.just(0.0), st.floats(low, high)))
+
+    constants = Constants(
+        constant(1e-6, 1e-3),
+        constant(1e-6, 1e-3),
+        constant(1e-8, 1e-5),
+        constant(1e-4, 1e-1),
+        constant(1e-9, 1e-6),
+        constant(1e-6, 1e-3),
+        constant(1e-9, 1e-6),
+        draw(st.floats(1e-4, 1e-1)),
+    )
+    return profile(constants, draw(st.integers(1, 2_000_000)), draw(st.integers(1, 1024)))
