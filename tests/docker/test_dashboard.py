@@ -94,7 +94,7 @@ def test_a_quantile_keeps_the_buckets(files):
 
 
 def test_the_dashboard_shows_every_metric(files, metrics):
-    text = " ".join(dashboard_expressions(files))
+    text = " ".join(files.dashboard_expressions())
     missing = [name for name in metrics if not re.search(rf"\b{name}(_bucket)?\b", text)]
     assert missing == []
 
@@ -187,7 +187,7 @@ def test_prometheus_accepts_its_configuration_and_both_lists_of_targets(files, t
 def test_prometheus_accepts_every_expression_of_the_dashboard(files, tmp_path):
     rules = [
         {"record": f"panel:{i}", "expr": expression}
-        for i, expression in enumerate(dashboard_expressions(files))
+        for i, expression in enumerate(files.dashboard_expressions())
     ]
     path = tmp_path / "rules.yml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}), "utf-8")

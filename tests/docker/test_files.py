@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from hetero_gateway.config import builtin_profiles, load_gateway_config
 
 VERSION_TAG = re.compile(r"v?\d+\.\d+\.\d+(-[a-z0-9.-]+)?")
