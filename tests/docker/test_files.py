@@ -9,8 +9,10 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,15 @@ def emulated(services: dict[str, Any]) -> dict[str, list[str]]:
 
 def vllm(services: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {n: s for n, s in services.items() if s.get("entrypoint") == ["vllm", "serve"]}
+
+
+def copied_into_the_build(files) -> set[str]:
+    return {
+        source
+        for name, value in files.dockerfile()
+        if name == "COPY" and not value.startswith("--from")
+        for source in value.split()[:-1]
+    }
 
 
 # --- compose ---------------------------------------------------------------------------------
@@ -162,17 +173,41 @@ def test_what_the_build_copies_exists_and_is_not_ignored(files):
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*", "a list of what goes in"
     kept = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
-    copied = {
-        source
-        for name, value in files.dockerfile()
-        if name == "COPY" and not value.startswith("--from")
-        for source in value.split()[:-1]
-    }
+    copied = copied_into_the_build(files)
     assert copied == kept
     for source in copied:
         assert (files.root / source).exists(), source
     dropped = [rule for rule in rules if not rule.startswith("!")][1:]
     assert any(fnmatch.fnmatch("src/hetero_gateway/__pycache__", rule) for rule in dropped)
+
+
+def test_the_wheel_holds_the_package_when_built_from_what_the_build_may_see(files, tmp_path):
+    context = tmp_path / "context"
+    context.mkdir()
+    for name in copied_into_the_build(files):
+        source = files.root / name
+        if source.is_dir():
+            shutil.copytree(
+                source, context / name, ignore=shutil.ignore_patterns("__pycache__", "*.py[co]")
+            )
+        else:
+            shutil.copy(source, context / name)
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")],
+        cwd=context,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tmp_path / "dist").glob("hetero_gateway-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+        (entry_points,) = (n for n in packed if n.endswith("entry_points.txt"))
+        assert b"hetero-gateway = hetero_gateway.cli:main" in archive.read(entry_points)
+    source = context / "src"
+    ours = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    assert "hetero_gateway/instance_profiles.csv" in ours
+    assert ours <= packed
 
 
 # --- what belongs together -------------------------------------------------------------------
