@@ -1,0 +1,121 @@
+"""The container files, read and resolved as Docker would read them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dockerfile_parse import DockerfileParser
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE_FILES = ("compose.yaml", "compose.vllm.yaml")
+
+
+class ContainerFiles:
+    """The files under docker/, parsed."""
+
+    root = ROOT
+    docker = ROOT / "docker"
+    compose_names = COMPOSE_FILES
+
+    def dockerfile(self) -> list[tuple[str, str]]:
+        """Every instruction of the Dockerfile with its value, comments left out."""
+        parser = DockerfileParser(str(self.docker / "Dockerfile"))
+        return [
+            (line["instruction"], re.sub(r"\s+", " ", line["value"]))
+            for line in parser.structure
+            if line["instruction"] != "COMMENT"
+        ]
+
+    def last(self, instruction: str) -> str:
+        """The value that holds in the final image."""
+        return [value for name, value in self.dockerfile() if name == instruction][-1]
+
+    def compose(self, name: str) -> dict[str, Any]:
+        """A compose file with variables at their defaults and every ``extends`` resolved."""
+        text = (self.docker / name).read_text(encoding="utf-8")
+        data: dict[str, Any] = yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
+        assert "${" not in yaml.safe_dump(data), "a variable without a default"
+        for service_name, service in data["services"].items():
+            if extends := service.pop("extends", None):
+                base = self.compose(extends["file"])["services"][extends["service"]]
+                # Mounts are merged by target, as Compose does; nothing else here needs merging.
+                mounts = {mount.split(":")[1]: mount for mount in base.get("volumes", ())}
+                mounts |= {mount.split(":")[1]: mount for mount in service.get("volumes", ())}
+                data["services"][service_name] = base | service | {"volumes": list(mounts.values())}
+        return data
+
+    def mounts(self, service: dict[str, Any]) -> dict[str, Path]:
+        """Container path to host path of every file or directory that a service mounts."""
+        return {
+            mount.split(":")[1]: (self.docker / mount.split(":")[0]).resolve()
+            for mount in service.get("volumes", ())
+            if mount.startswith(".")
+        }
+
+    def dashboard(self) -> dict[str, Any]:
+        path = self.docker / "grafana" / "dashboards" / "hetero-gateway.json"
+        data: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        return data
+
+    def panels(self) -> list[dict[str, Any]]:
+        return [panel for panel in self.dashboard()["panels"] if panel["type"] != "row"]
+
+    def dashboard_expressions(self) -> list[str]:
+        """Every query of the dashboard, with Grafana's variables as Grafana would fill them in."""
+        values = {"$__rate_interval": "20s", "$model": ".*", "$instance": ".*"}
+        expressions = []
+        for panel in self.panels():
+            for target in panel["targets"]:
+                expression = target["expr"]
+                for variable, value in values.items():
+                    expression = expression.replace(variable, value)
+                assert "$" not in expression, f"{panel['title']}: unknown variable: {expression}"
+                expressions.append(expression)
+        return expressions
+
+    def gateway_config(self, compose_name: str) -> Path:
+        service = self.compose(compose_name)["services"]["gateway"]
+        return self.mounts(service)["/etc/hetero-gateway/gateway.yaml"]
+
+
+@pytest.fixture(scope="session")
+def files() -> ContainerFiles:
+    return ContainerFiles()
+
+
+@pytest.fixture(params=COMPOSE_FILES)
+def compose_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def metrics() -> dict[str, tuple[str, set[str]]]:
+    """The gateway's metrics: name to kind and labels. What docs and dashboards may rely on."""
+    listed: dict[str, tuple[str, str]] = {
+        "requests_total": ("counter", "model instance outcome"),
+        "request_duration_seconds": ("histogram", "model instance"),
+        "time_to_first_token_seconds": ("histogram", "model instance"),
+        "time_per_output_token_seconds": ("histogram", "model instance"),
+        "input_tokens_total": ("counter", "model instance"),
+        "output_tokens_total": ("counter", "model instance"),
+        "in_flight_requests": ("gauge", "instance"),
+        "instance_workload": ("gauge", "instance"),
+        "instance_kv_usage_ratio": ("gauge", "instance source"),
+        "instance_up": ("gauge", "instance"),
+        "routing_decisions_total": ("counter", "policy instance"),
+        "scheduler_decision_seconds": ("histogram", ""),
+        "prediction_error": ("histogram", "quantity"),
+        "retries_total": ("counter", "reason"),
+        "upstream_errors_total": ("counter", "instance reason"),
+        "client_disconnects_total": ("counter", "instance"),
+        "overhead_seconds": ("histogram", ""),
+        "build_info": ("gauge", "version"),
+    }
+    return {
+        f"hetero_gateway_{n}": (kind, set(labels.split())) for n, (kind, labels) in listed.items()
+    }
