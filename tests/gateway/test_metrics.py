@@ -116,3 +116,32 @@ async def test_promtool_finds_nothing_to_say() -> None:
     )
     output, _ = await process.communicate(own.encode())
     assert (process.returncode, output) == (0, b"")
+
+
+@pytest.mark.parametrize("retries", [0, 5])
+async def test_a_request_that_fails_for_good_is_counted_once(retries: int) -> None:
+    retry = {"budget_min": retries, "budget_ratio": 0, "max_attempts": 2}
+    async with (
+        fake_instances(2) as fakes,
+        running_gateway(config_for(fakes, retry=retry)) as running,
+    ):
+        body = {"model": "m", "messages": [], "fake": {"die": "before_head"}}
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            assert (await client.post(CHAT, json=body)).status_code == 502
+        found = samples(await running.metrics())
+    ended = [v for (name, _), v in found.items() if name == "requests_total"]
+    assert sum(ended) == 1
+
+
+async def test_what_we_cannot_serve_and_what_clients_get_wrong_are_told_apart() -> None:
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            await client.post(CHAT, content=b"{")
+            await client.post(CHAT, json={"model": "m", "prompt": [1] * 9999})
+            await fakes[0].kill()
+            await client.post(CHAT, json={"model": "m", "messages": []})
+        found = samples(await running.metrics())
+    requests = "requests_total"
+    assert found[key(requests, model="unknown", instance="", outcome="rejected")] == 1
+    assert found[key(requests, model="m", instance="", outcome="rejected")] == 1
+    assert found[key(requests, model="m", instance="", outcome="unavailable")] == 1

@@ -164,6 +164,11 @@ class Scheduler:
     def slot(self, instance_id: InstanceId) -> int:
         return self._slots[instance_id]
 
+    def knows(self, model: str) -> bool:
+        """Whether any instance, available or not, serves the model."""
+        pool = self._pool(model)
+        return bool(pool.ids or pool.absent)
+
     def context_tokens(self, model: str) -> int | None:
         """The longest sequence that any available instance of the model takes; None: unknown."""
         longest = self._pool(model).longest_context_tokens

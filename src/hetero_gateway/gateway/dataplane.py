@@ -164,7 +164,11 @@ class DataPlane:
         downstream = downstream_of(scope, receive, send)
         request_id = self._request_id(scope["headers"])
         try:
-            job = await self._read(scope, receive, work, request_id)
+            try:
+                job = await self._read(scope, receive, work, request_id)
+            except ClientError:
+                self._metrics.series("unknown", "").outcomes["rejected"] += 1
+                raise
             await self._run(job, downstream)
         except ClientError as error:
             self._answer(downstream, error, scope["path"], request_id)
@@ -275,23 +279,25 @@ class DataPlane:
             ]
             exchange = Exchange(downstream, job.path, extra, deadline_s)
             outcome = Outcome.CLIENT_DISCONNECTED  # also when this task is cancelled
+            retry = False
             dispatch = self._scheduler.dispatch(decision)
             self.open_exchanges.add(exchange)
             try:
-                await self._attempt(job, instance, exchange)
+                await self._attempt(job, instance, exchange, first=not tried)
                 outcome = _outcome(exchange, downstream)
+                tried.append(instance.id)
+                retry = self._may_retry(exchange, len(tried))
             finally:
                 self.open_exchanges.discard(exchange)
                 self._scheduler.settle(dispatch, outcome)
-                self._record(job, decision, instance, exchange, outcome)
+                self._record(job, decision, instance, exchange, outcome, final=not retry)
             failure = exchange.error
             if failure is None:
                 return
             if exchange.head_sent:
                 exchange.break_off(_client_error(failure, instance))
                 return
-            tried.append(instance.id)
-            if not self._may_retry(failure, len(tried)):
+            if not retry:
                 raise _client_error(failure, instance)
             self._metrics.retries[failure.reason] += 1
 
@@ -311,22 +317,27 @@ class DataPlane:
         metrics = self._metrics
         metrics.decision_s.observe(time.perf_counter() - started_s)
         if isinstance(result, Reject):
-            known = result.reason is not RejectReason.UNKNOWN_MODEL
-            series = metrics.series(job.request.model if known else "unknown", "")
-            series.outcomes["rejected"] += 1
+            # A name that nobody serves is the client's invention: it must not become a label.
+            model = job.request.model
+            model = model if self._scheduler.knows(model) else "unknown"
+            ours = result.reason is RejectReason.NO_AVAILABLE_INSTANCE
+            metrics.series(model, "").outcomes["unavailable" if ours else "rejected"] += 1
             raise _rejection(result, failure)
         metrics.decisions[result.instance_id] += 1
         self.decisions.append(DecisionRecord(time.time(), job.request_id.decode(), result))
         return result
 
-    async def _attempt(self, job: _Job, instance: Instance, exchange: Exchange) -> None:
+    async def _attempt(
+        self, job: _Job, instance: Instance, exchange: Exchange, *, first: bool
+    ) -> None:
         pool = instance.pool
         payload = self._upstream_request(job, instance)
         connection = pool.take_idle()
         try:
             if connection is None:
                 connection = await pool.connect()
-            self._metrics.overhead_s.observe(time.monotonic() - job.received_s)
+            if first:
+                self._metrics.overhead_s.observe(time.monotonic() - job.received_s)
             await exchange.run(connection, payload)
             error = exchange.error
             if error is None or connection.got_bytes or not connection.reused:
@@ -356,9 +367,11 @@ class DataPlane:
         parts += (b"\r\n", job.body)
         return b"".join(parts)
 
-    def _may_retry(self, failure: InstanceError, attempts: int) -> bool:
+    def _may_retry(self, exchange: Exchange, attempts: int) -> bool:
         return (
-            failure.reason in _RETRYABLE
+            exchange.error is not None
+            and not exchange.head_sent
+            and exchange.error.reason in _RETRYABLE
             and attempts < self._config.retry.max_attempts
             and self._budget.take()
         )
@@ -372,8 +385,10 @@ class DataPlane:
         instance: Instance,
         exchange: Exchange,
         outcome: Outcome,
+        *,
+        final: bool,
     ) -> None:
-        """Count, learn and tell the health monitor; once per attempt."""
+        """Count, learn, tell the health monitor; once per attempt, the last of them ``final``."""
         now_s = time.monotonic()
         metrics = self._metrics
         if self._fleet.instances.get(instance.id) is not instance:
@@ -383,8 +398,8 @@ class DataPlane:
             metrics.upstream_errors[instance.id, error.reason] += 1
             if error.reason in ("connect", "reset", "first_byte_timeout"):
                 self._health.suspect(instance, str(error), down=error.reason == "connect")
-            if not exchange.head_sent and error.reason in _RETRYABLE:
-                return  # an attempt, not yet the request's end
+        if not final:
+            return
         series = metrics.series(job.request.model, instance.id)
         label = outcome.value
         if outcome is Outcome.COMPLETED and exchange.status >= 400:

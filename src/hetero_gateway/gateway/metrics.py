@@ -227,7 +227,7 @@ class Metrics(Collector):
                        {(k,): v for k, v in self.client_disconnects.items()})  # fmt: skip
         yield _histogram("scheduler_decision_seconds", "One decision.", (), {(): self.decision_s})
         yield _histogram(
-            "overhead_seconds", "From the request's last byte in to its first byte out.", (),
+            "overhead_seconds", "From the request's last byte in to sending it on.", (),
             {(): self.overhead_s},
         )  # fmt: skip
         yield _histogram(
