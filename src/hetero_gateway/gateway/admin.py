@@ -193,7 +193,8 @@ async def explain(
     if isinstance(result, Reject):
         candidates = _refusals(gateway, model)
         return _json(document | {"chosen": None, "reason": result.detail, "candidates": candidates})
-    document |= {"chosen": result.instance_id, "reason": decision_reason(policy, result)}
+    reason = decision_reason(policy, result, "would get it")
+    document |= {"chosen": result.instance_id, "reason": reason}
     return _json(document | {"candidates": describe_decision(result)})
 
 

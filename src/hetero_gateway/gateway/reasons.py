@@ -19,13 +19,9 @@ _BLIND = frozenset(("round-robin", "weighted-round-robin"))
 _MOST_NAMED = 3
 
 
-def decision_reason(policy: str, decision: Decision) -> str:
-    """Why ``policy`` chose what it chose: one sentence, and a second one for who was out."""
-    because = _because(policy, decision)
-    out = [f"{spec.instance_id} ({why})" for spec, why in decision.excluded]
-    more = f" and {len(out) - _MOST_NAMED} more" if len(out) > _MOST_NAMED else ""
-    left_out = f" Left out: {', '.join(out[:_MOST_NAMED])}{more}." if out else ""
-    return f"{decision.instance_id} got it: {because}.{left_out}"
+def decision_reason(policy: str, decision: Decision, got: str = "got it") -> str:
+    """Why ``policy`` chose what it chose, in one sentence; ``got`` is its verb."""
+    return f"{decision.instance_id} {got}: {_because(policy, decision)}."
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -38,7 +34,10 @@ def _because(policy: str, decision: Decision) -> str:
     c = decision.candidates
     after = c.load + decision.charges
     if len(c.ids) == 1:
-        return "it was the only one that could take the request"
+        out = [f"{spec.instance_id}: {why}" for spec, why in decision.excluded]
+        more = f" and {len(out) - _MOST_NAMED} more" if len(out) > _MOST_NAMED else ""
+        left_out = f" ({'; '.join(out[:_MOST_NAMED])}{more})" if out else ""
+        return f"no other instance can take the request{left_out}"
     if policy in _LOWEST_LOAD:
         ours, theirs = "its load would be {}, the lowest", "{} would be at {}"
         return _lowest(decision, after, ours, theirs)

@@ -104,7 +104,7 @@ function makeRow(id) {
     cell("workload-cell", "Workload",
       make("div", { className: "workload" }, bar("load", ""), span("loadValue", "value"))),
     cell("history", "Last 2 minutes", svg),
-    cell("", "KV cache",
+    cell("kv-cell", "KV cache",
       make("div", { className: "kv" },
         "estimated", bar("kv", "estimated"), span("kvValue", "value"),
         "engine", bar("engine", "engine"), span("engineValue", "value"))),
@@ -209,19 +209,22 @@ function showSummary(instances, total) {
 }
 
 function showModels(instances) {
-  const names = [...new Set(instances.flatMap((instance) => instance.models))].sort();
+  const served = new Map();
+  for (const name of instances.flatMap((instance) => instance.models)) {
+    served.set(name, (served.get(name) ?? 0) + 1);
+  }
+  const names = [...served.keys()].sort((a, b) => served.get(b) - served.get(a) || (a < b ? -1 : 1));
   const list = byId("models");
   if ([...list.children].map((option) => option.value).join("\n") === names.join("\n")) return;
+  if (!list.children.length && names.length > 1) byId("model").value ||= names[0];
   list.replaceChildren(...names.map((value) => make("option", { value })));
-  const field = byId("model");
-  if (!field.value && names.length > 1) field.value = names[0];
 }
 
 // Decisions
 
 const shown = new Map(); // decision key -> its <details>
 
-const COLUMNS = ["Instance", "T, s", "KV", "w", "Load before", "Load after", "", "In flight", ""];
+const COLUMNS = ["Instance", "", "T, s", "KV", "w", "Load before", "Load after", "", "In flight"];
 
 /** Every candidate of a decision as a table; the chosen one and the excluded ones are marked. */
 function candidateTable(candidates, chosen) {
@@ -234,19 +237,19 @@ function candidateTable(candidates, chosen) {
     bar.prepend(added);
     setWidth(added, top > 0 ? candidate.load_after / top : 0);
     setWidth(fill, top > 0 ? candidate.load / top : 0);
-    const note = make("td");
+    const note = make("td", { className: "verdict" });
     if (isChosen) note.append(make("span", { className: "pill chosen" }, "chosen"));
     if (candidate.excluded !== null) note.append(`left out: ${candidate.excluded}`);
     body.append(make("tr", { className: isChosen ? "chosen" : candidate.excluded !== null ? "excluded" : "" },
       make("th", { scope: "row" }, candidate.instance),
+      note,
       make("td", {}, figure(candidate.request_time_s)),
       make("td", {}, percent(candidate.kv_usage)),
       make("td", {}, figure(candidate.workload)),
       make("td", {}, figure(candidate.load)),
       make("td", {}, figure(candidate.load_after)),
       make("td", { className: "load-bar" }, ...(candidate.excluded === null ? [bar] : [])),
-      make("td", {}, figure(candidate.in_flight)),
-      note));
+      make("td", {}, candidate.in_flight === null ? "–" : grouped.format(candidate.in_flight))));
   }
   const head = make("tr", {}, ...COLUMNS.map((name) => make(name ? "th" : "td", name ? { scope: "col" } : {}, name)));
   const region = make("div", { className: "scroll", tabIndex: 0 }, make("table", {}, make("thead", {}, head), body));
@@ -380,7 +383,8 @@ function showProblem(error) {
     return RETRY_CLOSED_MS;
   }
   const since = answeredAt === null ? "" : ` What you see is from ${clock.format(answeredAt)}.`;
-  setText(byId("banner"), `The gateway does not answer.${since} Trying again.`);
+  const what = error instanceof Closed ? `The gateway answers: ${error.message}` : "The gateway does not answer.";
+  setText(byId("banner"), `${what}${since} Trying again.`);
   byId("banner").hidden = false;
   document.body.classList.add("stale");
   setLive("lost", "no answer");
