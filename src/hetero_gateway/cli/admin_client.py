@@ -35,9 +35,8 @@ def fetch(args: argparse.Namespace, path: str, params: dict[str, Any]) -> dict[s
         HeteroGatewayError: not reachable, refused, or not a gateway.
     """
     url: str = args.url
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-        raise ConfigError(f"URL: must be http://HOST:PORT, not {url!r}")
+    if not _is_address(url):
+        raise ConfigError("URL: must be http://HOST:PORT or https://HOST:PORT, and hold no key")
     key = secret(args.admin_key_env, "--admin-key-env")
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
@@ -55,6 +54,14 @@ def fetch(args: argparse.Namespace, path: str, params: dict[str, Any]) -> dict[s
     if response.is_success and isinstance(document, dict):
         return document
     raise HeteroGatewayError(f"{url}: {_refusal(response, document)}")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.username
 
 
 def _refusal(response: httpx.Response, document: Any) -> str:
