@@ -5,10 +5,10 @@ import json
 
 import httpx
 import pytest
-from tests.fakes.running import FAST, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
 
 from hetero_gateway.cli import main
+from tests.fakes.running import FAST, config_for, eventually, running_gateway
+from tests.fakes.vllm import fake_instances
 
 QUESTION = ("--prompt-tokens", "800", "--max-tokens", "200")
 NOBODY = "http://127.0.0.1:1"

@@ -12,6 +12,12 @@ import httpx
 import numpy as np
 import pytest
 import yaml
+
+from hetero_gateway.config import GatewayConfig
+from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, make_policy
+from hetero_gateway.core.scheduler import Decision, Scheduler
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
+from hetero_gateway.gateway.reasons import decision_reason, number
 from tests.fakes.running import (
     FAST,
     SLOW,
@@ -21,12 +27,6 @@ from tests.fakes.running import (
     running_gateway,
 )
 from tests.fakes.vllm import fake_instances
-
-from hetero_gateway.config import GatewayConfig
-from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, make_policy
-from hetero_gateway.core.scheduler import Decision, Scheduler
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
-from hetero_gateway.gateway.reasons import decision_reason, number
 
 CHAT = "/v1/chat/completions"
 ADMIN_KEY = "admin-secret-31415"

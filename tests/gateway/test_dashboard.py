@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.fakes.running import FAST, SLOW, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
