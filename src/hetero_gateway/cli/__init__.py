@@ -18,7 +18,7 @@ from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse ``argv`` (default: the process's own) and run one command; returns the exit code."""
     # Imported here so that --version and a usage error do not load numpy and uvicorn.
-    from hetero_gateway.cli import emulate, serve, validate
+    from hetero_gateway.cli import emulate, explain, serve, status, validate
 
     parser = argparse.ArgumentParser(
         prog="hetero-gateway",
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, validate, emulate):
+    for command in (serve, validate, emulate, status, explain):
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:

@@ -1,19 +1,25 @@
 """/admin: the instances, what was decided and why, and reloading the configuration.
 
 Guarded by a key of its own (``server.admin_key_env``). Without a key it is open only while the
-server listens on loopback, and then only to requests that name a loopback host, so that a web page
-cannot reach it by rebinding a name or by a cross-site form.
+server listens on loopback, and then only to requests that name a loopback host and come from no
+other site, so that a web page cannot reach it by rebinding a name or by a cross-site form. What a
+reverse proxy on the same machine passes on cannot always be told apart: such a gateway needs a key.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import itertools
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Depends, HTTPException, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import msgspec
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_gateway.config import InstanceConfig, load_gateway_config, parse_model
 from hetero_gateway.core.scheduler import Decision
@@ -21,13 +27,18 @@ from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.core.types import Request as CoreRequest
 from hetero_gateway.errors import ClientError, ConfigError
 from hetero_gateway.gateway.fleet import Instance
+from hetero_gateway.gateway.reasons import decision_reason
 from hetero_gateway.gateway.state import Gateway
+
+# Far above any engine's context, and small enough for every formula.
+_MOST_TOKENS = 10**8
+_MAX_BODY_BYTES = 2**20
 
 
 class InstancePatch(BaseModel):
     """What can be changed while serving."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     draining: bool | None = None
     weight: float | None = Field(None, gt=0)
@@ -48,84 +59,120 @@ def _gateway(request: Request) -> Gateway:
 
 async def _check_access(request: Request) -> None:
     gateway = _gateway(request)
+    headers = request.headers
     if gateway.admin_key is not None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), gateway.admin_key.encode()):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # Header values are bytes; starlette shows them as latin-1.
+        right = hmac.compare_digest(given.encode("latin-1"), gateway.admin_key.encode())
+        if scheme.lower() != "bearer" or not right:
             raise ClientError(401, "invalid_api_key", "The admin key is missing or wrong.")
         return
     if not is_loopback(gateway.config.server.host):
         raise ClientError(
             403, "admin_off", "/admin is off: set server.admin_key_env, or listen on loopback."
         )
-    host = urlsplit("//" + request.headers.get("host", "")).hostname or ""
-    origin = request.headers.get("origin")
-    if not is_loopback(host) or (origin and not is_loopback(urlsplit(origin).hostname or "")):
-        raise ClientError(403, "admin_off", "/admin without a key answers to loopback names only.")
+    host, origin = headers.get("host", ""), headers.get("origin")
+    # A proxy on this machine would let everyone in.
+    proxied = "forwarded" in headers or "x-forwarded-for" in headers
+    if proxied or not _names_loopback(host) or (origin and urlsplit(origin).netloc != host):
+        raise ClientError(
+            403,
+            "admin_off",
+            "/admin without a key answers only to this machine, by a loopback name and not "
+            "through a proxy or another site; set server.admin_key_env.",
+        )
 
 
-router = APIRouter(prefix="/admin", dependencies=[Depends(_check_access)], tags=["admin"])
+def _names_loopback(netloc: str) -> bool:
+    try:
+        return is_loopback(urlsplit("//" + netloc).hostname or "")
+    except ValueError:
+        return False
+
+
+class _Route(APIRoute):
+    """A route whose query errors have OpenAI's body, as every other error has."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                first = error.errors()[0]
+                name = str(first["loc"][-1])
+                raise ClientError(
+                    400, "invalid_parameter", f"{name}: {first['msg']}", param=name
+                ) from error
+
+        return checked
+
+
+router = APIRouter(
+    prefix="/admin", dependencies=[Depends(_check_access)], tags=["admin"], route_class=_Route
+)
 
 
 @router.get("/instances")
-async def list_instances(request: Request) -> dict[str, Any]:
+async def list_instances(request: Request) -> Response:
     """Every instance: configuration, health, load."""
     gateway = _gateway(request)
-    return {
-        "policy": gateway.config.scheduler.policy,
-        "instances": [describe_instance(gateway, i) for i in gateway.fleet.instances.values()],
-    }
+    return _json(
+        {
+            "policy": gateway.config.scheduler.policy,
+            "draining": gateway.draining,
+            "instances": [describe_instance(gateway, i) for i in gateway.fleet.instances.values()],
+        }
+    )
 
 
 @router.post("/instances", status_code=201)
-async def add_instance(request: Request) -> dict[str, Any]:
+async def add_instance(request: Request) -> Response:
     """Add an instance; the body is one entry of the configuration's ``instances``, as JSON."""
     gateway = _gateway(request)
-    try:
-        data = await request.json()
-    except ValueError as error:
-        raise ClientError(400, "invalid_json", f"The body is not JSON: {error}") from error
+    data = await _read_json(request)
+    conflict = isinstance(data, dict) and data.get("id") in list(gateway.fleet.instances)
     try:
         instance = gateway.add_instance(parse_model(InstanceConfig, data, "body"))
     except ConfigError as error:
-        conflict = isinstance(data, dict) and data.get("id") in gateway.fleet.instances
         raise ClientError(409 if conflict else 400, "invalid_instance", str(error)) from error
-    return describe_instance(gateway, instance)
+    return _json(describe_instance(gateway, instance), 201)
 
 
 @router.patch("/instances/{instance_id}")
-async def change_instance(request: Request, instance_id: str) -> dict[str, Any]:
+async def change_instance(request: Request, instance_id: str) -> Response:
     """Change ``draining`` or ``weight``."""
     gateway = _gateway(request)
     instance = _known(gateway, instance_id)
+    data = await _read_json(request)
     try:
-        patch = InstancePatch.model_validate_json(await request.body())
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ClientError(400, "invalid_instance", f"{key}: {first['msg']}") from error
+        patch = parse_model(InstancePatch, data, "body")
+    except ConfigError as error:
+        raise ClientError(400, "invalid_instance", str(error)) from error
     if patch.draining is not None:
         instance.draining = patch.draining
     if patch.weight is not None:
         instance.weight = patch.weight
     gateway.fleet.publish(instance)
-    return describe_instance(gateway, instance)
+    return _json(describe_instance(gateway, instance))
 
 
 @router.delete("/instances/{instance_id}")
-async def remove_instance(request: Request, instance_id: str) -> dict[str, Any]:
+async def remove_instance(request: Request, instance_id: str) -> Response:
     """Remove an instance. Its load is settled now; its open responses go on to their end."""
     gateway = _gateway(request)
-    _known(gateway, instance_id)
-    return {"id": instance_id, "open_requests": gateway.remove_instance(InstanceId(instance_id))}
+    instance = _known(gateway, instance_id)
+    return _json({"id": instance.id, "open_requests": gateway.remove_instance(instance.id)})
 
 
 @router.get("/explain")
 async def explain(
     request: Request,
-    prompt_tokens: Annotated[int, Query(ge=1)],
+    prompt_tokens: Annotated[int, Query(ge=1, le=_MOST_TOKENS)],
     model: str | None = None,
-    max_tokens: Annotated[int | None, Query(ge=1)] = None,
-) -> dict[str, Any]:
+    max_tokens: Annotated[int | None, Query(ge=1, le=_MOST_TOKENS)] = None,
+) -> Response:
     """What would be decided for a request now, and why; nothing is sent or counted."""
     gateway = _gateway(request)
     if model is None:
@@ -137,69 +184,103 @@ async def explain(
     predicted = gateway.predict_output_tokens(model, prompt_tokens, max_tokens)
     result = gateway.fleet.scheduler.explain(CoreRequest(model, prompt_tokens, predicted))
     policy = gateway.config.scheduler.policy
-    if isinstance(result, Reject):
-        return {"chosen": None, "policy": policy, "reason": result.detail, "candidates": []}
-    return {
-        "chosen": result.instance_id,
+    document: dict[str, Any] = {
         "policy": policy,
+        "model": model,
+        "prompt_tokens": prompt_tokens,
         "predicted_output_tokens": predicted,
-        "candidates": describe_decision(result),
     }
+    if isinstance(result, Reject):
+        candidates = _refusals(gateway, model)
+        return _json(document | {"chosen": None, "reason": result.detail, "candidates": candidates})
+    reason = decision_reason(policy, result, "would get it")
+    document |= {"chosen": result.instance_id, "reason": reason}
+    return _json(document | {"candidates": describe_decision(result)})
 
 
 @router.get("/decisions")
 async def list_decisions(
-    request: Request, limit: Annotated[int, Query(ge=1, le=256)] = 50
-) -> dict[str, Any]:
-    """The last decisions, newest first, each with every candidate's figures."""
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=256)] = 50,
+    candidates: bool = True,
+    request_id: str | None = None,
+) -> Response:
+    """The last decisions, newest first.
+
+    ``candidates=false`` leaves out the candidates' figures, which grow with the instances: a page
+    that polls asks for them by ``request_id`` when somebody looks.
+    """
     gateway = _gateway(request)
-    records = list(gateway.dataplane.decisions)[: -limit - 1 : -1]
-    return {
-        "policy": gateway.config.scheduler.policy,
-        "decisions": [
+    policy = gateway.config.scheduler.policy
+    records = (
+        record
+        for record in reversed(gateway.dataplane.decisions)
+        if request_id is None or record.request_id == request_id
+    )
+    decisions = []
+    for record in itertools.islice(records, limit):
+        wanted, decision = record.decision.request, record.decision
+        decisions.append(
             {
                 "time": record.unix_s,
                 "request_id": record.request_id,
-                "model": record.decision.request.model,
-                "prompt_tokens": record.decision.request.prompt_tokens,
-                "predicted_output_tokens": record.decision.request.predicted_output_tokens,
-                "sequences": record.decision.request.sequences,
-                "chosen": record.decision.instance_id,
-                "candidates": describe_decision(record.decision),
+                "model": wanted.model,
+                "prompt_tokens": wanted.prompt_tokens,
+                "predicted_output_tokens": wanted.predicted_output_tokens,
+                "sequences": wanted.sequences,
+                "chosen": decision.instance_id,
+                "reason": decision_reason(policy, decision),
             }
-            for record in records
-        ],
-    }
+            | ({"candidates": describe_decision(decision)} if candidates else {})
+        )
+    return _json({"policy": policy, "decisions": decisions})
 
 
 @router.post("/reload")
-async def reload(request: Request) -> dict[str, Any]:
+async def reload(request: Request) -> Response:
     """Read the configuration file again and bring the instances in line with it."""
     gateway = _gateway(request)
-    if gateway.config_path is None:
+    path = gateway.config_path
+    if path is None:
         raise ClientError(409, "no_file", "the gateway was not started from a file")
     try:
-        fresh = load_gateway_config(gateway.config_path)
-        return gateway.apply(fresh)
+        fresh = load_gateway_config(path)
+        # A key or a certificate that is missing must show before the first change is made.
+        for config in fresh.instances:
+            Instance(config, gateway.config, path.parent)
+        return _json(gateway.apply(fresh))
     except ConfigError as error:
         raise ClientError(400, "invalid_configuration", str(error)) from error
 
 
 def describe_decision(decision: Decision) -> list[dict[str, Any]]:
-    """The candidates of a decision as JSON."""
+    """The candidates of a decision as JSON; figures that an excluded one never had are null."""
     return [
         {
             "instance": row.instance_id,
             "request_time_s": row.request_time_s,
-            "kv_usage": row.kv_usage,
+            "kv_usage": row.kv_usage if row.excluded is None else None,
             "workload": row.workload,
-            "load": row.load_s,
+            "load": row.load_s if row.excluded is None else None,
             "load_after": row.load_after_s,
-            "in_flight": row.in_flight,
+            "in_flight": row.in_flight if row.excluded is None else None,
             "excluded": row.excluded,
         }
         for row in decision.explain()
     ]
+
+
+def _refusals(gateway: Gateway, model: str) -> list[dict[str, Any]]:
+    """The instances that serve a model when none of them can take a request."""
+    figures = ("request_time_s", "kv_usage", "workload", "load", "load_after", "in_flight")
+    rows = []
+    for spec in gateway.fleet.scheduler.specs():
+        if model in spec.models:
+            why = "the request does not fit"
+            if spec.draining or not spec.available:
+                why = "draining" if spec.draining else "unhealthy"
+            rows.append({"instance": spec.instance_id, **dict.fromkeys(figures), "excluded": why})
+    return rows
 
 
 def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
@@ -218,7 +299,7 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "weight": instance.weight,
         "up": instance.up,
         "draining": instance.draining,
-        "down_reason": None if instance.up else instance.down_reason,
+        "down_reason": None if instance.up else _without_key(instance),
         "in_flight": int(ledger.in_flight[slot]),
         "workload": float(ledger.load[slot]),
         "kv_tokens": kv_tokens,
@@ -230,8 +311,34 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
     }
 
 
+def _without_key(instance: Instance) -> str:
+    # The reason is a library's words, and a library may quote the header it could not send.
+    reason, key = instance.down_reason, (instance.api_key or "").strip()
+    return reason.replace(key, "[key]") if key else reason
+
+
 def _known(gateway: Gateway, instance_id: str) -> Instance:
     instance = gateway.fleet.instances.get(InstanceId(instance_id))
     if instance is None:
-        raise HTTPException(404, f"there is no instance {instance_id!r}")
+        raise ClientError(404, "instance_not_found", f"there is no instance {instance_id!r}")
     return instance
+
+
+async def _read_json(request: Request) -> Any:
+    """The body. Raises ClientError: too large, or not JSON."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY_BYTES:
+            raise ClientError(413, "request_too_large", f"at most {_MAX_BODY_BYTES} bytes")
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ClientError(400, "invalid_json", f"The body is not JSON: {error}") from error
+
+
+def _json(document: dict[str, Any], status: int = 200) -> Response:
+    # Not FastAPI's encoder: it walks the document in Python, and with hundreds of instances that
+    # holds up the streams.
+    headers = {"cache-control": "no-store"}
+    return Response(msgspec.json.encode(document), status, headers, "application/json")

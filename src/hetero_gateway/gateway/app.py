@@ -23,6 +23,27 @@ from hetero_gateway.gateway.downstream import Receive, Scope, Send
 from hetero_gateway.gateway.openai import error_body, work_of_path
 from hetero_gateway.gateway.state import Gateway
 
+# The page shows names that clients and instances chose: nothing but its own files may run in it,
+# and trusted types refuse any write of markup.
+_PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+_PAGE_FILES = {
+    "index.html": "text/html",
+    "dashboard.css": "text/css",
+    "dashboard.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+
 
 class App:
     """What uvicorn serves. ``gateway`` is the running state, ``control`` the FastAPI part."""
@@ -72,8 +93,6 @@ async def _render_error(request: Request, error: Exception) -> Response:
 
 
 def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
-    page = resources.files("hetero_gateway.gateway").joinpath("dashboard/index.html")
-
     @control.get("/health", tags=["health"])
     @control.get("/livez", tags=["health"])
     async def live() -> dict[str, str]:
@@ -115,9 +134,21 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
         return _card(model, served[model])
 
     @control.get("/dashboard", tags=["dashboard"], response_class=HTMLResponse)
-    async def dashboard() -> str:
+    async def dashboard() -> Response:
         """The live page; it reads /admin with the browser's own rights."""
-        return page.read_text("utf-8")
+        return _page_file("index.html")
+
+    @control.get("/dashboard/{name}", include_in_schema=False)
+    async def dashboard_file(name: str) -> Response:
+        """The page's script, style and icon."""
+        if name not in _PAGE_FILES:
+            raise ClientError(404, "not_found", f"there is no /dashboard/{name}")
+        return _page_file(name)
+
+
+def _page_file(name: str) -> Response:
+    content = resources.files("hetero_gateway.gateway").joinpath("dashboard", name).read_bytes()
+    return Response(content, headers=_PAGE_HEADERS, media_type=_PAGE_FILES[name])
 
 
 def _card(model: str, max_model_len: int | None) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""``explain``: what a running gateway would decide for a request, and why."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hetero_gateway.cli import admin_client
+from hetero_gateway.cli.admin_client import figure, percent
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "explain",
+        help="what a running gateway would decide for a request, and why",
+        description="Ask a running gateway where it would send a request now, and why. Nothing is "
+        "sent to any instance.",
+        epilog="example: hetero-gateway explain http://127.0.0.1:8000 "
+        "--prompt-tokens 800 --max-tokens 200 --model llama-3-8b",
+    )
+    admin_client.add_arguments(parser)
+    parser.add_argument(
+        "--prompt-tokens", type=_tokens, required=True, metavar="N", help="length of the prompt"
+    )
+    parser.add_argument(
+        "--max-tokens", type=_tokens, metavar="M", help="the request's limit (default: none)"
+    )
+    parser.add_argument("--model", metavar="NAME", help="may be left out where there is only one")
+    parser.set_defaults(run=run)
+
+
+def _tokens(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    wanted = {
+        "prompt_tokens": args.prompt_tokens,
+        "max_tokens": args.max_tokens,
+        "model": args.model,
+    }
+    params = {name: value for name, value in wanted.items() if value is not None}
+    document = admin_client.fetch(args, "/admin/explain", params)
+    if args.json:
+        admin_client.print_json(document)
+        return 0
+    print(admin_client.printable(document["reason"]))
+    print(
+        f"policy {document['policy']}, {document['prompt_tokens']} prompt tokens, "
+        f"{figure(document['predicted_output_tokens'])} output tokens predicted"
+    )
+    if document["candidates"]:
+        admin_client.print_table(
+            ("INSTANCE", "T", "KV", "W", "LOAD", "LOAD AFTER", "IN FLIGHT", ""),
+            [_row(c, document["chosen"]) for c in document["candidates"]],
+        )
+    return 0
+
+
+def _row(candidate: dict[str, Any], chosen: str | None) -> tuple[str, ...]:
+    note = "chosen" if candidate["instance"] == chosen else candidate["excluded"] or ""
+    return (
+        candidate["instance"],
+        figure(candidate["request_time_s"], " s"),
+        percent(candidate["kv_usage"]),
+        figure(candidate["workload"]),
+        figure(candidate["load"]),
+        figure(candidate["load_after"]),
+        figure(candidate["in_flight"]),
+        note,
+    )

@@ -1,0 +1,335 @@
+"""The live page: how it is served, and, in a real browser, what a person sees."""
+
+import asyncio
+import base64
+import contextlib
+import os
+import re
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.running import FAST, SLOW, config_for, eventually, running_gateway
+from tests.fakes.vllm import fake_instances
+
+CHAT = "/v1/chat/completions"
+EVIL = "<img src=x onerror=alert(1)>"
+ADMIN_KEY = "admin-secret-31415"
+CHROMIUM = "/usr/bin/chromium"
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+
+
+def chat(model: str, **fake: object) -> dict[str, object]:
+    return {"model": model, "messages": [{"role": "user", "content": "hello"}], "fake": fake}
+
+
+# As served
+
+
+async def test_the_page_and_its_files_are_served_under_a_strict_policy() -> None:
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            page = await client.get("/dashboard")
+            addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+            files = [await client.get(f"/{address}") for address in addresses]
+            assert (await client.get("/dashboard/admin.py")).status_code == 404
+            assert (await client.get("/dashboard/..%2fadmin.py")).status_code == 404
+    assert page.headers["content-type"].startswith("text/html")
+    assert {a.rsplit(".")[-1] for a in addresses} == {"css", "js", "svg"}
+    for answer in (page, *files):
+        assert answer.status_code == 200
+        policy = dict(
+            part.strip().split(" ", 1)
+            for part in answer.headers["content-security-policy"].split(";")
+        )
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert policy["frame-ancestors"] == "'none'"
+        assert policy["require-trusted-types-for"] == "'script'"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+async def test_the_page_needs_nothing_from_elsewhere_and_builds_no_markup_from_strings() -> None:
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            page = (await client.get("/dashboard")).text
+            script = (await client.get("/dashboard/dashboard.js")).text
+            style = (await client.get("/dashboard/dashboard.css")).text
+    assert not re.search(r"<style|<script(?![^>]*src=)|\son\w+=|\sstyle=", page)
+    assert not re.search(r"(?:src|href)=\"(?:\w+:|//)", page)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
+    assert not re.search(r"@import|url\(", style)
+    assert "localStorage" not in script
+
+
+# In a browser
+
+
+class Browser:
+    """Headless Chromium, driven over WebDriver."""
+
+    def __init__(self, client: httpx.AsyncClient, profile: Path) -> None:
+        self._client = client
+        self._profile = profile
+        self._session = ""
+
+    async def open(self) -> None:
+        options = {"args": [*FLAGS, f"--user-data-dir={self._profile}"], "binary": CHROMIUM}
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        answer = await self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        self._session = f"/session/{answer['sessionId']}"
+
+    async def close(self) -> None:
+        if self._session:
+            await self._call("DELETE", self._session, None)
+
+    async def visit(self, url: str) -> None:
+        await self._call("POST", f"{self._session}/url", {"url": url})
+
+    async def run(self, script: str, *arguments: object) -> Any:
+        body = {"script": script, "args": arguments}
+        return await self._call("POST", f"{self._session}/execute/sync", body)
+
+    async def text(self, selector: str) -> str:
+        """The visible text of the first match, or "" where there is none."""
+        script = "return document.querySelector(arguments[0])?.innerText ?? ''"
+        return str(await self.run(script, selector))
+
+    async def until(
+        self, selector: str, holds: Callable[[str], bool], within_s: float = 15.0
+    ) -> str:
+        """Wait until an element's text is as wanted; fails showing what it was."""
+        text = ""
+        try:
+            async with asyncio.timeout(within_s):
+                # A page in another process has no event to wait on.
+                while not holds(text := await self.text(selector)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            page = await self.text("body")
+            pytest.fail(f"{selector} stayed {text!r}; the page:\n{page}")
+        return text
+
+    async def complaints(self) -> list[str]:
+        """What the page logged: errors and policy violations among it; taken once."""
+        entries = await self._call("POST", f"{self._session}/se/log", {"type": "browser"})
+        return [entry["message"] for entry in entries]
+
+    async def devtools(self, command: str, **parameters: object) -> Any:
+        body = {"cmd": command, "params": parameters}
+        return await self._call("POST", f"{self._session}/goog/cdp/execute", body)
+
+    async def picture(self, name: str) -> None:
+        """A PNG in the folder that SCREENSHOTS names, if it does."""
+        if folder := os.environ.get("SCREENSHOTS"):
+            shot = await self.devtools("Page.captureScreenshot", captureBeyondViewport=True)
+            file = Path(folder) / f"{name}.png"
+            await asyncio.to_thread(file.write_bytes, base64.b64decode(shot["data"]))
+
+    async def _call(self, method: str, path: str, body: object) -> Any:
+        response = await self._client.request(method, path, json=body)
+        value = response.json()["value"]
+        assert response.is_success, value
+        return value
+
+
+@contextlib.asynccontextmanager
+async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
+    """A fresh browser; it and its driver end with the block."""
+    driver = await asyncio.to_thread(
+        subprocess.Popen,
+        ["chromedriver", "--port=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert driver.stdout is not None
+    try:
+        port = await asyncio.to_thread(_driver_port, driver.stdout)
+        drain = threading.Thread(target=driver.stdout.read, daemon=True)
+        drain.start()
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False
+        ) as client:
+            opened = Browser(client, tmp_path / "profile")
+            try:
+                await opened.open()
+                yield opened
+            finally:
+                await opened.close()
+    finally:
+        driver.terminate()
+        await asyncio.to_thread(driver.wait)
+        drain.join()
+        driver.stdout.close()
+
+
+def _driver_port(output: Any) -> int:
+    for line in output:
+        if match := re.search(r"started successfully on port (\d+)", line):
+            return int(match.group(1))
+    raise RuntimeError("chromedriver did not start")
+
+
+@pytest.mark.system
+async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Path) -> None:
+    async with fake_instances(3, models=("m", EVIL)) as fakes:
+        config = config_for(fakes, profiles=(FAST, SLOW, None))
+        async with (
+            running_gateway(config) as running,
+            httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+            browser(tmp_path) as page,
+        ):
+            await fakes[2].kill()
+            await eventually(lambda: not list(running.gateway.fleet.instances.values())[2].up)
+            await client.patch("/admin/instances/i1", json={"draining": True})
+            await page.devtools(
+                "Emulation.setDeviceMetricsOverride",
+                width=1280, height=900, deviceScaleFactor=1, mobile=False,
+            )  # fmt: skip
+            await page.visit(f"{running.url}/dashboard")
+            await page.until("#summary", lambda text: "1 of 3" in text)
+            await client.patch("/admin/instances/i1", json={"draining": False})
+            answers = [
+                asyncio.create_task(client.post(CHAT, json=chat(model, first_delay_s=4)))
+                for model in ("m", "m", "m", "m", EVIL)
+            ]
+            rows = await page.until("#instances", lambda text: "draining" not in text)
+            assert FAST in rows
+            assert "unprofiled" in rows
+            assert "down" in rows
+            assert "ConnectError" in rows
+            await page.until("#summary", lambda text: "In flight\n5" in text)
+            widths = await page.run(
+                "return [...document.querySelectorAll('.workload i')].map(e => e.style.width)"
+            )
+            assert max(float(width.rstrip("%")) for width in widths) == 100
+            assert float(widths[2].rstrip("%")) == 0
+
+            # A decision, and why.
+            listed = await page.until("#decisions", lambda text: text.count("got it:") >= 5)
+            assert "its load would be" in listed
+            assert EVIL in listed
+            await page.run("document.querySelector('.decision:last-child summary').click()")
+            table = await page.until(".decision[open] table", lambda text: "chosen" in text)
+            assert "left out: unhealthy" in table
+            assert "i0" in table
+            assert "i1" in table
+
+            await page.run(
+                "document.getElementById('model').value = arguments[0];"
+                "document.getElementById('explain').requestSubmit()",
+                EVIL,
+            )
+            explained = await page.until("#explained", lambda text: "would get it:" in text)
+            assert EVIL in explained
+
+            # Names stayed text: nothing was built from them, nothing ran, nothing was blocked.
+            assert await page.run("return document.querySelectorAll('img[src=\"x\"]').length") == 0
+            assert EVIL in await page.text("#instances")
+            assert await page.complaints() == []
+
+            await page.run("document.getElementById('pause').click()")
+            for scheme in ("light", "dark"):
+                feature = {"name": "prefers-color-scheme", "value": scheme}
+                await page.devtools("Emulation.setEmulatedMedia", features=[feature])
+                await page.picture(f"wide-{scheme}")
+            await page.devtools(
+                "Emulation.setDeviceMetricsOverride",
+                width=360, height=800, deviceScaleFactor=1, mobile=True,
+            )  # fmt: skip
+            sizes = await page.run("return [document.documentElement.scrollWidth, innerWidth]")
+            assert sizes == [360, 360]
+            await page.picture("phone-dark")
+            await asyncio.gather(*answers)
+
+
+@pytest.mark.system
+async def test_markup_of_a_script_is_refused_by_the_browser(tmp_path: Path) -> None:
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        async with browser(tmp_path) as page:
+            await page.visit(f"{running.url}/dashboard")
+            refused = await page.run(
+                "try { document.body.innerHTML = arguments[0]; return '' }"
+                "catch (error) { return String(error) }",
+                EVIL,
+            )
+            assert "TrustedHTML" in refused
+
+
+@pytest.mark.system
+async def test_the_key_is_asked_for_and_never_in_the_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_ADMIN_KEY", ADMIN_KEY)
+    enter = (
+        "document.getElementById('key').value = arguments[0];"
+        "document.getElementById('key-form').requestSubmit()"
+    )
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes, server={"admin_key_env": "TEST_ADMIN_KEY"})
+        async with running_gateway(config) as running, browser(tmp_path) as page:
+            await page.visit(f"{running.url}/dashboard")
+            await page.until("#key-form", lambda text: "Admin key" in text)
+            await page.picture("key")
+            await page.run(enter, "wrong")
+            await page.until("#key-problem", lambda text: "refused" in text)
+            await page.run(enter, ADMIN_KEY)
+            await page.until("#instances", lambda text: "i0" in text)
+            assert await page.run("return location.href") == f"{running.url}/dashboard"
+            assert await page.run("return [localStorage.length, document.cookie]") == [0, ""]
+            assert ADMIN_KEY not in await page.run("return document.documentElement.outerHTML")
+            await page.run("document.getElementById('forget').click()")
+            await page.until("#key-form", lambda text: "Admin key" in text)
+            assert await page.run("return sessionStorage.length") == 0
+
+
+@pytest.mark.system
+async def test_a_closed_api_and_a_silent_gateway_are_told(tmp_path: Path) -> None:
+    async with fake_instances(1) as fakes, browser(tmp_path) as page:
+        async with running_gateway(config_for(fakes, server={"host": "0.0.0.0"})) as running:
+            await page.visit(f"http://127.0.0.1:{running.port}/dashboard")
+            closed = await page.until("#off", lambda text: "admin_key_env" in text)
+            assert "listen on loopback" in closed
+            await page.picture("closed")
+        async with running_gateway(config_for(fakes)) as running:
+            await page.visit(f"{running.url}/dashboard")
+            await page.until("#live", lambda text: text == "live")
+        silent = await page.until("#banner", lambda text: "does not answer" in text)
+        assert "What you see is from" in silent
+        assert "i0" in await page.text("#instances")
+        await page.picture("silent")
+
+
+@pytest.mark.system
+async def test_a_hidden_page_asks_nothing(tmp_path: Path) -> None:
+    hide = (
+        "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true});"
+        "document.dispatchEvent(new Event('visibilitychange'));"
+        "window.asked = 0; const ask = window.ask ||= window.fetch;"
+        "window.fetch = (...all) => { window.asked += 1; return ask(...all); }"
+    )
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        async with browser(tmp_path) as page:
+            await page.visit(f"{running.url}/dashboard")
+            await page.until("#live", lambda text: text == "live")
+            await page.run(hide, True)
+            await asyncio.sleep(2.5)
+            assert await page.run("return window.asked") == 0
+            await page.run(hide, False)
+            await asyncio.sleep(2.5)
+            assert await page.run("return window.asked") >= 2
