@@ -53,7 +53,7 @@ _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def _check_base_url(value: str) -> str:
@@ -400,6 +400,11 @@ def secret(env_name: str | None, key: str) -> str | None:
     value = os.environ.get(env_name)
     if not value:
         raise ConfigError(f"{key}: the environment variable {env_name} is not set")
+    if not (value.isascii() and value.isprintable()) or " " in value:
+        raise ConfigError(
+            f"{key}: the environment variable {env_name} holds a space, a line end or another "
+            "character that cannot stand in a header"
+        )
     return value
 
 

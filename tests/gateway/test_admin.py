@@ -100,7 +100,7 @@ NO_INSTANCES: list[tuple[str | bytes, int, str]] = [
     ('{"id": "../x", "base_url": "http://127.0.0.1:1"}', 400, "id"),
     ('{"id": "x", "base_url": "ftp://127.0.0.1"}', 400, "base_url"),
     ('{"id": "x", "base_url": "http://127.0.0.1:1", "profile": "nope"}', 400, "nope"),
-    ('{"id": "x", "base_url": "http://127.0.0.1:1", "api_key_env": "UNSET_9"}', 400, "UNSET_9"),
+    ('{"id": "x", "base_url": "http://127.0.0.1:1", "api_key_env": "UNSET_9"}', 400, "api_key_env"),
     ('{"id": "x", "base_url": "http://127.0.0.1:1", "weight": 1e999}', 400, ""),
     ('{"id": "x", "base_url": "http://127.0.0.1:1", "weight": 0}', 400, "weight"),
     ('{"id": "i0", "base_url": "http://127.0.0.1:1"}', 409, "i0"),
@@ -372,6 +372,33 @@ async def test_a_reload_of_a_broken_file_changes_nothing(
             assert error_of(await client.post("/admin/reload")) == (400, "invalid_configuration")
             assert dict(running.gateway.fleet.instances) == before
             assert (await client.post(CHAT, json=chat())).status_code == 200
+
+
+async def test_a_reload_that_only_changes_a_weight_keeps_the_instance_serving(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "gateway.yaml"
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes)
+        write(path, config, lambda _: None)
+        async with admin(config, path) as (running, client):
+            before = dict(running.gateway.fleet.instances)
+            write(path, config, lambda data: data["instances"][0].update(weight=3.0))
+            assert (await client.post("/admin/reload")).json()["changed"] == ["i0"]
+            assert dict(running.gateway.fleet.instances) == before
+            [instance] = before.values()
+            assert instance.up
+            assert running.gateway.fleet.scheduler.spec(instance.id).weight == 3
+
+
+async def test_a_new_instance_cannot_name_a_secret_that_the_file_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SOME_SECRET", "value")
+    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
+        entry = {"id": "evil", "base_url": fakes[0].url, "api_key_env": "SOME_SECRET"}
+        assert error_of(await client.post("/admin/instances", json=entry))[0] == 400
+    assert b"value" not in b"".join(fakes[0].heads)
 
 
 async def test_a_gateway_without_a_file_cannot_reload() -> None:

@@ -134,7 +134,11 @@ async def add_instance(request: Request) -> Response:
     data = await _read_json(request)
     conflict = isinstance(data, dict) and data.get("id") in list(gateway.fleet.instances)
     try:
-        instance = gateway.add_instance(parse_model(InstanceConfig, data, "body"))
+        config = parse_model(InstanceConfig, data, "body")
+        if config.api_key_env not in gateway.known_key_names:
+            # Else a caller could have any secret of the environment sent to a host of its choice.
+            raise ConfigError("body: api_key_env: only a name that the configuration file uses")
+        instance = gateway.add_instance(config)
     except ConfigError as error:
         raise ClientError(409 if conflict else 400, "invalid_instance", str(error)) from error
     return _json(describe_instance(gateway, instance), 201)
@@ -244,11 +248,7 @@ async def reload(request: Request) -> Response:
     if path is None:
         raise ClientError(409, "no_file", "the gateway was not started from a file")
     try:
-        fresh = load_gateway_config(path)
-        # A key or a certificate that is missing must show before the first change is made.
-        for config in fresh.instances:
-            Instance(config, gateway.config, path.parent)
-        return _json(gateway.apply(fresh))
+        return _json(gateway.apply(load_gateway_config(path)))
     except ConfigError as error:
         raise ClientError(400, "invalid_configuration", str(error)) from error
 

@@ -90,16 +90,18 @@ class Fleet:
         )
         self.instances: dict[InstanceId, Instance] = {}
         for instance in config.instances:
-            self.add(instance)
+            self.admit(self.build(instance))
 
-    def add(self, config: InstanceConfig) -> Instance:
-        """Add an instance; it gets requests after its first good probe. ConfigError: unusable."""
-        if config.id in self.instances:
-            raise ConfigError(f"instance {config.id!r} exists already")
-        instance = Instance(config, self._config, self._base_dir)
+    def build(self, config: InstanceConfig) -> Instance:
+        """An instance that is not yet part of the fleet. ConfigError: it cannot be used."""
+        return Instance(config, self._config, self._base_dir)
+
+    def admit(self, instance: Instance) -> None:
+        """Take an instance in; its first good probe opens it. ConfigError: the id is taken."""
+        if instance.id in self.instances:
+            raise ConfigError(f"instance {instance.id!r} exists already")
         self.instances[instance.id] = instance
         self.scheduler.add(instance.spec())
-        return instance
 
     def remove(self, instance_id: InstanceId) -> int:
         """Forget an instance; returns how many requests its load counted. They go on to their end.

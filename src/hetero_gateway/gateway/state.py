@@ -39,6 +39,8 @@ class Gateway:
         self.config = config
         self.config_path = config_path
         self.draining = False
+        # None is one of them: an instance without a key.
+        self.known_key_names = {None, *(i.api_key_env for i in config.instances)}
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
         self.fleet = Fleet(config, config_path.parent if config_path else Path())
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges)
@@ -93,7 +95,10 @@ class Gateway:
 
     def add_instance(self, config: InstanceConfig) -> Instance:
         """Add an instance and begin to probe it. Raises ConfigError."""
-        instance = self.fleet.add(config)
+        return self._admit(self.fleet.build(config))
+
+    def _admit(self, instance: Instance) -> Instance:
+        self.fleet.admit(instance)
         self.health.watch(instance)
         self.health.suspect(instance, "not probed yet", down=False)
         return instance
@@ -108,17 +113,36 @@ class Gateway:
     def apply(self, fresh: GatewayConfig) -> dict[str, Any]:
         """Bring the instances in line with a new configuration; says what changed.
 
-        Sections other than ``instances`` take effect at the next start, and are named.
+        Sections other than ``instances`` take effect at the next start, and are named. An instance
+        whose weight alone changed goes on serving; any other change replaces it. Instances that
+        were added over /admin/instances and are not in the file go away.
+
+        Raises:
+            ConfigError: before anything was changed.
         """
         wanted = {InstanceId(i.id): i for i in fresh.instances}
         current = {i.id: i.config for i in self.fleet.instances.values()}
         removed = [i for i in current if i not in wanted]
         changed = [i for i in current if i in wanted and wanted[i] != current[i]]
         added = [i for i in wanted if i not in current]
-        for instance_id in removed + changed:
+        weighted = [
+            i
+            for i in changed
+            if wanted[i] == current[i].model_copy(update={"weight": wanted[i].weight})
+        ]
+        replaced = [i for i in changed if i not in weighted]
+        # A key or a certificate that is missing must show before the first change is made.
+        built = [self.fleet.build(wanted[i]) for i in replaced + added]
+        for instance_id in weighted:
+            instance = self.fleet.instances[instance_id]
+            instance.config = wanted[instance_id]
+            instance.weight = instance.config.weight
+            self.fleet.publish(instance)
+        for instance_id in removed + replaced:
             self.remove_instance(instance_id)
-        for instance_id in changed + added:
-            self.add_instance(wanted[instance_id])
+        for instance in built:
+            self._admit(instance)
+        self.known_key_names = {None, *(i.api_key_env for i in fresh.instances)}
         sections = [
             name
             for name in type(fresh).model_fields
