@@ -148,9 +148,9 @@ def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
     for raw in (fields.messages, fields.input, fields.system, fields.instructions, fields.tools):
         if raw:
             raw_bytes = bytes(raw)
-            text_bytes += _text_bytes(raw_bytes)
-            if b'"type"' in raw_bytes:
-                media_parts += len(_MEDIA_PART.findall(raw_bytes))
+            found = len(_MEDIA_PART.findall(raw_bytes))
+            text_bytes += _text_bytes(raw_bytes) - (_base64_bytes(raw_bytes) if found else 0)
+            media_parts += found
     return ParsedRequest(
         model=model,
         stream=fields.stream is True,
@@ -184,16 +184,20 @@ def _measure_prompt(raw: bytes) -> tuple[int | None, int, int]:
 
 
 def _text_bytes(raw: bytes) -> int:
-    size = len(raw)
-    if b"\\u" in raw:
-        size -= 3 * raw.count(b"\\u")
+    # A search for one byte is many times faster than one for two, and long prompts are text.
+    return len(raw) - (3 * raw.count(b"\\u") if b"\\" in raw else 0)
+
+
+def _base64_bytes(raw: bytes) -> int:
+    """Bytes of base64 data in data URLs."""
+    size = 0
     start = raw.find(_BASE64_MARK)
     while start >= 0:
         end = raw.find(b'"', start)
         end = len(raw) if end < 0 else end
-        size -= end - start
+        size += end - start
         start = raw.find(_BASE64_MARK, end)
-    return max(size, 0)
+    return size
 
 
 def _positive(value: Any) -> int | None:
