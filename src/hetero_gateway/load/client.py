@@ -1,8 +1,9 @@
 """A cheap HTTP/1.1 client for load: asyncio.Protocol and httptools, keep-alive connections.
 
-httpx costs about 75 µs of CPU per streamed chunk, this about 5: with it the load generator would
-be what is measured. Per chunk it notes the time and keeps the bytes of the tail; JSON is parsed
-once, after the end. What came back is a ``Reply``; what it means is ``judge``'s to say.
+Measured on 220-byte chunks: 7 µs of CPU per streamed chunk, at 50 and at 1 000 streams, where
+httpx takes 67: with it the load generator would be what is measured. Per chunk the time is noted
+and the tail's bytes are kept; JSON is parsed once, after the end. What came back is a ``Reply``;
+what it means is ``judge``'s to say.
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+"""Policies side by side: what the demo's table and its last line say. Pure.
+
+Everything said here is computed from the figures; a policy that lost is said to have lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero_gateway.load.result import InstanceShare, Summary
+
+# Differences below this are noise between repetitions of one run (docs/scheduling.md).
+NOISE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """One policy's run."""
+
+    policy: str
+    summary: Summary
+
+    def instance(self, instance_id: str) -> InstanceShare:
+        """What the instance did; nothing, where it got no request."""
+        for share in self.summary.instances:
+            if share.instance_id == instance_id:
+                return share
+        return InstanceShare(instance_id, 0, 0.0)
+
+
+def table_rows(
+    results: Sequence[PolicyResult], instance_ids: Sequence[str]
+) -> list[tuple[str, list[str]]]:
+    """Rows of (what, one cell per policy); times in seconds."""
+    summaries = [r.summary for r in results]
+    rows = [
+        ("throughput, tokens/s", [f"{s.throughput_tokens_per_s:.0f}" for s in summaries]),
+        ("latency, mean, s", [_figure(s.latency_s.mean) for s in summaries]),
+        ("latency, p99, s", [_figure(s.latency_s.p99) for s in summaries]),
+        ("TTFT, mean, s", [_figure(s.ttft_s.mean) for s in summaries]),
+        ("TTFT, p99, s", [_figure(s.ttft_s.p99) for s in summaries]),
+        ("TPOT, mean, s", [_figure(s.tpot_s.mean, 4) for s in summaries]),
+    ]
+    for name in instance_ids:
+        times = [f"{r.instance(name).completion_s:.1f}" for r in results]
+        rows.append((f"{name} done after, s", times))
+    rows.append(("difference, s", [f"{completion_gap_s(r, instance_ids):.1f}" for r in results]))
+    for name in instance_ids:
+        shares = [f"{_share(r, name):.0%}" for r in results]
+        rows.append((f"requests to {name}", shares))
+    if any(s.errors for s in summaries):
+        rows.append(("requests failed", [f"{s.errors}" for s in summaries]))
+    return rows
+
+
+def completion_gap_s(result: PolicyResult, instance_ids: Sequence[str]) -> float:
+    """Between the first and the last instance to finish, in seconds."""
+    times = [result.instance(name).completion_s for name in instance_ids]
+    return max(times) - min(times)
+
+
+def conclusion(results: Sequence[PolicyResult], policy: str) -> str:
+    """What the run shows of ``policy`` against each of the others, in plain words."""
+    (mine,) = (r for r in results if r.policy == policy)
+    others = [r for r in results if r.policy != policy]
+    said = "; ".join(_against(mine.summary, r) for r in others)
+    failed = sum(r.summary.errors for r in results)
+    tail = f" {failed} requests failed, so the figures do not compare like with like." * (
+        failed > 0
+    )
+    return f"In this run {policy} {said}.{tail}"
+
+
+def _against(mine: Summary, other: PolicyResult) -> str:
+    theirs = other.summary
+    if not theirs.output_tokens or not mine.output_tokens:
+        return f"cannot be compared with {other.policy}: nothing was answered"
+    throughput = mine.throughput_tokens_per_s / theirs.throughput_tokens_per_s - 1
+    latency = (mine.latency_s.mean or 0.0) / (theirs.latency_s.mean or 1.0) - 1
+    if abs(throughput) < NOISE and abs(latency) < NOISE:
+        return (
+            f"was level with {other.policy} (throughput {throughput:+.1%}, mean latency "
+            f"{latency:+.1%}: under {NOISE:.0%} is noise)"
+        )
+    gains = (throughput >= NOISE) + (latency <= -NOISE)
+    losses = (throughput <= -NOISE) + (latency >= NOISE)
+    verdict = "beat" if not losses else "lost to" if not gains else "was better and worse than"
+    return f"{verdict} {other.policy} (throughput {throughput:+.1%}, mean latency {latency:+.1%})"
+
+
+def _share(result: PolicyResult, instance_id: str) -> float:
+    answered = result.summary.requests - result.summary.errors
+    return result.instance(instance_id).requests / answered if answered else 0.0
+
+
+def _figure(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
