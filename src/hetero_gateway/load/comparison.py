@@ -63,30 +63,39 @@ def completion_gap_s(result: PolicyResult, instance_ids: Sequence[str]) -> float
 def conclusion(results: Sequence[PolicyResult], policy: str) -> str:
     """What the run shows of ``policy`` against each of the others, in plain words."""
     (mine,) = (r for r in results if r.policy == policy)
-    others = [r for r in results if r.policy != policy]
-    said = "; ".join(_against(mine.summary, r) for r in others)
+    said = [_against(mine.summary, r) for r in results if r.policy != policy]
+    text = f"In this run {policy} {' and '.join(said)}; differences under {NOISE:.0%} are noise."
     failed = sum(r.summary.errors for r in results)
-    tail = f" {failed} requests failed, so the figures do not compare like with like." * (
-        failed > 0
-    )
-    return f"In this run {policy} {said}.{tail}"
+    if failed:
+        text += f" {failed} requests failed, so this does not compare like with like."
+    return text
 
 
 def _against(mine: Summary, other: PolicyResult) -> str:
     theirs = other.summary
-    if not theirs.output_tokens or not mine.output_tokens:
-        return f"cannot be compared with {other.policy}: nothing was answered"
+    latencies_s = (mine.latency_s.mean, theirs.latency_s.mean)
+    if None in latencies_s or not theirs.throughput_tokens_per_s:
+        return f"cannot be compared with {other.policy}, as one of them answered nothing"
     throughput = mine.throughput_tokens_per_s / theirs.throughput_tokens_per_s - 1
-    latency = (mine.latency_s.mean or 0.0) / (theirs.latency_s.mean or 1.0) - 1
-    if abs(throughput) < NOISE and abs(latency) < NOISE:
-        return (
-            f"was level with {other.policy} (throughput {throughput:+.1%}, mean latency "
-            f"{latency:+.1%}: under {NOISE:.0%} is noise)"
-        )
-    gains = (throughput >= NOISE) + (latency <= -NOISE)
-    losses = (throughput <= -NOISE) + (latency >= NOISE)
-    verdict = "beat" if not losses else "lost to" if not gains else "was better and worse than"
-    return f"{verdict} {other.policy} (throughput {throughput:+.1%}, mean latency {latency:+.1%})"
+    latency = (latencies_s[0] or 0.0) / (latencies_s[1] or 1.0) - 1
+    better = throughput >= NOISE or latency <= -NOISE
+    worse = throughput <= -NOISE or latency >= NOISE
+    verdict = {
+        (True, False): "beat",
+        (False, True): "lost to",
+        (False, False): "was level with",
+        (True, True): "was better in one way and worse in another than",
+    }[better, worse]
+    return (
+        f"{verdict} {other.policy} (throughput {_change(throughput)}, "
+        f"mean latency {_change(latency)})"
+    )
+
+
+def _change(ratio: float) -> str:
+    if abs(ratio) < NOISE:
+        return f"level at {ratio:+.1%}"
+    return f"{abs(ratio):.1%} {'higher' if ratio > 0 else 'lower'}"
 
 
 def _share(result: PolicyResult, instance_id: str) -> float:
