@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from pathlib import Path
 
@@ -9,9 +8,16 @@ import pytest
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.load import children as module
-from hetero_gateway.load.children import Children
+from hetero_gateway.load.children import Child, Children
 
-_SERVING = "import time, sys; print('serving on http://127.0.0.1:4711 now', file=sys.stderr, flush=True); time.sleep(60)"
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="looks for processes in /proc"
+)
+
+_SERVING = (
+    "import sys, time; "
+    "print('serving on http://127.0.0.1:4711 now', file=sys.stderr, flush=True); time.sleep(60)"
+)
 _STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {_SERVING}"
 _FORKING = f"import os; os.fork(); {_STUBBORN}"
 
@@ -26,10 +32,13 @@ def _scripts_instead_of_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(module, "_STOP_TIMEOUT_S", 0.5)
 
 
-def group_is_alive(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, 0)
-        return True
+def group_is_alive(leader: int) -> bool:
+    """Whether any process of the group still runs; one that has ended but is unreaped does not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = stat.read_text().rsplit(")", 1)[1].split()[:3]
+            if int(group) == leader and state != "Z":
+                return True
     return False
 
 
@@ -52,19 +61,25 @@ async def test_a_silent_child_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "START_TIMEOUT_S", 0.2)
     with (
         Children(tmp_path) as children,
-        pytest.raises(HeteroGatewayError, match="one did not start .* it said nothing"),
+        pytest.raises(HeteroGatewayError, match=r"one did not start .* it said nothing"),
     ):
         await children.start("one", "import time; time.sleep(60)").url()
 
 
 @pytest.mark.parametrize("script", [_SERVING, _STUBBORN, _FORKING])
 async def test_an_exception_leaves_no_process_behind(tmp_path: Path, script: str) -> None:
-    started = []
-    with pytest.raises(ZeroDivisionError), Children(tmp_path) as children:
-        for name in ("one", "two"):
-            started.append(children.start(name, script))
-            await started[-1].url()
-        raise ZeroDivisionError
+    started: list[Child] = []
+
+    async def fail() -> None:
+        with Children(tmp_path) as children:
+            for name in ("one", "two"):
+                started.append(children.start(name, script))
+                await started[-1].url()
+            assert all(group_is_alive(child.process.pid) for child in started)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
     assert not any(group_is_alive(child.process.pid) for child in started)
 
 
