@@ -70,6 +70,13 @@ def test_failures_spoil_a_comparison_and_say_so() -> None:
     assert rows["requests failed"] == ["3", "0"]
 
 
+def test_a_short_run_says_that_chance_has_a_part() -> None:
+    few = [result("other", 10.0, 2.0), result("mine", 10.0, 2.0)]
+    many = [result("other", 10.0, 2.0, answered=300), result("mine", 10.0, 2.0, answered=300)]
+    assert "4 requests are few" in conclusion(few, "mine")
+    assert "few" not in conclusion(many, "mine")
+
+
 def test_a_run_without_answers_is_not_compared() -> None:
     runs = [result("other", 10.0, 2.0, errors=2, answered=0), result("mine", 10.0, 2.0)]
     assert "cannot be compared with other" in conclusion(runs, "mine")
