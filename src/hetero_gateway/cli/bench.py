@@ -165,8 +165,9 @@ def _print_tables(summary: Summary, url: str, model: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    figures = Table(title=f"{url}, model {model}", title_justify="left", show_header=False)
+    console = Console(highlight=False)
+    console.print(f"{url}, model {model}", soft_wrap=True)
+    figures = Table(show_header=False)
     figures.add_column()
     figures.add_column(justify="right")
     failed = ", ".join(f"{kind} {n}" for kind, n in summary.errors_by_kind.items())
@@ -179,8 +180,8 @@ def _print_tables(summary: Summary, url: str, model: str) -> None:
     figures.add_row("of it output", f"{summary.output_tokens_per_s:.0f} tokens/s")
     console.print(figures)
 
-    times = Table(title="times in milliseconds", title_justify="left")
-    times.add_column("")
+    times = Table()
+    times.add_column("milliseconds")
     for name in ("mean", "p50", "p90", "p99", "max"):
         times.add_column(name, justify="right")
     for name, distribution in (
@@ -194,7 +195,7 @@ def _print_tables(summary: Summary, url: str, model: str) -> None:
 
     if summary.instances:
         answered = summary.requests - summary.errors
-        shares = Table(title="instances, by x-hetero-gateway-instance", title_justify="left")
+        shares = Table()
         shares.add_column("instance")
         shares.add_column("requests", justify="right")
         shares.add_column("share", justify="right")

@@ -364,22 +364,25 @@ def _print_table(results: list[PolicyResult], document: dict[str, Any]) -> None:
     from hetero_gateway.load.comparison import table_rows
 
     console = Console(highlight=False)
-    table = Table(
-        title=f"Llama-3-8B on V100 t=4 and V100 t=1 (emulated), {document['requests']} requests at "
+    console.print(
+        f"{MODEL} on V100 t=4 and V100 t=1, emulated: {document['requests']} requests at "
         f"{RATE_PER_S:g}/s, {document['mean_input_tokens']:.0f} prompt and "
-        f"{document['mean_output_tokens']:.0f} output tokens in the mean",
-        caption="Hardware time: the emulated instances run "
-        f"{TIME_SCALE:g} times faster than V100s, and every time and rate here is scaled back. "
-        "Throughput counts prompt and output tokens until the last answer.",
-        title_justify="left",
-        caption_justify="left",
+        f"{document['mean_output_tokens']:.0f} output tokens in the mean.",
+        soft_wrap=True,
     )
+    table = Table()
     table.add_column("")
     for result in results:
         table.add_column(result.policy, justify="right")
     for name, cells in table_rows(results, list(INSTANCES)):
         table.add_row(name, *cells)
     console.print(table)
+    console.print(
+        f"Hardware time: the emulated instances run {TIME_SCALE:g} times faster than V100s, and "
+        "every time and rate here is scaled back. Throughput counts prompt and output tokens until "
+        "the last answer.",
+        soft_wrap=True,
+    )
     if document["caution"]:
         console.print(document["caution"], soft_wrap=True)
     console.print(document["conclusion"], soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,11 +47,10 @@ async def replay(
         on_record: called with each record as it is made.
     """
     _raise_file_limit()
-    loop = asyncio.get_running_loop()
     client = LoadClient(target, maker.kind.path, stream=maker.stream, timeout_s=options.timeout_s)
     slots = asyncio.Semaphore(options.concurrency or max(1, len(requests)))
     records: list[RequestRecord] = []
-    start_s = loop.time()
+    start_s = time.perf_counter()
 
     async def one(index: int, request: LoadRequest) -> None:
         try:
@@ -79,7 +79,7 @@ async def replay(
     try:
         async with asyncio.TaskGroup() as tasks:
             for index, request in enumerate(requests):
-                wait_s = start_s + request.due_s - loop.time()
+                wait_s = start_s + request.due_s - time.perf_counter()
                 if wait_s > 0:
                     await asyncio.sleep(wait_s)
                 await slots.acquire()
