@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+
+from hetero_gateway.cli import demo as demo_command
+from hetero_gateway.errors import HeteroGatewayError
 
 _DEADLINE_S = 60.0
 
@@ -80,6 +85,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_the_demo_compares_three_policies(scratch: Path) -> None:
     demo = start("--seconds", "2", "--port", "0", "--json", cwd=scratch)
     out, err = finish(demo)
@@ -121,6 +127,7 @@ def test_a_signal_at_any_moment_leaves_no_process_and_no_traceback(
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_keep_serves_until_interrupted(scratch: Path) -> None:
     demo = start("--seconds", "1", "--port", "0", "--keep", cwd=scratch)
     assert demo.stdout is not None
@@ -148,6 +155,20 @@ def test_keep_serves_until_interrupted(scratch: Path) -> None:
     assert demo.returncode == 0
     assert "Traceback" not in err
     assert not any(alive(pid) for pid in pids)
+
+
+def test_a_child_that_cannot_start_is_named_with_its_reason(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    monkeypatch.setitem(demo_command.INSTANCES, "v100-tp1", "no/such/profile")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    parser = argparse.ArgumentParser()
+    demo_command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["demo", "--port", "0"])
+    with pytest.raises(HeteroGatewayError, match=r"v100-tp1 ended with code 2: .*no/such/profile"):
+        args.run(args)
+    assert children_of(os.getpid()) == []
 
 
 def test_a_taken_port_that_was_asked_for_is_refused(scratch: Path) -> None:

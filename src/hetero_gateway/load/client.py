@@ -73,7 +73,7 @@ def parse_target(url: str, api_key: str | None = None) -> Target:
 
 @dataclass(slots=True)
 class Reply:
-    """What one exchange brought. Times are ``time.perf_counter``'s: uvloop's has whole milliseconds.
+    """What one exchange brought. Times are ``time.perf_counter``'s: uvloop's clock is in whole ms.
 
     ``failure`` is None or ``connect``, ``timeout``, ``reset``, ``protocol``; ``tail`` is the end of
     a stream's body or the whole of a plain one; ``events`` counts the ends of SSE events.
