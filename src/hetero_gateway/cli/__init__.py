@@ -17,19 +17,8 @@ from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse ``argv`` (default: the process's own) and run one command; returns the exit code."""
-    # Imported here so that --version and a usage error do not load numpy and uvicorn.
-    from hetero_gateway.cli import emulate, explain, serve, status, validate
-
-    parser = argparse.ArgumentParser(
-        prog="hetero-gateway",
-        description="A load-balancing gateway for unequal vLLM instances.",
-    )
-    parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, validate, emulate, status, explain):
-        command.add_parser(subparsers)
-    args = parser.parse_args(argv)
     try:
+        args = _parse(argv)
         exit_code: int = args.run(args)
     except (ConfigError, ProfileError) as error:
         print(f"hetero-gateway: {error}", file=sys.stderr)
@@ -40,3 +29,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return exit_code
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    # Imported here so that a Ctrl-C while they load is as quiet as a later one.
+    from hetero_gateway.cli import bench, demo, emulate, explain, serve, status, validate
+
+    parser = argparse.ArgumentParser(
+        prog="hetero-gateway",
+        description="A load-balancing gateway for unequal vLLM instances.",
+    )
+    parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (serve, validate, emulate, demo, bench, status, explain):
+        command.add_parser(subparsers)
+    return parser.parse_args(argv)

@@ -1,0 +1,231 @@
+"""``bench``: replay a trace as load against any OpenAI-compatible URL."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hetero_gateway.load.client import Target
+    from hetero_gateway.load.result import Distribution, Summary
+
+_EXAMPLE = """\
+examples:
+  hetero-gateway bench http://127.0.0.1:8000 --requests trace.csv --rate 8
+  hetero-gateway bench http://127.0.0.1:8000 --rate inf --limit 500 --json > result.json
+
+A trace is a CSV file with the header arrival_s,input_tokens,output_tokens; without arrival_s its
+requests are sent at --rate, or all at once. Without --requests a synthetic mix of chat lengths is
+sent (log-normal, from --seed). Throughput counts prompt and output tokens of answered requests,
+over the time from the first sending to the last answer.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="put load on a URL and report throughput, TTFT, TPOT, latency and errors",
+        description="Replay a trace as load against any OpenAI-compatible URL.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("url", metavar="URL", help="base URL, with or without /v1")
+    parser.add_argument("--requests", type=Path, metavar="TRACE.csv", help="the trace to replay")
+    parser.add_argument(
+        "--rate",
+        type=_rate,
+        metavar="R",
+        help="Poisson arrivals per second, or inf; default: the trace's own times",
+    )
+    parser.add_argument("--model", help="model name; default: the first that /v1/models lists")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable that holds the API key"
+    )
+    parser.add_argument(
+        "--concurrency", type=_positive_int, metavar="N", help="most requests in flight"
+    )
+    parser.add_argument(
+        "--limit",
+        type=_positive_int,
+        metavar="N",
+        help="send only the first N requests (default without --requests: 200)",
+    )
+    parser.add_argument(
+        "--prompt",
+        choices=("chat", "completion", "token-ids"),
+        default="chat",
+        help="what to send: chat text (default), completion text, or completion token ids",
+    )
+    parser.add_argument(
+        "--bytes-per-token",
+        type=_positive_float,
+        default=4.0,
+        metavar="X",
+        help="length of the filler text per prompt token (default: 4.0)",
+    )
+    parser.add_argument("--no-stream", action="store_true", help="ask for plain answers")
+    parser.add_argument(
+        "--timeout",
+        type=_positive_float,
+        default=600.0,
+        metavar="SECONDS",
+        help="per request (default: 600)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of arrivals, lengths and prompts (default: 0)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the load; 0 when at least one request was answered, else 1."""
+    # Imported here so that other commands and --help stay quick.
+    import asyncio
+
+    import uvloop
+    from rich.console import Console
+
+    from hetero_gateway.config import secret
+    from hetero_gateway.load.client import parse_target
+    from hetero_gateway.load.progress import progress_bar, watch
+    from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
+    from hetero_gateway.load.replay import ReplayOptions, replay
+    from hetero_gateway.load.result import summarise
+    from hetero_gateway.load.trace import read_trace, schedule, synthetic_trace
+
+    target = parse_target(args.url, secret(args.api_key_env, "--api-key-env"))
+    if args.requests is None:
+        trace = synthetic_trace(args.limit or 200, args.seed)
+    else:
+        trace = read_trace(args.requests, args.limit)
+    requests = schedule(trace, args.rate, args.seed)
+    maker = BodyMaker(
+        model=_model(target, args.model),
+        kind=PromptKind(args.prompt),
+        stream=not args.no_stream,
+        bytes_per_token=args.bytes_per_token,
+        pool=filler_pool(args.seed),
+    )
+    options = ReplayOptions(args.concurrency, args.timeout)
+
+    async def load() -> Summary:
+        with progress_bar(Console(stderr=True)) as progress:
+            async with watch(progress, "bench", len(requests)) as counter:
+                records = await replay(target, requests, maker, options, counter.add)
+        return summarise(records)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        summary = runner.run(load())
+    if args.json:
+        print(json.dumps(summary.to_dict() | {"url": target.base_url, "model": maker.model}))
+    else:
+        _print_tables(summary, target.base_url, maker.model)
+    if summary.errors == summary.requests:
+        kinds = ", ".join(f"{n} × {kind}" for kind, n in summary.errors_by_kind.items())
+        print(f"hetero-gateway: bench: no request was answered: {kinds}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _model(target: Target, wanted: str | None) -> str:
+    """The model to ask for; also finds out early that nobody listens.
+
+    Raises:
+        HeteroGatewayError: no connection, or no answer to /v1/models where a name is needed.
+    """
+    import httpx
+
+    from hetero_gateway.errors import HeteroGatewayError
+
+    url = f"{target.base_url}/v1/models"
+    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    try:
+        response = httpx.get(url, headers=headers, timeout=10.0)
+    except httpx.HTTPError as error:
+        raise HeteroGatewayError(f"{url}: no answer: {error}") from error
+    if wanted is not None:
+        return wanted
+    try:
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        raise HeteroGatewayError(
+            f"{url}: answered {response.status_code}; give --model or --api-key-env"
+        ) from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise HeteroGatewayError(f"{url}: lists no model; give --model") from error
+
+
+def _print_tables(summary: Summary, url: str, model: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"{url}, model {model}", soft_wrap=True)
+    figures = Table(show_header=False)
+    figures.add_column()
+    figures.add_column(justify="right")
+    failed = ", ".join(f"{kind} {n}" for kind, n in summary.errors_by_kind.items())
+    figures.add_row("requests answered", f"{summary.requests - summary.errors}")
+    figures.add_row("requests failed", f"{summary.errors}" + (f" ({failed})" if failed else ""))
+    figures.add_row("duration", f"{summary.duration_s:.1f} s")
+    figures.add_row("prompt tokens", f"{summary.input_tokens}")
+    figures.add_row("output tokens", f"{summary.output_tokens}")
+    figures.add_row("throughput", f"{summary.throughput_tokens_per_s:.0f} tokens/s")
+    figures.add_row("of it output", f"{summary.output_tokens_per_s:.0f} tokens/s")
+    console.print(figures)
+
+    times = Table()
+    times.add_column("milliseconds")
+    for name in ("mean", "p50", "p90", "p99", "max"):
+        times.add_column(name, justify="right")
+    for name, distribution in (
+        ("latency", summary.latency_s),
+        ("TTFT", summary.ttft_s),
+        ("TPOT", summary.tpot_s),
+        ("sent late by", summary.send_delay_s),
+    ):
+        times.add_row(name, *_milliseconds(distribution))
+    console.print(times)
+
+    if summary.instances:
+        answered = summary.requests - summary.errors
+        shares = Table()
+        shares.add_column("instance")
+        shares.add_column("requests", justify="right")
+        shares.add_column("share", justify="right")
+        shares.add_column("last answer", justify="right")
+        for i in summary.instances:
+            share = f"{i.requests / answered:.0%}"
+            shares.add_row(i.instance_id, f"{i.requests}", share, f"{i.completion_s:.1f} s")
+        console.print(shares)
+
+
+def _milliseconds(d: Distribution) -> list[str]:
+    return ["–" if v is None else f"{v * 1000:.1f}" for v in (d.mean, d.p50, d.p90, d.p99, d.max)]
+
+
+def _rate(text: str) -> float:
+    value = float(text)  # argparse reports a ValueError
+    if math.isnan(value) or value <= 0:
+        raise argparse.ArgumentTypeError("must be above 0, or inf")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value

@@ -1,0 +1,421 @@
+"""``demo``: two unequal emulated instances, the gateway before them, real load, and a comparison.
+
+The paper's second experiment (section 5.2) in small: V100 t=4 and V100 t=1 of Llama-3-8B. Every
+process is real and speaks HTTP; only the accelerators' time is computed, from profiles derived
+from public measurements, and runs ``TIME_SCALE`` times faster than theirs. Each policy gets the
+same requests at the same times, the same instances, and a gateway freshly started.
+
+As in the paper's and vLLM's own benchmarks, a request's ``max_tokens`` is its true output length:
+the gateway, which caps its prediction by it, knows more than it would of real clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from hetero_gateway.load.children import Child, Children
+    from hetero_gateway.load.comparison import PolicyResult
+    from hetero_gateway.load.trace import LengthMix
+
+POLICIES = ("round-robin", "capacity-weighted", "min-max")
+MODEL = "Llama-3-8B"
+# Instance id: built-in profile.
+INSTANCES = {
+    "v100-tp4": f"V100-32GB-NVLink2/{MODEL}/tp4",
+    "v100-tp1": f"V100-32GB-NVLink2/{MODEL}/tp1",
+}
+# Times faster than the hardware. Measured at 5, 11 000 streamed tokens a second: the gateway used
+# 15 % of a core, the load generator and each emulator 8 %, and no emulated clock fell behind.
+TIME_SCALE = 6.0
+# Requests per second of hardware time: half of it is more than the t=1 instance carries (about 4.5
+# of these requests per second), all of it is less than both do (about 16).
+RATE_PER_S = 12.0
+# A policy's run lasts about as long as its arrivals and the longest answer, 1.2 times the arrivals
+# at the default length; round robin's lasts twice. With starting, that makes five times this share.
+_ARRIVAL_SHARE = 0.2
+_DEFAULT_PORT = 8000
+_REQUEST_TIMEOUT_S = 300.0
+_TRICKLE_PER_S = 2.0
+# In hardware seconds; about 1 % of a run.
+_TOLERATED_LAG_S = 1.0
+
+_EXAMPLE = """\
+examples:
+  hetero-gateway demo
+  hetero-gateway demo --keep              leave it serving, with the dashboard
+  hetero-gateway demo --seconds 20 --json > demo.json
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "demo",
+        help="see it work: two emulated instances, real load, three policies compared",
+        description="Start two unequal emulated vLLM instances and the gateway, put the same load "
+        "on them under three policies, and compare. No GPU, no configuration.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="about how long the load takes, all policies together (default: 60)",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        metavar="P",
+        help=f"the gateway's port (default: {_DEFAULT_PORT}, or a free one where that is taken)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the load (default: 0)")
+    parser.add_argument(
+        "--keep", action="store_true", help="then leave it serving under light load until Ctrl-C"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document, no table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; whatever ends it, no process stays behind."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_until_signal(args))
+
+
+async def _until_signal(args: argparse.Namespace) -> int:
+    """The demo, cancelled by SIGINT, SIGTERM and SIGHUP; the exit code is the shell's 128 + N."""
+    loop = asyncio.get_running_loop()
+    demo = loop.create_task(_demo(args))
+    received: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        received.append(number)
+        demo.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        return await demo
+    except asyncio.CancelledError:
+        return 128 + received[0] if received else 1
+
+
+async def _demo(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from hetero_gateway.load.children import Children
+    from hetero_gateway.load.progress import progress_bar
+
+    console = Console(stderr=True, highlight=False)
+    port = _port(args.port, console)
+    with (
+        tempfile.TemporaryDirectory(prefix="hetero-gateway-demo-") as folder,
+        Children(Path(folder)) as children,
+    ):
+        demo = _Demo(args, port, Path(folder), children, console)
+        await demo.start_instances()
+        with progress_bar(console) as progress:
+            results = [await demo.run_policy(policy, progress) for policy in POLICIES]
+        document = demo.document(results)
+        if args.json:
+            print(json.dumps(document), flush=True)
+        else:
+            _print_table(results, document)
+        if args.keep:
+            # Ctrl-C is how this is meant to end, so it is no failure.
+            with contextlib.suppress(asyncio.CancelledError):
+                await demo.serve(as_json=args.json)
+    return 1 if any(r.summary.errors == r.summary.requests for r in results) else 0
+
+
+class _Demo:
+    """The processes of one demo, and the load on them."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        port: int,
+        folder: Path,
+        children: Children,
+        console: Console,
+    ) -> None:
+        from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
+        from hetero_gateway.load.trace import schedule, synthetic_trace
+
+        self._port = port
+        self._seed = args.seed
+        self._folder = folder
+        self._children = children
+        self._console = console
+        self._instance_urls: dict[str, str] = {}
+        self._gateway: Child | None = None
+        self._maker = BodyMaker(MODEL, PromptKind.CHAT, True, 4.0, filler_pool())
+        count = max(20, round(args.seconds * _ARRIVAL_SHARE * RATE_PER_S * TIME_SCALE))
+        trace = synthetic_trace(count, args.seed, _mix())
+        self._load = schedule(trace, RATE_PER_S * TIME_SCALE, args.seed)
+        self._lost_s = 0.0
+        self._late_s = 0.0
+
+    @property
+    def _url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    async def start_instances(self) -> None:
+        """Start the emulated instances, and write the gateway's configuration."""
+        started = [
+            self._children.start(
+                name,
+                *("emulate", "--profile", profile, "--model", MODEL, "--port", "0"),
+                *("--time-scale", f"{TIME_SCALE:g}"),
+            )
+            for name, profile in INSTANCES.items()
+        ]
+        self._console.print(f"Starting {' and '.join(INSTANCES)}, emulated …")
+        for child in started:
+            self._instance_urls[child.name] = await child.url()
+        self._write_config()
+
+    async def run_policy(self, policy: str, progress: Progress) -> PolicyResult:
+        """A fresh gateway with this policy, the whole load through it, and what came out."""
+        from hetero_gateway.load.client import parse_target
+        from hetero_gateway.load.comparison import PolicyResult
+        from hetero_gateway.load.progress import watch
+        from hetero_gateway.load.replay import ReplayOptions, replay
+        from hetero_gateway.load.result import summarise
+
+        await self._start_gateway(policy)
+        lost_before_s = await self._emulators_lost_s()
+        options = ReplayOptions(timeout_s=_REQUEST_TIMEOUT_S)
+        async with watch(progress, policy, len(self._load)) as counter:
+            records = await replay(
+                parse_target(self._url), self._load, self._maker, options, counter.add
+            )
+        self._children.check()
+        summary = summarise(records)
+        self._lost_s += await self._emulators_lost_s() - lost_before_s
+        self._late_s = max(self._late_s, summary.send_delay_s.p99 or 0.0)
+        return PolicyResult(policy, summary.scaled(TIME_SCALE))
+
+    def document(self, results: list[PolicyResult]) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        from hetero_gateway.load.comparison import completion_gap_s, conclusion
+
+        return {
+            "time_scale": TIME_SCALE,
+            "rate": RATE_PER_S,
+            "seed": self._seed,
+            "requests": len(self._load),
+            "mean_input_tokens": sum(r.input_tokens for r in self._load) / len(self._load),
+            "mean_output_tokens": sum(r.output_tokens for r in self._load) / len(self._load),
+            "results": [
+                {
+                    "policy": r.policy,
+                    **r.summary.to_dict(),
+                    "completion_difference_s": completion_gap_s(r, list(INSTANCES)),
+                }
+                for r in results
+            ],
+            "conclusion": conclusion(results, POLICIES[-1]),
+            "caution": self._caution(),
+        }
+
+    def _caution(self) -> str | None:
+        """What is said when the figures show the machine rather than the policies."""
+        lost_s, late_s = self._lost_s * TIME_SCALE, self._late_s * TIME_SCALE
+        if max(lost_s, late_s) < _TOLERATED_LAG_S:
+            return None
+        return (
+            "Take the figures with care: this machine was too busy. The emulated clocks fell "
+            f"{lost_s:.1f} s behind, and requests were sent up to {late_s:.1f} s late."
+        )
+
+    async def serve(self, *, as_json: bool) -> None:
+        """Keep a trickle of load on the last gateway until cancelled."""
+        from hetero_gateway.load.client import parse_target
+        from hetero_gateway.load.replay import ReplayOptions, replay
+        from hetero_gateway.load.trace import schedule, synthetic_trace
+
+        body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]})
+        print(
+            f"Serving until Ctrl-C, policy {POLICIES[-1]}, under light load:\n"
+            f"  dashboard        {self._url}/dashboard\n"
+            f"  OpenAI base_url  {self._url}/v1   (model {MODEL}, any API key)\n"
+            f"  try              curl -s {self._url}/v1/chat/completions "
+            f"-H 'Content-Type: application/json' -d '{body}'",
+            file=sys.stderr if as_json else sys.stdout,
+            flush=True,
+        )
+        target = parse_target(self._url)
+        options = ReplayOptions(timeout_s=_REQUEST_TIMEOUT_S)
+        seed = self._seed
+        while True:
+            seed += 1
+            load = schedule(synthetic_trace(20, seed, _mix()), _TRICKLE_PER_S, seed)
+            await replay(target, load, self._maker, options)
+            self._children.check()
+
+    async def _start_gateway(self, policy: str) -> None:
+        """Replace the gateway, and wait until it sees every instance up."""
+        import httpx
+
+        from hetero_gateway.errors import HeteroGatewayError
+        from hetero_gateway.load.children import START_TIMEOUT_S
+
+        if self._gateway is not None:
+            self._children.stop(self._gateway)
+        self._gateway = self._children.start(
+            "the gateway",
+            *("serve", "-c", str(self._folder / "gateway.yaml"), "--host", "127.0.0.1"),
+            *("--port", str(self._port), "--policy", policy, "--log-level", "warning"),
+        )
+        await self._gateway.url()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S), httpx.AsyncClient() as client:
+                while True:
+                    answer = await client.get(f"{self._url}/admin/instances")
+                    if all(i["up"] for i in answer.raise_for_status().json()["instances"]):
+                        return
+                    self._children.check()
+                    await asyncio.sleep(0.05)
+        except (TimeoutError, httpx.HTTPError) as error:
+            self._children.check()
+            raise HeteroGatewayError(
+                f"the gateway does not see the instances: {error!r}"
+            ) from error
+
+    async def _emulators_lost_s(self) -> float:
+        """Seconds by which the emulated clocks gave way to an overloaded machine, both together."""
+        import httpx
+
+        total_s = 0.0
+        async with httpx.AsyncClient() as client:
+            for url in self._instance_urls.values():
+                text = (await client.get(f"{url}/metrics")).text
+                for line in text.splitlines():
+                    if line.startswith("hetero_gateway_emulator_lost_seconds"):
+                        total_s += float(line.rsplit(" ", 1)[1])
+        return total_s
+
+    def _write_config(self) -> None:
+        """Write the gateway's configuration, its profiles on the emulators' faster clock."""
+        import yaml
+
+        from hetero_gateway.config import load_profile
+
+        instances = []
+        for name, url in self._instance_urls.items():
+            profile = load_profile(INSTANCES[name])
+            scaled = profile.constants.scaled(1 / TIME_SCALE)
+            document = {
+                "gpu": profile.gpu,
+                "model": profile.model,
+                "tensor_parallel": profile.tensor_parallel,
+                "constants": {f"p{i}": getattr(scaled, f"p{i}") for i in range(1, 9)},
+                "kv_capacity_tokens": profile.kv_capacity_tokens,
+                "max_num_seqs": profile.max_num_seqs,
+                "source": {"how": "derived", "note": f"{profile.name} at {TIME_SCALE:g}× speed"},
+            }
+            (self._folder / f"{name}.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+            instances.append(
+                {"id": name, "base_url": url, "model": MODEL, "profile": f"{name}.yaml"}
+            )
+        config = {"server": {"shutdown_timeout_s": 1}, "instances": instances}
+        (self._folder / "gateway.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+def _mix() -> LengthMix:
+    """Chat with some context: prompts about 960 tokens in the mean, outputs about 190.
+
+    Between ShareGPT with its history (2 355 and 437) and Azure's conversations (1 237 and 221),
+    and shorter, so that the longest answer does not outlast the run.
+    """
+    from hetero_gateway.load.trace import LengthMix
+
+    return LengthMix(
+        input_median=768,
+        input_sigma=0.8,
+        input_max=3072,
+        output_median=160,
+        output_sigma=0.7,
+        output_max=512,
+    )
+
+
+def _print_table(results: list[PolicyResult], document: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hetero_gateway.load.comparison import table_rows
+
+    console = Console(highlight=False)
+    console.print(
+        f"{MODEL} on V100 t=4 and V100 t=1, emulated: {document['requests']} requests at "
+        f"{RATE_PER_S:g}/s, {document['mean_input_tokens']:.0f} prompt and "
+        f"{document['mean_output_tokens']:.0f} output tokens in the mean.",
+        soft_wrap=True,
+    )
+    table = Table()
+    table.add_column("")
+    for result in results:
+        table.add_column(result.policy, justify="right")
+    for name, cells in table_rows(results, list(INSTANCES)):
+        table.add_row(name, *cells)
+    console.print(table)
+    console.print(
+        f"Hardware time: the emulated instances run {TIME_SCALE:g} times faster than V100s, and "
+        "every time and rate here is scaled back. Throughput counts prompt and output tokens until "
+        "the last answer.",
+        soft_wrap=True,
+    )
+    if document["caution"]:
+        console.print(document["caution"], soft_wrap=True)
+    console.print(document["conclusion"], soft_wrap=True)
+
+
+def _port(wanted: int | None, console: Console) -> int:
+    """The port to serve on; a free one in place of the default where that is taken.
+
+    Raises:
+        ConfigError: the port that was asked for cannot be used.
+    """
+    from hetero_gateway.errors import ConfigError
+
+    try:
+        return _bindable(_DEFAULT_PORT if wanted is None else wanted)
+    except (OSError, OverflowError) as error:
+        if wanted is not None:
+            raise ConfigError(f"--port {wanted}: cannot listen there: {error}") from error
+        port = _bindable(0)
+        console.print(f"Port {_DEFAULT_PORT} is taken, so the gateway is on {port}.")
+        return port
+
+
+def _bindable(port: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+        bound: int = probe.getsockname()[1]
+        return bound
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= 3600:
+        raise argparse.ArgumentTypeError("must be between 1 and 3600")
+    return value

@@ -1,0 +1,125 @@
+"""Server processes that a load run is made against: started, awaited, and never left behind.
+
+``Children`` is a context manager; leaving it, however it is left, ends every process group that it
+started: SIGTERM first, SIGKILL for what is still there. Each child leads a group of its own, so a
+Ctrl-C at the terminal reaches the parent only, which then ends them in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from hetero_gateway.errors import HeteroGatewayError
+
+START_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 4.0
+_POLL_S = 0.02
+_URL = re.compile(r"https?://[\w.\[\]:]+:\d+")
+
+
+class Child:
+    """One ``hetero_gateway`` command in a process of its own; its output goes to a file."""
+
+    def __init__(self, name: str, arguments: Sequence[str], log: Path) -> None:
+        self.name = name
+        self._log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hetero_gateway", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    async def url(self) -> str:
+        """The address that it says it serves on, as soon as it says so.
+
+        Raises:
+            HeteroGatewayError: it ended, or said nothing within ``START_TIMEOUT_S``.
+        """
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while (match := _URL.search(self._output())) is None:
+            self.check()
+            if time.monotonic() > give_up_s:
+                raise HeteroGatewayError(
+                    f"{self.name} did not start in {START_TIMEOUT_S:.0f} s: {self._last_line()}"
+                )
+            await asyncio.sleep(_POLL_S)
+        return match.group()
+
+    def check(self) -> None:
+        """Raises HeteroGatewayError with its last line when it has ended."""
+        code = self.process.poll()
+        if code is not None:
+            raise HeteroGatewayError(f"{self.name} ended with code {code}: {self._last_line()}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to its whole process group, where there still is one."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def _output(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def _last_line(self) -> str:
+        lines = [line for line in self._output().splitlines() if line.strip()]
+        return lines[-1].strip() if lines else "it said nothing"
+
+
+class Children:
+    """Every child of one run. ``folder`` takes their output."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: list[Child] = []
+        self._started = 0
+
+    def start(self, name: str, *arguments: str) -> Child:
+        """Start ``hetero_gateway`` with these arguments."""
+        self._started += 1
+        child = Child(name, arguments, self._folder / f"{self._started}.log")
+        self._running.append(child)
+        return child
+
+    def check(self) -> None:
+        """Raises HeteroGatewayError when any of them has ended by itself."""
+        for child in self._running:
+            child.check()
+
+    def stop(self, *which: Child) -> None:
+        """End these (all, when none is named) and wait; blocks for at most a few seconds.
+
+        Blocking is meant: nothing, a second Ctrl-C included, may come between.
+        """
+        children = which or tuple(self._running)
+        for child in children:
+            child.signal(signal.SIGTERM)
+        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline_s - time.monotonic()))
+            child.signal(signal.SIGKILL)  # whatever is left of its group
+            child.process.wait()
+        self._running = [child for child in self._running if child not in children]
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()

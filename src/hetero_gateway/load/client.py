@@ -1,0 +1,299 @@
+"""A cheap HTTP/1.1 client for load: asyncio.Protocol and httptools, keep-alive connections.
+
+Measured on 220-byte chunks: 7 µs of CPU per streamed chunk, at 50 and at 1 000 streams, where
+httpx takes 67: with it the load generator would be what is measured. Per chunk the time is noted
+and the tail's bytes are kept; JSON is parsed once, after the end. What came back is a ``Reply``;
+what it means is ``judge``'s to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from hetero_gateway.errors import ConfigError
+
+CONNECT_TIMEOUT_S = 10.0
+# An idle connection is used again only this long: uvicorn and vLLM close theirs after 5 s, and a
+# request that meets the close would look like a failure of the server.
+_REUSE_WITHIN_S = 2.0
+# The closing events of a stream (last delta, usage, [DONE]) come in its last few body parts.
+_TAIL_PARTS = 16
+# A plain answer is kept whole, so that its usage can be read.
+_MAX_PLAIN_BYTES = 32 * 2**20
+_INSTANCE_HEADER = b"x-hetero-gateway-instance"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where to send. ``path_prefix`` has no trailing slash; ``api_key`` None sends none."""
+
+    host: str
+    port: int
+    tls: bool
+    path_prefix: str = ""
+    api_key: str | None = None
+
+    @property
+    def base_url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.path_prefix}"
+
+
+def parse_target(url: str, api_key: str | None = None) -> Target:
+    """``http://HOST[:PORT][/PREFIX]``, with or without the closing ``/v1``.
+
+    Raises:
+        ConfigError: not such a URL.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{url}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url}: must be http://HOST[:PORT] or https://HOST[:PORT]")
+    tls = parts.scheme == "https"
+    return Target(
+        host=parts.hostname,
+        port=port or (443 if tls else 80),
+        tls=tls,
+        path_prefix=parts.path.rstrip("/").removesuffix("/v1"),
+        api_key=api_key,
+    )
+
+
+@dataclass(slots=True)
+class Reply:
+    """What one exchange brought. Times are ``time.perf_counter``'s: uvloop's clock is in whole ms.
+
+    ``failure`` is None or ``connect``, ``timeout``, ``reset``, ``protocol``; ``tail`` is the end of
+    a stream's body or the whole of a plain one; ``events`` counts the ends of SSE events.
+    """
+
+    sent_s: float
+    status: int = 0
+    instance: str | None = None
+    first_s: float | None = None
+    end_s: float = 0.0
+    events: int = 0
+    tail: bytes = b""
+    failure: str | None = None
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; one exchange at a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._reply = Reply(0.0)
+        self._now_s = 0.0
+        self._parts: deque[bytes] = deque()
+        self.idle_since_s = 0.0
+        self.usable = True
+        self.closed = loop.create_future()
+
+    def exchange(self, request: bytes, reply: Reply, stream: bool) -> asyncio.Future[None]:
+        """Send ``request``; the future ends when ``reply`` is complete or has failed."""
+        assert self._transport is not None
+        self._parser = httptools.HttpResponseParser(self)
+        self._reply = reply
+        self._parts = deque(maxlen=_TAIL_PARTS if stream else None)
+        self._done = self._loop.create_future()
+        self._transport.write(request)
+        return self._done
+
+    def abort(self, failure: str) -> None:
+        """End the exchange in progress, if any, and drop the connection."""
+        self.usable = False
+        if self._transport is not None:
+            self._transport.abort()
+        self._finish(failure)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # A cast, not a check: uvloop's transports do not derive from asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._done is None:
+            self.abort("protocol")  # bytes that nobody asked for
+            return
+        self._now_s = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.abort("protocol")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.usable = False
+        self._finish("reset")
+        self.closed.set_result(None)
+
+    # httptools calls these.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == _INSTANCE_HEADER:
+            self._reply.instance = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._reply.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        reply = self._reply
+        if reply.first_s is None:
+            reply.first_s = self._now_s
+        reply.end_s = self._now_s
+        # JSON escapes newlines, so a blank line can only be the end of an event.
+        reply.events += body.count(b"\n\n")
+        self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._reply.status == 100:
+            return  # an interim answer; the real one follows
+        self._reply.end_s = self._now_s
+        self.usable = self.usable and self._parser.should_keep_alive()
+        self._finish(None)
+
+    def _finish(self, failure: str | None) -> None:
+        done, self._done = self._done, None
+        if done is None or done.done():
+            return
+        reply = self._reply
+        reply.tail = b"".join(self._parts)[-_MAX_PLAIN_BYTES:]
+        self._parts.clear()
+        if failure is not None:
+            reply.failure = failure
+            reply.end_s = time.perf_counter()
+        done.set_result(None)
+
+
+class LoadClient:
+    """Sends POSTs to one target over as many connections as there are requests at a time."""
+
+    def __init__(self, target: Target, path: str, *, stream: bool, timeout_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._target = target
+        self._stream = stream
+        self._timeout_s = timeout_s
+        self._tls = ssl.create_default_context() if target.tls else None
+        self._idle: list[_Connection] = []
+        self._open: set[_Connection] = set()
+        host = f"[{target.host}]" if ":" in target.host else target.host
+        authorization = f"authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+        self._head = (
+            f"POST {target.path_prefix}{path} HTTP/1.1\r\n"
+            f"host: {host}:{target.port}\r\n"
+            "content-type: application/json\r\n"
+            f"{authorization}"
+            "content-length: "
+        ).encode("latin-1")
+
+    async def post(self, body: bytes) -> Reply:
+        """Send one body and wait for the whole answer; never raises for what the server does."""
+        reply = Reply(time.perf_counter())
+        try:
+            connection = await self._connection()
+        except (OSError, TimeoutError):
+            reply.failure = "connect"
+            reply.end_s = time.perf_counter()
+            return reply
+        request = b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
+        timer = self._loop.call_later(self._timeout_s, connection.abort, "timeout")
+        finished = False
+        try:
+            await connection.exchange(request, reply, self._stream)
+            finished = True
+        finally:
+            timer.cancel()
+            if not finished:  # cancelled: the server must see that nobody listens any more
+                connection.abort("reset")
+        if connection.usable:
+            connection.idle_since_s = time.perf_counter()
+            self._idle.append(connection)
+        else:
+            connection.abort("reset")
+        return reply
+
+    async def aclose(self) -> None:
+        """Drop every connection and wait until they are gone."""
+        for connection in list(self._open):
+            connection.abort("reset")
+        await asyncio.gather(*(connection.closed for connection in self._open))
+
+    async def _connection(self) -> _Connection:
+        fresh_after_s = time.perf_counter() - _REUSE_WITHIN_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable and connection.idle_since_s >= fresh_after_s:
+                return connection
+            connection.abort("reset")
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, connection = await self._loop.create_connection(
+                lambda: _Connection(self._loop),
+                self._target.host,
+                self._target.port,
+                ssl=self._tls,
+            )
+        self._open.add(connection)
+        connection.closed.add_done_callback(lambda _: self._open.discard(connection))
+        return connection
+
+
+def judge(reply: Reply, *, stream: bool) -> tuple[str | None, int | None, int | None]:
+    """The error kind (see ``RequestRecord``), prompt tokens and output tokens by ``usage``."""
+    if reply.failure is not None:
+        return reply.failure, None, None
+    if reply.status != 200:
+        return f"http_{reply.status}", None, None
+    documents = _stream_documents(reply.tail) if stream else [reply.tail]
+    usage: tuple[int | None, int | None] = (None, None)
+    error: str | None = None
+    for text in documents:
+        try:
+            document = msgspec.json.decode(text, type=_Answer)
+        except msgspec.MsgspecError:
+            # The first of a stream's last events may be cut; a plain answer must be whole.
+            error = error if stream else "protocol"
+            continue
+        if document.error is not None:
+            error = "stream_error"
+        elif any(choice.finish_reason == "abort" for choice in document.choices):
+            error = error or "aborted"
+        if document.usage is not None:
+            usage = (document.usage.prompt_tokens, document.usage.completion_tokens)
+    if error is None and stream and b"data: [DONE]" not in reply.tail[-256:]:
+        error = "incomplete"
+    return error, usage[0], usage[1]
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    """The few fields that matter here; everything else is skipped, not built."""
+
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: _Usage | None = None
+    error: object = None
+
+
+def _stream_documents(tail: bytes) -> list[bytes]:
+    """The JSON of a stream's last events; [DONE] is not among them."""
+    lines = tail.splitlines()[-12:]
+    return [line[5:].strip() for line in lines if line.startswith(b"data:") and b"{" in line]

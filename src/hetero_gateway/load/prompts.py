@@ -1,0 +1,93 @@
+"""Request bodies of a wanted length.
+
+A text prompt is ``input_tokens × bytes_per_token`` bytes of common short English words, which most
+tokenizers turn into about that many tokens (4.0 bytes per token is also the gateway's prior). It is
+exact only against an engine that counts bytes; what was really counted comes back in ``usage``.
+Token-id prompts, on /v1/completions only, are exact everywhere. A chat template adds a few tokens
+to a chat prompt. Prompts differ from their first bytes on, so that no prefix cache helps.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+_WORDS = (
+    "the and for you are but not all can had her was one our out day get has him his how man new "
+    "now old see two way who did its let put say she too use time year work life hand part place "
+    "week case point home water room area money story fact month book night word side kind head "
+    "far long big high small large next early young public same able"
+).split()
+_POOL_BYTES = 1 << 16
+# Ids that every vocabulary has, clear of the special tokens at either end.
+_FIRST_TOKEN_ID = 300
+_TOKEN_IDS = 1000
+
+
+class PromptKind(enum.Enum):
+    CHAT = "chat"
+    COMPLETION = "completion"
+    TOKEN_IDS = "token-ids"
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self is PromptKind.CHAT else "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyMaker:
+    """Makes the JSON bodies of one run.
+
+    Args:
+        model: the model name to ask for.
+        kind: chat text, completion text, or completion token ids.
+        stream: ask for a stream, with the closing usage chunk.
+        bytes_per_token: length of filler text per wanted token.
+        pool: the filler text; ``filler_pool`` makes it.
+    """
+
+    model: str
+    kind: PromptKind
+    stream: bool
+    bytes_per_token: float
+    pool: str
+
+    def body(self, index: int, input_tokens: int, output_tokens: int) -> bytes:
+        """The body of request number ``index``; ``ignore_eos`` makes the output length exact."""
+        document: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": output_tokens,
+            "ignore_eos": True,
+        }
+        if self.stream:
+            document["stream"] = True
+            document["stream_options"] = {"include_usage": True}
+        if self.kind is PromptKind.TOKEN_IDS:
+            document["prompt"] = [
+                _FIRST_TOKEN_ID + (index * 31 + k) % _TOKEN_IDS for k in range(input_tokens)
+            ]
+        elif self.kind is PromptKind.COMPLETION:
+            document["prompt"] = self._text(index, input_tokens)
+        else:
+            document["messages"] = [{"role": "user", "content": self._text(index, input_tokens)}]
+        return msgspec.json.encode(document)
+
+    def _text(self, index: int, input_tokens: int) -> str:
+        length = max(1, round(input_tokens * self.bytes_per_token))
+        # A step that shares no factor with the pool's length: neighbours start far apart.
+        start = (index * 7919) % len(self.pool)
+        text = f"{index} "[:length]
+        while len(text) < length:
+            text += self.pool[start : start + length - len(text)]
+            start = 0
+        return text
+
+
+def filler_pool(seed: int = 0) -> str:
+    """64 KiB of words, the same for the same seed; plain ASCII, so one character is one byte."""
+    rng = random.Random(seed)
+    return " ".join(rng.choices(_WORDS, k=_POOL_BYTES // 3))[:_POOL_BYTES]

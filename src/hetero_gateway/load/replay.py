@@ -1,0 +1,98 @@
+"""Replays timed requests against a target: one task per request in flight, one pacing loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hetero_gateway.load.client import LoadClient, Target, judge
+from hetero_gateway.load.prompts import BodyMaker
+from hetero_gateway.load.result import RequestRecord
+from hetero_gateway.load.trace import LoadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """``concurrency``: most requests in flight, None for no bound; ``timeout_s``: per request."""
+
+    concurrency: int | None = None
+    timeout_s: float = 600.0
+
+
+def _ignore(_record: RequestRecord) -> None:
+    pass
+
+
+async def replay(
+    target: Target,
+    requests: Sequence[LoadRequest],
+    maker: BodyMaker,
+    options: ReplayOptions,
+    on_record: Callable[[RequestRecord], None] = _ignore,
+) -> list[RequestRecord]:
+    """Send every request when it is due and return the records in order of sending.
+
+    Open loop: a slow server does not slow the sending, unless ``concurrency`` is reached; then
+    requests are sent late, which the records show (``sent_s`` after ``due_s``).
+
+    Args:
+        target: where to.
+        requests: sorted by ``due_s``.
+        maker: makes the bodies.
+        options: bounds.
+        on_record: called with each record as it is made.
+    """
+    _raise_file_limit()
+    client = LoadClient(target, maker.kind.path, stream=maker.stream, timeout_s=options.timeout_s)
+    slots = asyncio.Semaphore(options.concurrency or max(1, len(requests)))
+    records: list[RequestRecord] = []
+    start_s = time.perf_counter()
+
+    async def one(index: int, request: LoadRequest) -> None:
+        try:
+            body = maker.body(index, request.input_tokens, request.output_tokens)
+            reply = await client.post(body)
+        finally:
+            slots.release()
+        error, prompt_tokens, output_tokens = judge(reply, stream=maker.stream)
+        # Without usage: the events of a stream less [DONE] and, for chat, the role chunk.
+        counted = max(0, reply.events - (2 if maker.kind.path.endswith("chat/completions") else 1))
+        record = RequestRecord(
+            index=index,
+            due_s=request.due_s,
+            sent_s=reply.sent_s - start_s,
+            first_s=None if reply.first_s is None else reply.first_s - start_s,
+            end_s=reply.end_s - start_s,
+            input_tokens=request.input_tokens if prompt_tokens is None else prompt_tokens,
+            output_tokens=counted if output_tokens is None else output_tokens,
+            instance=reply.instance,
+            error=error,
+            streamed=maker.stream,
+        )
+        records.append(record)
+        on_record(record)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for index, request in enumerate(requests):
+                wait_s = start_s + request.due_s - time.perf_counter()
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                await slots.acquire()
+                tasks.create_task(one(index, request))
+    finally:
+        await client.aclose()
+    return sorted(records, key=lambda record: record.index)
+
+
+def _raise_file_limit() -> None:
+    """Every request in flight is a connection; the usual soft limit of 1 024 files is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # then it stays as it is
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

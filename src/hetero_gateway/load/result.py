@@ -1,0 +1,197 @@
+"""What came out of a run: records of single requests, and their summary. Pure.
+
+TTFT        s        first byte of the answer's body, from the moment of sending
+TPOT        s/token  (last byte − first byte) / (output tokens − 1), streams only
+latency     s        last byte, from the moment of sending
+throughput  tokens/s prompt + output tokens of the answered requests, over the time from the
+                     first sending to the last answer: the paper's definition
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request. Times are seconds since the start of the run.
+
+    Args:
+        index: its place in the order of sending.
+        due_s: when the trace wanted it sent.
+        sent_s: when it was sent (before the connection was made, where one had to be).
+        first_s: first byte of the body, None where none came.
+        end_s: last byte, or the failure.
+        input_tokens: prompt tokens by ``usage``, else as asked for.
+        output_tokens: output tokens by ``usage``, else the number of events of the stream.
+        instance: what ``x-hetero-gateway-instance`` said, None without that header.
+        error: None, or a kind: ``connect``, ``timeout``, ``reset`` (closed before the end),
+            ``protocol`` (not HTTP), ``http_NNN``, ``stream_error`` (an error event),
+            ``aborted`` (the engine gave it up), ``incomplete`` (a stream without ``[DONE]``).
+    """
+
+    index: int
+    due_s: float
+    sent_s: float
+    first_s: float | None
+    end_s: float
+    input_tokens: int
+    output_tokens: int
+    instance: str | None
+    error: str | None
+    streamed: bool = True
+
+    @property
+    def latency_s(self) -> float:
+        return self.end_s - self.sent_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_s is None else self.first_s - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        if not self.streamed or self.first_s is None or self.output_tokens < 2:
+            return None
+        return (self.end_s - self.first_s) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Mean and percentiles, in the unit of the values; None where there were no values."""
+
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Distribution:
+        if not values:
+            return cls()
+        array = np.asarray(values, dtype=float)
+        p50, p90, p99 = (float(v) for v in np.percentile(array, (50, 90, 99)))
+        return cls(float(array.mean()), p50, p90, p99, float(array.max()))
+
+    def scaled(self, factor: float) -> Distribution:
+        """Every figure times ``factor``."""
+        values = (self.mean, self.p50, self.p90, self.p99, self.max)
+        return Distribution(*(None if v is None else v * factor for v in values))
+
+    def to_dict(self) -> dict[str, float | None]:
+        return {
+            "mean": self.mean,
+            "p50": self.p50,
+            "p90": self.p90,
+            "p99": self.p99,
+            "max": self.max,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceShare:
+    """What one instance answered; ``completion_s`` is its last answer since the run's start."""
+
+    instance_id: str
+    requests: int
+    completion_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run in figures. Failed requests count in ``errors`` and in nothing else."""
+
+    requests: int
+    errors: int
+    duration_s: float
+    input_tokens: int
+    output_tokens: int
+    latency_s: Distribution
+    ttft_s: Distribution
+    tpot_s: Distribution
+    send_delay_s: Distribution
+    instances: tuple[InstanceShare, ...] = ()
+    errors_by_kind: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def throughput_tokens_per_s(self) -> float:
+        """Prompt and output tokens over the duration; 0 where nothing was answered."""
+        tokens = self.input_tokens + self.output_tokens
+        return tokens / self.duration_s if self.duration_s > 0 else 0.0
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.duration_s if self.duration_s > 0 else 0.0
+
+    def scaled(self, factor: float) -> Summary:
+        """The same run on a clock that ticks ``factor`` times as many seconds."""
+        return Summary(
+            requests=self.requests,
+            errors=self.errors,
+            duration_s=self.duration_s * factor,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            latency_s=self.latency_s.scaled(factor),
+            ttft_s=self.ttft_s.scaled(factor),
+            tpot_s=self.tpot_s.scaled(factor),
+            send_delay_s=self.send_delay_s.scaled(factor),
+            instances=tuple(
+                InstanceShare(i.instance_id, i.requests, i.completion_s * factor)
+                for i in self.instances
+            ),
+            errors_by_kind=self.errors_by_kind,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that ``bench --json`` prints."""
+        return {
+            "requests": self.requests,
+            "errors": self.errors,
+            "errors_by_kind": self.errors_by_kind,
+            "duration_s": self.duration_s,
+            "throughput_tokens_per_s": self.throughput_tokens_per_s,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "latency_s": self.latency_s.to_dict(),
+            "ttft_s": self.ttft_s.to_dict(),
+            "tpot_s": self.tpot_s.to_dict(),
+            "send_delay_s": self.send_delay_s.to_dict(),
+            "instances": [
+                {"id": i.instance_id, "requests": i.requests, "completion_s": i.completion_s}
+                for i in self.instances
+            ],
+        }
+
+
+def summarise(records: Sequence[RequestRecord]) -> Summary:
+    """Sum up a run; an empty or wholly failed one has figures of 0 and None."""
+    good = [r for r in records if r.error is None]
+    start_s = min((r.sent_s for r in records), default=0.0)
+    counts = Counter(r.instance for r in good if r.instance is not None)
+    return Summary(
+        requests=len(records),
+        errors=len(records) - len(good),
+        duration_s=max((r.end_s for r in good), default=start_s) - start_s,
+        input_tokens=sum(r.input_tokens for r in good),
+        output_tokens=sum(r.output_tokens for r in good),
+        latency_s=Distribution.of([r.latency_s for r in good]),
+        ttft_s=Distribution.of([r.ttft_s for r in good if r.ttft_s is not None]),
+        tpot_s=Distribution.of([r.tpot_s for r in good if r.tpot_s is not None]),
+        send_delay_s=Distribution.of([max(0.0, r.sent_s - r.due_s) for r in records]),
+        instances=tuple(
+            InstanceShare(
+                instance,
+                counts[instance],
+                max(r.end_s for r in good if r.instance == instance) - start_s,
+            )
+            for instance in sorted(counts)
+        ),
+        errors_by_kind=dict(Counter(r.error for r in records if r.error is not None)),
+    )

@@ -1,0 +1,172 @@
+"""What to send and when: traces from a file or made up, and their arrival times.
+
+A trace is a CSV file with the header ``arrival_s,input_tokens,output_tokens``; ``arrival_s`` may be
+absent, further columns are ignored. Nothing here knows about HTTP.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hetero_gateway.errors import ConfigError
+
+_REQUIRED = ("input_tokens", "output_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One row: lengths in tokens, at least 1; ``arrival_s`` is None where the trace has none."""
+
+    arrival_s: float | None
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """One request to send, ``due_s`` seconds after the start of the run."""
+
+    due_s: float
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LengthMix:
+    """A synthetic mix: log-normal prompt and output lengths, cut at a maximum.
+
+    ``*_median`` is in tokens; ``*_sigma`` is the standard deviation of the natural logarithm.
+    """
+
+    input_median: float
+    input_sigma: float
+    input_max: int
+    output_median: float
+    output_sigma: float
+    output_max: int
+
+
+# Between public chat traces: ShareGPT's first turns (prompt median 20, output median 216) and the
+# conversation trace of Azure 2023 (1 035 and 140); both have a log-normal sigma of 0.8 to 1.3.
+CHAT_MIX = LengthMix(
+    input_median=256,
+    input_sigma=1.0,
+    input_max=3072,
+    output_median=160,
+    output_sigma=0.8,
+    output_max=1024,
+)
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
+    """Read a trace file, at most its first ``limit`` requests.
+
+    Raises:
+        ConfigError: one line with the file and, where it is a row's fault, the row (the header is
+            row 1).
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            return _parse_trace(lines, str(path), limit)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from error
+    except csv.Error as error:
+        raise ConfigError(f"{path}: not a CSV file: {error}") from error
+
+
+def synthetic_trace(count: int, seed: int, mix: LengthMix = CHAT_MIX) -> list[TraceRequest]:
+    """``count`` requests drawn from ``mix``, without arrival times; the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    inputs = rng.lognormal(math.log(mix.input_median), mix.input_sigma, count)
+    outputs = rng.lognormal(math.log(mix.output_median), mix.output_sigma, count)
+    return [
+        TraceRequest(
+            None,
+            min(max(1, round(float(i))), mix.input_max),
+            min(max(1, round(float(o))), mix.output_max),
+        )
+        for i, o in zip(inputs, outputs, strict=True)
+    ]
+
+
+def schedule(
+    trace: Sequence[TraceRequest], rate_per_s: float | None, seed: int
+) -> list[LoadRequest]:
+    """Give every request its time.
+
+    Args:
+        trace: the requests.
+        rate_per_s: Poisson arrivals at this rate; ``inf`` sends all at once; None keeps the trace's
+            own times, counted from its first arrival (all at once where it has none).
+        seed: of the Poisson arrivals.
+    """
+    if rate_per_s is not None and math.isfinite(rate_per_s):
+        gaps_s = np.random.default_rng(seed).exponential(1 / rate_per_s, len(trace))
+        due_s = [float(t) for t in np.cumsum(gaps_s) - gaps_s[:1].sum()]
+        pairs = zip(due_s, trace, strict=True)
+    elif rate_per_s is None:
+        first_s = min((r.arrival_s for r in trace if r.arrival_s is not None), default=0.0)
+        pairs = zip(
+            [0.0 if r.arrival_s is None else r.arrival_s - first_s for r in trace],
+            trace,
+            strict=True,
+        )
+    else:
+        pairs = zip([0.0] * len(trace), trace, strict=True)
+    requests = [LoadRequest(due, r.input_tokens, r.output_tokens) for due, r in pairs]
+    return sorted(requests, key=lambda request: request.due_s)
+
+
+def _parse_trace(lines: Iterable[str], source: str, limit: int | None) -> list[TraceRequest]:
+    reader = csv.DictReader(lines, skipinitialspace=True)
+    header = [name.strip() for name in reader.fieldnames or ()]
+    reader.fieldnames = header
+    if missing := [name for name in _REQUIRED if name not in header]:
+        raise ConfigError(
+            f"{source}: row 1: the header has no column {missing[0]}; it must be "
+            "arrival_s,input_tokens,output_tokens (arrival_s may be absent)"
+        )
+    result: list[TraceRequest] = []
+    for row in reader:
+        if limit is not None and len(result) >= limit:
+            break
+        where = f"{source}: row {reader.line_num}"
+        arrival_s = _arrival(row["arrival_s"], where) if "arrival_s" in header else None
+        result.append(
+            TraceRequest(
+                arrival_s,
+                _tokens(row["input_tokens"], "input_tokens", where),
+                _tokens(row["output_tokens"], "output_tokens", where),
+            )
+        )
+    if not result:
+        raise ConfigError(f"{source}: no requests in it")
+    return result
+
+
+def _tokens(text: str | None, name: str, where: str) -> int:
+    try:
+        value = int(text or "")
+    except ValueError:
+        raise ConfigError(f"{where}: {name} is {text!r}, not a whole number") from None
+    if value < 1:
+        raise ConfigError(f"{where}: {name} is {value}: it must be at least 1")
+    return value
+
+
+def _arrival(text: str | None, where: str) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        raise ConfigError(f"{where}: arrival_s is {text!r}, not a number of seconds") from None
+    if not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{where}: arrival_s is {text}: it must be 0 or more")
+    return value
