@@ -10,6 +10,7 @@ import hmac
 import itertools
 import logging
 import os
+import re
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -61,6 +62,8 @@ _DROPPED_REQUEST_HEADERS = frozenset(
         b"x-request-id",
     )
 )
+# It goes into logs, headers and the dashboard: visible ASCII only.
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _RETRYABLE = frozenset(("connect", "reset", "pool", "protocol"))
 _OUTCOME_BY_ERROR = {
     "first_byte_timeout": Outcome.TIMED_OUT,
@@ -258,7 +261,7 @@ class DataPlane:
 
     def _request_id(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         for name, value in headers:
-            if name == b"x-request-id" and 0 < len(value) <= 128 and value.isascii():
+            if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
                 return value
         return b"%b-%x" % (self._request_id_prefix.encode(), next(self._request_ids))
 
