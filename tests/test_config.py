@@ -398,6 +398,12 @@ def test_the_schema_knows_exactly_the_policies_that_exist() -> None:
     assert set(get_args(PolicyName)) == set(POLICY_NAMES)
 
 
+def test_every_policy_is_explained() -> None:
+    text = (ROOT / "docs" / "scheduling.md").read_text("utf-8")
+    section = text.split("## Policies")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `([\w-]+)`", section, re.MULTILINE)) == set(POLICY_NAMES)
+
+
 def models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
