@@ -184,6 +184,10 @@ def test_a_missing_key_is_named(tmp_path: Path, data: Any, key: str) -> None:
         ({"scheduler": {"policy": "fastest"}}, "scheduler.policy"),
         ({"scheduler": {"theta": 0}}, "scheduler.theta"),
         ({"scheduler": {"theta": -2}}, "scheduler.theta"),
+        ({"scheduler": {"theta": float("inf")}}, "scheduler.theta"),
+        ({"health": {"probe_interval_s": float("inf")}}, "health.probe_interval_s"),
+        ({"instances": [instance(weight=float("inf"))]}, "instances.0.weight"),
+        ({"instances": [instance(weight=float("nan"))]}, "instances.0.weight"),
         ({"scheduler": {"seed": -1}}, "scheduler.seed"),
         ({"scheduler": {"predictor": {"kind": "oracle"}}}, "scheduler.predictor.kind"),
         ({"scheduler": {"tokens": {"bytes_per_token": 0}}}, "scheduler.tokens.bytes_per_token"),
@@ -311,6 +315,16 @@ def test_a_secret_that_is_named_but_not_set_is_refused(monkeypatch: pytest.Monke
         secret("HETERO_TEST_KEY", "server.api_key_env")
 
 
+@pytest.mark.parametrize("value", ["open sesame", "sesame\n", "sésame"])
+def test_a_secret_that_cannot_stand_in_a_header_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("HETERO_TEST_KEY", value)
+    with pytest.raises(ConfigError, match="HETERO_TEST_KEY holds") as caught:
+        secret("HETERO_TEST_KEY", "server.api_key_env")
+    assert value.strip() not in str(caught.value)
+
+
 # Profiles
 
 
@@ -330,8 +344,8 @@ def test_a_profile_file_is_found_beside_the_configuration(tmp_path: Path) -> Non
     [
         ({"constants": {f"p{i}": 1e-3 for i in range(1, 8)}}, "p8 missing"),
         ({"constants": PROFILE["constants"] | {"p3": -1e-6}}, "constant p3 is -1e-06"),
-        ({"constants": PROFILE["constants"] | {"p3": float("nan")}}, "constant p3 is nan"),
-        ({"constants": PROFILE["constants"] | {"p3": float("inf")}}, "constant p3 is inf"),
+        ({"constants": PROFILE["constants"] | {"p3": float("nan")}}, "constants.p3: "),
+        ({"constants": PROFILE["constants"] | {"p3": float("inf")}}, "constants.p3: "),
         ({"constants": PROFILE["constants"] | {"p3": "fast"}}, "constants.p3"),
         ({"constants": PROFILE["constants"] | {"p9": 1.0}}, "unknown constant p9"),
         ({"constants": {f"p{i}": 0.0 for i in range(1, 9)}}, "p5 to p8 are all 0"),
