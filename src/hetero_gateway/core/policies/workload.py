@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from hetero_gateway.core.cost_model import FloatArray, workloads
@@ -36,14 +34,9 @@ class Paper(WorkloadCharge):
     """
 
     def choose(self, request: Request, candidates: Candidates, rng: np.random.Generator) -> int:
+        # The highest load stands for that of the others: on its own instance load + w is above it.
         load = candidates.load
-        highest = int(load.argmax())
-        others_max = np.full(load.size, load[highest])
-        if load.size > 1:
-            others_max[highest] = np.partition(load, -2)[-2]
-        else:
-            others_max[highest] = -math.inf
-        return int(np.maximum(others_max, load + candidates.workload()).argmin())
+        return int(np.maximum(load.max(), load + candidates.workload()).argmin())
 
 
 class MemoryBased:
