@@ -115,6 +115,12 @@ def test_a_configuration_cannot_be_changed_after_loading(tmp_path: Path) -> None
         ("server: {port: 1\n", "line 2"),
         ("server:\n\tport: 1\n", "line 2"),
         ("a: !!python/name:os.system\n", "line 1"),
+        ("server: {port: 1}\nserver: {port: 2}\n", "line 2 the key 'server' is written twice"),
+        ("server: {port: 1, port: 2}\n", "line 1 the key 'port' is written twice"),
+        ("a: 2026-13-45\n", "month must be in 1..12"),
+        ("a: !!int many\n", "many"),
+        ("a: &a [*a]\n", "alias of itself"),
+        ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
     ],
 )
 def test_what_is_no_yaml_mapping_is_refused_with_its_line(
@@ -198,6 +204,9 @@ def test_a_missing_key_is_named(tmp_path: Path, data: Any, key: str) -> None:
         ({"pool": {"max_connections": 0}}, "pool.max_connections"),
         ({"health": {"unhealthy_after": 0}}, "health.unhealthy_after"),
         ({"instances": {}}, "instances"),
+        ({"instances": [instance(model="")]}, "instances.0.model"),
+        ({"instances": [instance(model=[])]}, "instances.0.model"),
+        ({"instances": [instance(model=["a", ""])]}, "instances.0.model"),
         ({"instances": [instance(weight=0)]}, "instances.0.weight"),
         ({"instances": [instance(id="")]}, "instances.0.id"),
         ({"instances": [instance(id="a b")]}, "instances.0.id"),
@@ -223,6 +232,10 @@ def test_a_value_out_of_bounds_is_named(tmp_path: Path, data: Any, key: str) -> 
         ("http://me:secret@x", "use api_key_env"),
         ("http://x/?a=1", "must not carry a query"),
         ("http://x/#part", "must not carry a query or a fragment"),
+        ("http://x y", "must not contain spaces"),
+        ("http://x\r\nevil: 1", "control"),
+        ("http://x/v1", "must not end in /v1"),
+        ("http://x/v1/", "must not end in /v1"),
     ],
 )
 def test_a_bad_base_url_is_refused_with_the_reason(tmp_path: Path, url: str, said: str) -> None:
@@ -517,6 +530,10 @@ BAD = {
     "id twice": {"instances": [instance(), instance()]},
     "bad address": {"instances": [instance(base_url="x")]},
     "unknown profile": {"instances": [instance(profile="T1000/GPT/tp3")]},
+    "line break in a key": {"a\nb": 1},
+    "line break in a file name": {"instances": [instance(profile="a\nb.yaml")]},
+    "zero byte in a file name": {"instances": [instance(profile="a\0b.yaml")]},
+    "date that is none": "a: 2026-13-45\n",
     "unset variable": {"instances": [instance(base_url="http://${HETERO_TEST_NOT_SET}")]},
 }
 

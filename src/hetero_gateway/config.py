@@ -56,6 +56,21 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is written twice: the first one would be dropped without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is written twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _check_base_url(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -64,6 +79,11 @@ def _check_base_url(value: str) -> str:
         raise ValueError("must not carry a user name or password; use api_key_env")
     if parts.query or parts.fragment:
         raise ValueError("must not carry a query or a fragment")
+    # urlsplit drops line breaks without a word; a request's head must not get one.
+    if any(not "!" <= character <= "~" for character in value):
+        raise ValueError("must not contain spaces, control or non-ASCII characters")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError("must not end in /v1: the paths that clients ask for are appended")
     if parts.port == 0:
         raise ValueError("must not have port 0")
     return value.rstrip("/")
@@ -215,7 +235,10 @@ class InstanceConfig(_Model):
         None, description="Built-in profile name, or a profile file; absent: unprofiled."
     )
     weight: float = Field(
-        1.0, gt=0, description="For weighted-round-robin, and for unprofiled instances."
+        1.0,
+        ge=1e-3,
+        le=1e3,
+        description="For weighted-round-robin, and for unprofiled instances; 0.001 to 1000.",
     )
     api_key_env: str | None = Field(
         None, description="Environment variable with the key that this instance wants."
@@ -232,6 +255,14 @@ class InstanceConfig(_Model):
                 "must be 1 to 63 letters, digits, dots, dashes or underscores, starting with a "
                 "letter or digit"
             )
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _check_model(cls, value: str | list[str] | None) -> str | list[str] | None:
+        names = [value] if isinstance(value, str) else value
+        if names is not None and not (names and all(names)):
+            raise ValueError("must be a name or a list of names; leave it out to ask the instance")
         return value
 
     @property
@@ -412,19 +443,24 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping with ``${NAME}`` expanded. Raises ConfigError with file and line."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    except (OSError, ValueError) as error:
+        not_text = isinstance(error, UnicodeDecodeError)
+        reason = "it is not UTF-8 text" if not_text else getattr(error, "strerror", error)
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _Loader)  # a SafeLoader
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}: must be a mapping of keys, not {type(data).__name__}")
+        expanded: dict[str, Any] = _expand(data, str(path), "")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "broken YAML"
         raise ConfigError(f"{path}:{where} {problem}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: must be a mapping of keys, not {type(data).__name__}")
-    expanded: dict[str, Any] = _expand(data, str(path), "")
+    except ValueError as error:  # a date or number that PyYAML takes for one and cannot build
+        raise ConfigError(f"{path}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply, or an alias of itself") from error
     return expanded
 
 

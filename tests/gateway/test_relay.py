@@ -114,7 +114,7 @@ async def test_the_clients_request_id_is_kept_and_bad_ones_are_replaced() -> Non
     async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
         async with httpx.AsyncClient(base_url=running.url) as client:
             mine = await client.post(CHAT, json=chat(), headers={"x-request-id": "abc-1"})
-            for bad in ("x" * 500, "a b", "\t"):
+            for bad in ("x" * 500, "a b"):
                 other = await client.post(CHAT, json=chat(), headers={"x-request-id": bad})
                 assert other.headers["x-request-id"] != bad
         assert mine.headers["x-request-id"] == "abc-1"

@@ -20,12 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parse(argv)
         exit_code: int = args.run(args)
-    except (ConfigError, ProfileError) as error:
-        print(f"hetero-gateway: {error}", file=sys.stderr)
-        return 2
     except HeteroGatewayError as error:
-        print(f"hetero-gateway: {error}", file=sys.stderr)
-        return 1
+        # One line, whatever a key or a file name has in it.
+        text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(error))
+        print(f"hetero-gateway: {text}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | ProfileError) else 1
     except KeyboardInterrupt:
         return 130
     return exit_code

@@ -41,7 +41,7 @@ class InstancePatch(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     draining: bool | None = None
-    weight: float | None = Field(None, gt=0)
+    weight: float | None = Field(None, ge=1e-3, le=1e3)
 
 
 def is_loopback(host: str) -> bool:
