@@ -1,0 +1,115 @@
+"""What the tests see: the servers of scripts/real-vllm, their metrics, and raw connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from real_vllm.servers import ALIASES, SERVED_NAME, Server, load_server, wait_until
+
+# Far above what anything here takes; only a hang meets it.
+PATIENCE_S = 60.0
+LOAD_GAUGES = (
+    "hetero_gateway_in_flight_requests",
+    "hetero_gateway_instance_workload",
+)
+
+
+class Cluster:
+    """The gateway and the two engines behind it."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self.engines: dict[str, Server] = {
+            name: load_server(run_directory / f"{name}.json") for name in ALIASES
+        }
+        self.gateway = load_server(run_directory / "gateway.json")
+        self.url = self.gateway.base_url
+        self.http = httpx.Client(timeout=PATIENCE_S)
+
+    def engine_requests(self, name: str) -> float:
+        """Requests running and waiting on an engine, as it says itself."""
+        text = self.http.get(f"{self.engines[name].base_url}/metrics").text
+        wanted = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        return sum(value for metric, _, value in samples(text) if metric in wanted)
+
+    def gateway_values(self, metric: str) -> dict[str, float]:
+        """One metric of the gateway by instance, summed over its other labels."""
+        values: dict[str, float] = {}
+        for name, labels, value in samples(self.http.get(f"{self.url}/metrics").text):
+            if name == metric and "instance" in labels:
+                key = labels["instance"]
+                values[key] = values.get(key, 0.0) + value
+        return values
+
+    def loads(self) -> dict[str, dict[str, float]]:
+        return {gauge: self.gateway_values(gauge) for gauge in LOAD_GAUGES}
+
+    def assert_idle(self) -> None:
+        """The gateway's loads are exactly 0 and the engines have no request, now or soon."""
+        assert wait_until(lambda: not any(self._alive_requests()), PATIENCE_S), "engines are busy"
+        zero = {gauge: dict.fromkeys(self.engines, 0.0) for gauge in LOAD_GAUGES}
+        wait_until(lambda: self.loads() == zero, 10)
+        assert self.loads() == zero
+
+    def _alive_requests(self) -> list[float]:
+        return [self.engine_requests(name) for name, e in self.engines.items() if e.is_ready()]
+
+    def assert_up(self, **expected: bool) -> None:
+        """The gateway comes to see the instances as given, e.g. ``small=True, large=False``."""
+        wanted = {name: float(up) for name, up in expected.items()}
+        wait_until(lambda: self.gateway_values("hetero_gateway_instance_up") == wanted, PATIENCE_S)
+        assert self.gateway_values("hetero_gateway_instance_up") == wanted
+
+    def restore(self) -> None:
+        """Restart what is dead, and wait until the gateway sees all of it."""
+        dead = [engine for engine in self.engines.values() if not engine.is_running()]
+        for engine in dead:
+            engine.start()
+        for engine in dead:
+            engine.wait_ready()
+        self.assert_up(**dict.fromkeys(self.engines, True))
+
+    def post(self, path: str, body: object, base_url: str = "") -> httpx.Response:
+        """POST ``body`` (bytes as they are, anything else as JSON) to the gateway, or elsewhere."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        return self.http.post((base_url or self.url) + path, content=content, headers=headers)
+
+    @contextmanager
+    def stream(self, path: str, body: object) -> Iterator[httpx.Response]:
+        with self.http.stream("POST", self.url + path, json=body) as response:
+            yield response
+
+
+def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of every sample of a metrics page."""
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
+
+
+def chat(max_tokens: int, model: str = SERVED_NAME, **more: Any) -> dict[str, Any]:
+    """A chat request whose answer has exactly ``max_tokens`` tokens."""
+    messages = [{"role": "user", "content": "def f(x): return x"}]
+    body = {"model": model, "messages": messages, "max_tokens": max_tokens, "ignore_eos": True}
+    return body | more
+
+
+async def send_raw(
+    base_url: str, path: str, body: object
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a POST on a connection of its own and leave the answer unread."""
+    address = urlsplit(base_url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    await writer.drain()
+    return reader, writer

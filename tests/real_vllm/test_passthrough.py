@@ -1,0 +1,112 @@
+"""What the engine answers comes through byte for byte; the gateway's own errors are OpenAI's form."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from real_vllm.cluster import Cluster, chat
+from real_vllm.servers import ALIASES
+
+pytestmark = pytest.mark.real_vllm
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+NAME = ALIASES["small"]
+# An engine's own headers; the gateway may add some, and each connection has its own.
+HEADERS = ("content-type", "content-length")
+
+REFUSED_BY_THE_ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
+    "temperature": (CHAT, chat(2, NAME, temperature=-1)),
+    "temperature-type": (CHAT, chat(2, NAME, temperature="warm")),
+    "top_p": (CHAT, chat(2, NAME, top_p=7)),
+    "max_tokens-zero": (CHAT, chat(0, NAME)),
+    "max_tokens-beyond-context": (CHAT, chat(5000, NAME)),
+    "n": (CHAT, chat(2, NAME, n=0)),
+    "role": (CHAT, chat(2, NAME, messages=[{"role": "nobody", "content": "x"}])),
+    "no-messages": (CHAT, {"model": NAME, "max_tokens": 2}),
+    "no-prompt": (COMPLETIONS, {"model": NAME, "max_tokens": 2}),
+    "prompt-too-long": (
+        CHAT,
+        chat(2, NAME, messages=[{"role": "user", "content": "x = 1\n" * 3000}]),
+    ),
+    "prompt-too-long-streamed": (
+        CHAT,
+        chat(2, NAME, messages=[{"role": "user", "content": "x = 1\n" * 3000}], stream=True),
+    ),
+    "token-ids-too-long": (COMPLETIONS, {"model": NAME, "prompt": [7] * 4097, "max_tokens": 2}),
+    "token-id-out-of-range": (COMPLETIONS, {"model": NAME, "prompt": [9999], "max_tokens": 2}),
+    "embeddings": ("/v1/embeddings", {"model": NAME, "input": "hello"}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_THE_ENGINE)
+def test_an_engine_s_refusal_is_passed_through_byte_for_byte(cluster: Cluster, case: str) -> None:
+    path, body = REFUSED_BY_THE_ENGINE[case]
+    direct = cluster.post(path, body, cluster.engines["small"].base_url)
+    through = cluster.post(path, body)
+    assert direct.status_code >= 400
+    assert (through.status_code, through.content) == (direct.status_code, direct.content)
+    for name in HEADERS:
+        assert through.headers.get(name) == direct.headers.get(name)
+    assert through.headers["x-hetero-gateway-instance"] == "small"
+
+
+def without_identity(text: str) -> str:
+    """A body without what differs between two equal answers."""
+    return re.sub(r'"id":"[^"]*"|"created":\d+', "", text)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_is_the_engine_s_own_but_for_id_and_time(
+    cluster: Cluster, streamed: bool
+) -> None:
+    # return_token_ids is vLLM's own and unknown to OpenAI: unknown fields must arrive.
+    body = chat(30, NAME, temperature=0, stream=streamed, return_token_ids=True)
+    if streamed:
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    direct = cluster.post(CHAT, body, cluster.engines["small"].base_url)
+    through = cluster.post(CHAT, body)
+    assert through.status_code == direct.status_code == 200
+    assert '"token_ids":[' in through.text
+    assert without_identity(through.text) == without_identity(direct.text)
+    assert through.headers["content-type"] == direct.headers["content-type"]
+
+
+def test_paths_beside_v1_are_routed_too(cluster: Cluster) -> None:
+    body = {"model": NAME, "prompt": "import os"}
+    direct = cluster.post("/tokenize", body, cluster.engines["small"].base_url)
+    assert direct.status_code == 200
+    assert cluster.post("/tokenize", body).content == direct.content
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_unknown_model_is_answered_by_the_gateway(cluster: Cluster, streamed: bool) -> None:
+    answer = cluster.post(CHAT, chat(2, "nobody-serves-this", stream=streamed))
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["code"] == "model_not_found"
+    assert "nobody-serves-this" in error["message"]
+    assert "x-hetero-gateway-instance" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"model": "tiny", "messages": [', b"[]", b"", b'{"messages": []}'],
+    ids=["broken", "array", "empty", "no-model"],
+)
+def test_a_body_that_cannot_be_routed_is_a_400_of_the_gateway(
+    cluster: Cluster, body: bytes
+) -> None:
+    answer = cluster.post(CHAT, body)
+    assert answer.status_code == 400
+    assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
+
+
+def test_the_client_s_request_id_comes_back(cluster: Cluster) -> None:
+    answer = cluster.http.post(
+        cluster.url + CHAT, json=chat(2), headers={"x-request-id": "mine-123"}
+    )
+    assert answer.headers["x-request-id"] == "mine-123"
+    assert answer.json()["id"].endswith("mine-123")
