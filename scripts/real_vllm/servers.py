@@ -171,6 +171,8 @@ def engine(id: str, directory: Path, python: Path, model: Path, core: int) -> Se
     argv += ["--model", str(model), "--served-model-name", SERVED_NAME, ALIASES[id]]
     argv += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "4096"]
     argv += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    # Else random weights, held to a JSON schema, write spaces for ever.
+    argv += ["--structured-outputs-config", '{"disable_any_whitespace": true}']
     argv += ["--distributed-executor-backend", "uni", "--host", "127.0.0.1", "--port", str(port)]
     return Server(id, argv, ENGINE_ENV, str(directory), f"http://127.0.0.1:{port}")
 

@@ -1,4 +1,4 @@
-"""What the engine answers comes through byte for byte; the gateway's own errors are OpenAI's form."""
+"""What the engine answers comes through byte for byte; the gateway's errors have OpenAI's form."""
 
 from __future__ import annotations
 
