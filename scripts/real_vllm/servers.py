@@ -15,12 +15,11 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 SERVED_NAME = "tiny"
@@ -60,7 +59,6 @@ class Server:
     directory: str
     base_url: str = ""
     pid: int = 0
-    _child: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
 
     @property
     def log(self) -> Path:
@@ -68,20 +66,23 @@ class Server:
 
     def start(self) -> None:
         """Start it in a session of its own, so that a Ctrl-C reaches only who cleans up."""
-        with self.log.open("ab") as log:
-            self._child = subprocess.Popen(
-                self.argv,
-                env=os.environ | self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.pid = self._child.pid
+        # Not subprocess.Popen: it minds an object that goes away before its process, and here
+        # the process outlives the tests that restarted it.
+        self.pid = os.posix_spawnp(
+            self.argv[0],
+            self.argv,
+            os.environ | self.env,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+        )
         self.save()
 
     def save(self) -> None:
-        state = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        state = asdict(self)
         path = Path(self.directory) / f"{self.id}.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(state, indent=1))
@@ -89,9 +90,9 @@ class Server:
 
     def is_running(self) -> bool:
         """Whether the process lives and is still ours: ids are used again."""
-        if self._child is not None and self._child.poll() is not None:
-            return False
-        try:
+        with contextlib.suppress(ChildProcessError):
+            return self.pid > 0 and os.waitpid(self.pid, os.WNOHANG) == (0, 0)
+        try:  # not a child of this process, or seen to end before
             command = Path(f"/proc/{self.pid}/cmdline").read_bytes()
         except OSError:
             return False
@@ -108,17 +109,24 @@ class Server:
     def wait_stopped(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
         return wait_until(lambda: not self.is_running(), timeout_s)
 
+    def kill(self) -> None:
+        """SIGKILL, and wait until all of it is gone: a helper of vLLM's holds its port, too."""
+        self.signal(signal.SIGKILL)
+        if not wait_until(lambda: not session_members(self.pid), STOP_TIMEOUT_S):
+            raise RuntimeError(f"{self.id} outlives SIGKILL")
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to what is left of its session, helpers of vLLM's included."""
         self.signal(signal.SIGTERM)
         self.wait_stopped()
         self.signal(signal.SIGKILL)
         self.wait_stopped()
-        for pid in session_members(self.pid):
-            # The leader's id cannot be used again while its session has members.
-            if pid != self.pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        members = session_members(self.pid)
+        # A leader that lives is not ours: the id was used again, which it cannot be while a process
+        # of our session is left.
+        for pid in members if self.pid not in members else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def is_ready(self) -> bool:
         return bool(self.base_url) and http_status(f"{self.base_url}/health") == 200
@@ -132,16 +140,16 @@ class Server:
         wait_until(lambda: self.is_ready() or not self.is_running(), timeout_s, pause_s=0.25)
         if not self.is_ready():
             how = "is not ready" if self.is_running() else "ended at its start"
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
             raise RuntimeError(f"{self.id} {how}; the end of {self.log}:\n{tail}")
 
     def wait_port(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Take ``base_url`` from the address that the server prints."""
-        pattern = re.compile(r"http://127\.0\.0\.1:(\d+)")
+        pattern = re.compile(r"serving on (http://[\w.]+:\d+)")
 
         def printed() -> bool:
             if found := pattern.search(self.log.read_text(errors="replace")):
-                self.base_url = found[0]
+                self.base_url = found[1]
             return bool(found) or not self.is_running()
 
         wait_until(printed, timeout_s)
@@ -172,7 +180,8 @@ def engine(id: str, directory: Path, python: Path, model: Path, core: int) -> Se
     argv += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "4096"]
     argv += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     # Else random weights, held to a JSON schema, write spaces for ever.
-    argv += ["--structured-outputs-config", '{"disable_any_whitespace": true}']
+    grammar = '{"backend": "xgrammar", "disable_any_whitespace": true}'
+    argv += ["--structured-outputs-config", grammar]
     argv += ["--distributed-executor-backend", "uni", "--host", "127.0.0.1", "--port", str(port)]
     return Server(id, argv, ENGINE_ENV, str(directory), f"http://127.0.0.1:{port}")
 
@@ -184,12 +193,13 @@ def gateway(directory: Path, python: Path, package: Path, config: Path) -> Serve
 
 
 def session_members(session: int) -> list[int]:
-    """The processes of a session, its leader included."""
+    """The living processes of a session, its leader included."""
     members = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name in parentheses may hold anything; the session is the fourth field after it.
-            if session and int(path.read_text().rpartition(")")[2].split()[3]) == session:
+            # The name in parentheses may hold anything; behind it come state, parent, group, session.
+            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
+            if state != "Z" and int(its_session) == session != 0:
                 members.append(int(path.parent.name))
     return members
 

@@ -6,13 +6,14 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from real_vllm.cluster import PATIENCE_S, Cluster, chat, send_raw
+from real_vllm.cluster import PATIENCE_S, Cluster, chat, samples, send_raw
 from real_vllm.servers import ALIASES, SERVED_NAME, session_members, wait_until
 
 pytestmark = pytest.mark.real_vllm
@@ -28,6 +29,15 @@ def engine_core(cluster: Cluster, instance: str) -> int:
     raise AssertionError("no EngineCore process")
 
 
+def upstream_errors(cluster: Cluster) -> float:
+    """Requests that ended in an error of the instance, whatever their HTTP status."""
+    return sum(
+        value
+        for name, labels, value in samples(cluster.http.get(f"{cluster.url}/metrics").text)
+        if name == "hetero_gateway_requests_total" and labels["outcome"] == "upstream_error"
+    )
+
+
 async def events_until_the_end(reader: asyncio.StreamReader) -> bytes:
     return await asyncio.wait_for(reader.read(), PATIENCE_S)
 
@@ -38,7 +48,6 @@ async def test_a_server_killed_in_mid_stream(cluster: Cluster) -> None:
     reader, writer = await send_raw(cluster.url, CHAT, body)
     for _ in range(5):
         await asyncio.wait_for(reader.readuntil(b'"delta":{"content"'), PATIENCE_S)
-    # A plain request in flight on it as well: it has begun, so it may fail, but not hang.
     victim.signal(signal.SIGKILL)
     rest = await events_until_the_end(reader)
     writer.close()
@@ -67,8 +76,7 @@ def test_an_engine_process_killed_in_mid_stream_reaches_openai_as_an_error(
     cluster: Cluster,
 ) -> None:
     """Here vLLM itself says so, and then a [DONE] under status 200: not a success."""
-    outcomes = "hetero_gateway_upstream_errors_total"
-    before = sum(cluster.gateway_values(outcomes).values())
+    before = upstream_errors(cluster)
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
         messages: Any = [{"role": "user", "content": "def f(x): return x"}]
         stream = client.chat.completions.create(
@@ -83,11 +91,13 @@ def test_an_engine_process_killed_in_mid_stream_reaches_openai_as_an_error(
         os.kill(engine_core(cluster, "small"), signal.SIGKILL)
         with pytest.raises(openai.APIError):
             list(stream)
-    assert sum(cluster.gateway_values(outcomes).values()) > before
+    assert wait_until(lambda: upstream_errors(cluster) == before + 1, PATIENCE_S)
+    # Its server ends too, a moment later; only then is it known to be dead.
+    assert cluster.engines["small"].wait_stopped()
 
 
 async def test_a_plain_request_on_a_killed_server_goes_to_another_instance(
-    cluster: Cluster,
+    cluster: Cluster, figure: Callable[[str], None]
 ) -> None:
     """No byte of its answer was sent, so the request may be tried again elsewhere."""
     async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
@@ -101,15 +111,14 @@ async def test_a_plain_request_on_a_killed_server_goes_to_another_instance(
     statuses = [answer.status_code for answer in answers]
     assert set(statuses) <= {200, 502}
     assert statuses.count(200) >= 10
-    last = [a for a in answers if a.status_code == 200]
-    assert {a.headers["x-hetero-gateway-instance"] for a in last} >= {"large"}
+    by_large = [a for a in answers if a.headers.get("x-hetero-gateway-instance") == "large"]
+    assert by_large
+    figure(f"instance killed under 12 plain requests: {statuses.count(200)} answered with 200")
 
 
 async def test_with_every_instance_dead_the_answer_is_503_at_once(cluster: Cluster) -> None:
     for engine in cluster.engines.values():
-        engine.signal(signal.SIGKILL)
-    for engine in cluster.engines.values():
-        assert await asyncio.to_thread(engine.wait_stopped)
+        await asyncio.to_thread(engine.kill)
     for streamed in (False, True):
         began_s = time.monotonic()
         answer = await asyncio.to_thread(cluster.post, CHAT, chat(2, stream=streamed))

@@ -1,4 +1,4 @@
-"""What the engine answers comes through byte for byte; the gateway's errors have OpenAI's form."""
+"""An engine's answers come through byte for byte; the gateway's own errors have OpenAI's form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFUSED_BY_THE_ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
     "max_tokens-zero": (CHAT, chat(0, NAME)),
     "max_tokens-beyond-context": (CHAT, chat(5000, NAME)),
     "n": (CHAT, chat(2, NAME, n=0)),
-    "role": (CHAT, chat(2, NAME, messages=[{"role": "nobody", "content": "x"}])),
+    "max_tokens-negative": (CHAT, chat(-1, NAME)),
     "no-messages": (CHAT, {"model": NAME, "max_tokens": 2}),
     "no-prompt": (COMPLETIONS, {"model": NAME, "max_tokens": 2}),
     "prompt-too-long": (
@@ -35,7 +35,6 @@ REFUSED_BY_THE_ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
         CHAT,
         chat(2, NAME, messages=[{"role": "user", "content": "x = 1\n" * 3000}], stream=True),
     ),
-    "token-ids-too-long": (COMPLETIONS, {"model": NAME, "prompt": [7] * 4097, "max_tokens": 2}),
     "token-id-out-of-range": (COMPLETIONS, {"model": NAME, "prompt": [9999], "max_tokens": 2}),
     "embeddings": ("/v1/embeddings", {"model": NAME, "input": "hello"}),
 }
@@ -51,6 +50,15 @@ def test_an_engine_s_refusal_is_passed_through_byte_for_byte(cluster: Cluster, c
     for name in HEADERS:
         assert through.headers.get(name) == direct.headers.get(name)
     assert through.headers["x-hetero-gateway-instance"] == "small"
+
+
+def test_a_prompt_that_is_known_not_to_fit_is_refused_by_the_gateway(cluster: Cluster) -> None:
+    """Token ids are counted, not estimated, so there is nothing for the engine to judge."""
+    answer = cluster.post(COMPLETIONS, {"model": NAME, "prompt": [7] * 4097, "max_tokens": 2})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    fits = cluster.post(COMPLETIONS, {"model": NAME, "prompt": [7] * 4095, "max_tokens": 1})
+    assert fits.status_code == 200
 
 
 def without_identity(text: str) -> str:
