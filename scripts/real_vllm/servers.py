@@ -110,9 +110,10 @@ class Server:
         return wait_until(lambda: not self.is_running(), timeout_s)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until all of it is gone: a helper of vLLM's holds its port, too."""
+        """SIGKILL, and wait until its port is closed: a process that ends holds it for a while."""
         self.signal(signal.SIGKILL)
-        if not wait_until(lambda: not session_members(self.pid), STOP_TIMEOUT_S):
+        port = int(self.base_url.rpartition(":")[2])
+        if not wait_until(lambda: not accepts_connections(port), STOP_TIMEOUT_S):
             raise RuntimeError(f"{self.id} outlives SIGKILL")
 
     def stop(self) -> None:
@@ -197,7 +198,7 @@ def session_members(session: int) -> list[int]:
     members = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name in parentheses may hold anything; behind it come state, parent, group, session.
+            # The name in parentheses may hold anything; state, parent, group, session follow.
             state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
             if state != "Z" and int(its_session) == session != 0:
                 members.append(int(path.parent.name))
@@ -209,6 +210,11 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def accepts_connections(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def http_status(url: str, timeout_s: float = 5.0) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
+import httpx
 import pytest
 from real_vllm.cluster import Cluster, chat
 from real_vllm.servers import ALIASES
@@ -61,24 +63,39 @@ def test_a_prompt_that_is_known_not_to_fit_is_refused_by_the_gateway(cluster: Cl
     assert fits.status_code == 200
 
 
-def without_identity(text: str) -> str:
-    """A body without what differs between two equal answers."""
-    return re.sub(r'"id":"[^"]*"|"created":\d+', "", text)
+# return_token_ids is vLLM's own and unknown to OpenAI: unknown fields must arrive.
+GREEDY = chat(30, NAME, temperature=0, return_token_ids=True)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_an_answer_is_the_engine_s_own_but_for_id_and_time(
-    cluster: Cluster, streamed: bool
-) -> None:
-    # return_token_ids is vLLM's own and unknown to OpenAI: unknown fields must arrive.
-    body = chat(30, NAME, temperature=0, stream=streamed, return_token_ids=True)
-    if streamed:
-        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    direct = cluster.post(CHAT, body, cluster.engines["small"].base_url)
-    through = cluster.post(CHAT, body)
+def test_an_answer_is_the_engine_s_own_but_for_id_and_time(cluster: Cluster) -> None:
+    def without_identity(response: httpx.Response) -> str:
+        return re.sub(r'"id":"[^"]*"|"created":\d+', "", response.text)
+
+    direct = cluster.post(CHAT, GREEDY, cluster.engines["small"].base_url)
+    through = cluster.post(CHAT, GREEDY)
     assert through.status_code == direct.status_code == 200
     assert '"token_ids":[' in through.text
-    assert without_identity(through.text) == without_identity(direct.text)
+    assert without_identity(through) == without_identity(direct)
+    assert through.headers["content-type"] == direct.headers["content-type"]
+
+
+def test_a_stream_is_the_engine_s_own(cluster: Cluster) -> None:
+    """Token by token: how many of them share a chunk is chance."""
+
+    def tokens(response: httpx.Response) -> tuple[list[int], str, object]:
+        *events, done = [event for event in response.text.split("\n\n") if event]
+        assert done == "data: [DONE]"
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        ids = [token for choice in choices for token in choice.get("token_ids") or []]
+        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        return ids, text, chunks[-1]["usage"]
+
+    body = GREEDY | {"stream": True, "stream_options": {"include_usage": True}}
+    direct = cluster.post(CHAT, body, cluster.engines["small"].base_url)
+    through = cluster.post(CHAT, body)
+    assert len(tokens(through)[0]) == 30
+    assert tokens(through) == tokens(direct)
     assert through.headers["content-type"] == direct.headers["content-type"]
 
 
