@@ -39,6 +39,15 @@ class Cluster:
         wanted = ("vllm:num_requests_running", "vllm:num_requests_waiting")
         return sum(value for metric, _, value in samples(text) if metric in wanted)
 
+    def engine_completions(self, name: str) -> float:
+        """Requests that an engine brought to their full length; an aborted one is not counted."""
+        text = self.http.get(f"{self.engines[name].base_url}/metrics").text
+        return sum(
+            value
+            for metric, labels, value in samples(text)
+            if metric == "vllm:request_success_total" and labels["finished_reason"] == "length"
+        )
+
     def gateway_values(self, metric: str) -> dict[str, float]:
         """One metric of the gateway by instance, summed over its other labels."""
         values: dict[str, float] = {}

@@ -47,10 +47,12 @@ async def assert_aborted(
     for gauge in LOAD_GAUGES:
         assert cluster.gateway_values(gauge)[instance] > 0, gauge
     disconnects = disconnects_of(cluster)
+    completions = cluster.engine_completions(instance)
     writer.close()
     took_s = await wait_for(
         lambda: cluster.engine_requests(instance) == 0, "the engine still works on it"
     )
+    assert cluster.engine_completions(instance) == completions, "it was finished, not aborted"
     figure(f"disconnect, {what}: the engine's requests were 0 after {took_s * 1e3:.0f} ms")
     cluster.assert_idle()
     assert disconnects_of(cluster) == disconnects + 1
@@ -107,5 +109,7 @@ async def test_many_clients_that_leave_at_random_leave_nothing_behind(cluster: C
         await asyncio.sleep(after_s)
         writer.close()
 
+    before = {name: cluster.engine_completions(name) for name in ALIASES}
     await asyncio.gather(*(one(rng.uniform(0, 3), rng.random() < 0.5) for _ in range(60)))
     await asyncio.to_thread(cluster.assert_idle)
+    assert {name: cluster.engine_completions(name) for name in ALIASES} == before
