@@ -54,7 +54,7 @@ class InstanceError(HeteroGatewayError):
     """An attempt on an instance failed; ``reason`` is a bounded label for metrics.
 
     Reasons: ``connect``, ``reset`` (closed before the response was complete), ``protocol``,
-    ``first_byte_timeout``, ``idle_timeout``, ``total_timeout``, ``pool``, ``removed``.
+    ``first_byte_timeout``, ``idle_timeout``, ``total_timeout``, ``pool``.
     """
 
     def __init__(self, reason: str, message: str) -> None:

@@ -241,7 +241,9 @@ async def test_done_does_not_prove_success(end: str) -> None:
         async with httpx.AsyncClient(base_url=running.url) as client:
             response = await client.post(CHAT, json=chat(stream=True, end=end))
         assert response.text.endswith("data: [DONE]\n\n")  # passed unchanged
-        assert 'outcome="upstream_error"} 1.0' in await running.metrics()
+        text = await running.metrics()
+        assert 'outcome="upstream_error"} 1.0' in text
+        assert 'upstream_errors_total{instance="i0",reason="engine"} 1.0' in text
 
 
 async def test_bytes_after_the_end_of_a_response_never_reach_a_client() -> None:
@@ -369,6 +371,18 @@ async def test_retries_stop_at_the_budget() -> None:
             assert sum(fake.requests for fake in fakes) == 5 + 2
             assert 'retries_total{reason="reset"} 2.0' in await running.metrics()
             assert running.settled()
+
+
+async def test_unreachable_instances_are_503_even_without_a_retry_left() -> None:
+    async with fake_instances(2) as fakes:
+        retry = {"budget_min": 0, "budget_ratio": 0.0}
+        async with running_gateway(config_for(fakes, retry=retry)) as running:
+            for fake in fakes:
+                await fake.kill()
+            async with httpx.AsyncClient(base_url=running.url) as client:
+                response = await client.post(CHAT, json=chat())
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
 
 
 async def test_the_gateways_key_is_wanted_and_not_passed_on(

@@ -325,7 +325,7 @@ class DataPlane:
             model = model if self._scheduler.knows(model) else "unknown"
             ours = result.reason is RejectReason.NO_AVAILABLE_INSTANCE
             metrics.series(model, "").outcomes["unavailable" if ours else "rejected"] += 1
-            raise _rejection(result, failure)
+            raise _rejection(result, failure, job.path)
         metrics.decisions[result.instance_id] += 1
         self.decisions.append(DecisionRecord(time.time(), job.request_id.decode(), result))
         return result
@@ -401,6 +401,10 @@ class DataPlane:
             metrics.upstream_errors[instance.id, error.reason] += 1
             if error.reason in ("connect", "reset", "first_byte_timeout"):
                 self._health.suspect(instance, str(error), down=error.reason == "connect")
+        elif outcome is Outcome.UPSTREAM_ERROR:
+            # The stream ended well in HTTP, but its server said that the engine is gone.
+            metrics.upstream_errors[instance.id, "engine"] += 1
+            self._health.suspect(instance, "its engine broke off", down=False)
         if not final:
             return
         series = metrics.series(job.request.model, instance.id)
@@ -501,21 +505,16 @@ def _outcome(exchange: Exchange, downstream: Downstream) -> Outcome:
     return Outcome.UPSTREAM_ERROR if exchange.engine_failed() else Outcome.COMPLETED
 
 
-def _rejection(reject: Reject, failure: InstanceError | None) -> ClientError:
+def _rejection(reject: Reject, failure: InstanceError | None, path: str) -> ClientError:
     """The client's error for a request that no instance can take."""
     if reject.reason is RejectReason.UNKNOWN_MODEL:
         return ClientError(404, "model_not_found", reject.detail, param="model")
     if reject.reason is RejectReason.FITS_NO_INSTANCE:
-        return ClientError(400, "context_length_exceeded", reject.detail, param="messages")
+        param = "prompt" if path == "/v1/completions" else "messages"
+        return ClientError(400, "context_length_exceeded", reject.detail, param=param)
     if failure is not None and failure.reason != "connect":
         return ClientError(502, "upstream_error", f"{failure}", kind="server_error")
-    return ClientError(
-        503,
-        "no_healthy_instance",
-        reject.detail,
-        kind="server_error",
-        retry_after_s=_RETRY_AFTER_S,
-    )
+    return _unavailable("no_healthy_instance", reject.detail)
 
 
 def _client_error(failure: InstanceError, instance: Instance) -> ClientError:
@@ -524,7 +523,11 @@ def _client_error(failure: InstanceError, instance: Instance) -> ClientError:
     if failure.reason.endswith("_timeout"):
         return ClientError(504, "upstream_timeout", message, kind="server_error")
     if failure.reason == "pool":
-        return ClientError(
-            503, "no_free_connection", message, kind="server_error", retry_after_s=_RETRY_AFTER_S
-        )
+        return _unavailable("no_free_connection", message)
+    if failure.reason == "connect":
+        return _unavailable("no_healthy_instance", message)
     return ClientError(502, "upstream_error", message, kind="server_error")
+
+
+def _unavailable(code: str, message: str) -> ClientError:
+    return ClientError(503, code, message, kind="server_error", retry_after_s=_RETRY_AFTER_S)
