@@ -27,8 +27,9 @@ class Collector:
         self.ended = asyncio.Event()
         self.error: InstanceError | None = None
 
-    def on_head(self, head: ResponseHead) -> None:
+    def on_head(self, head: ResponseHead) -> bool:
         self.head = head
+        return True
 
     def on_data(self, raw: bytes, body: list[bytes]) -> None:
         self.raw += raw

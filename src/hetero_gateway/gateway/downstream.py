@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from hetero_gateway.gateway.upstream import Headers
@@ -44,8 +45,23 @@ CYCLE_ATTRIBUTES = (
 _HIGH_WATER_BYTES = 65536
 
 
+class Flow(Protocol):
+    """Whether the client reads too slowly for what was written."""
+
+    @property
+    def write_paused(self) -> bool: ...
+
+
 class Downstream(Protocol):
     """What a relay needs of a client's connection."""
+
+    @property
+    def flow(self) -> Flow: ...
+
+    @property
+    def write(self) -> Callable[[bytes], None]:
+        """Takes body bytes: with their framing if ``passes_framing``, else decoded."""
+        ...
 
     @property
     def disconnected(self) -> bool: ...
@@ -55,17 +71,8 @@ class Downstream(Protocol):
         """Whether chunk framing can be written as it is (else bodies are passed decoded)."""
         ...
 
-    @property
-    def congested(self) -> bool:
-        """Whether the client reads too slowly for what was written."""
-        ...
-
     def start(self, status: int, headers: Headers, *, chunked: bool) -> None:
         """Begin the response. ``chunked``: the body has no content-length header."""
-        ...
-
-    def write(self, data: bytes) -> None:
-        """Body bytes: with their framing if ``passes_framing``, else decoded."""
         ...
 
     def finish(self) -> None:
@@ -104,24 +111,21 @@ def downstream_of(scope: Scope, receive: Receive, send: Send) -> Downstream:
 class UvicornDownstream:
     """Writes past ASGI to the transport of a uvicorn (httptools) connection."""
 
-    __slots__ = ("_cycle", "_flow", "_receive", "_transport")
+    __slots__ = ("_cycle", "_receive", "_transport", "flow", "write")
 
     passes_framing = True
 
     def __init__(self, cycle: Any, receive: Receive) -> None:
         self._cycle = cycle
         self._transport: asyncio.Transport = cycle.transport
-        self._flow = cycle.flow
+        self.flow: FlowControl = cycle.flow
+        # A closed transport swallows what is written in the moment before the relay is told.
+        self.write: Callable[[bytes], None] = cycle.transport.write
         self._receive = receive
 
     @property
     def disconnected(self) -> bool:
         result: bool = self._cycle.disconnected
-        return result
-
-    @property
-    def congested(self) -> bool:
-        result: bool = self._flow.write_paused
         return result
 
     def start(self, status: int, headers: Headers, *, chunked: bool) -> None:
@@ -138,10 +142,6 @@ class UvicornDownstream:
         parts.append(b"\r\n")
         cycle.response_started = True
         self._transport.write(b"".join(parts))
-
-    def write(self, data: bytes) -> None:
-        if not self._cycle.disconnected:
-            self._transport.write(data)
 
     def finish(self) -> None:
         # What uvicorn's own send() does after the last body message.
@@ -166,7 +166,7 @@ class UvicornDownstream:
         await self._receive()
 
     async def drain(self) -> None:
-        await self._flow.drain()
+        await self.flow.drain()
 
 
 class AsgiDownstream:
@@ -184,7 +184,11 @@ class AsgiDownstream:
         self.disconnected = False
 
     @property
-    def congested(self) -> bool:
+    def flow(self) -> Flow:
+        return self
+
+    @property
+    def write_paused(self) -> bool:
         return self._queued_bytes > _HIGH_WATER_BYTES
 
     def start(self, status: int, headers: Headers, *, chunked: bool) -> None:

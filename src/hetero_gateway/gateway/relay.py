@@ -50,9 +50,11 @@ class Exchange:
         "_decode",
         "_downstream",
         "_extra_headers",
+        "_flow",
         "_path",
         "_rechunk",
         "_tail",
+        "_write",
         "active",
         "complete",
         "congested",
@@ -76,6 +78,9 @@ class Exchange:
         total_deadline_s: float,
     ) -> None:
         self._downstream = downstream
+        # Bound once: they are used for every chunk.
+        self._write = downstream.write
+        self._flow = downstream.flow
         self._path = path
         self._extra_headers = extra_headers
         self._tail: deque[bytes] = deque(maxlen=_TAIL_READS)
@@ -96,7 +101,7 @@ class Exchange:
 
     # ResponseSink
 
-    def on_head(self, head: ResponseHead) -> None:
+    def on_head(self, head: ResponseHead) -> bool:
         downstream = self._downstream
         self.status = head.status
         self.active = True
@@ -114,9 +119,9 @@ class Exchange:
         chunked = not self._decode and (head.chunked or head.ends_at_close)
         downstream.start(head.status, headers, chunked=chunked)
         self.head_sent = True
+        return self._decode or self._rechunk
 
     def on_data(self, raw: bytes, body: list[bytes]) -> None:
-        downstream = self._downstream
         self.active = True
         if self.first_body_at_s is None:
             self.first_body_at_s = time.monotonic()
@@ -124,17 +129,17 @@ class Exchange:
             raw = b"".join(body)
             if not raw:
                 return
-            downstream.write(b"%x\r\n%b\r\n" % (len(raw), raw) if self._rechunk else raw)
+            self._write(b"%x\r\n%b\r\n" % (len(raw), raw) if self._rechunk else raw)
         else:
-            downstream.write(raw)
+            self._write(raw)
         self.events += raw.count(b"data: ")
         self._tail.append(raw)
-        if downstream.congested and not self.congested:
+        if self._flow.write_paused and not self.congested:
             # The client is slow: stop reading, so that the instance's socket fills in turn.
             self.congested = True
             if self.connection is not None:
                 self.connection.pause_reading()
-            downstream.wake()
+            self._downstream.wake()
 
     def on_complete(self) -> None:
         if self._rechunk:

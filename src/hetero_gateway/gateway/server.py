@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 from collections.abc import Callable
@@ -35,6 +36,7 @@ class GatewayServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 date_header=False,
+                proxy_headers=False,
                 log_config=None,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=round(server.shutdown_timeout_s),
@@ -56,7 +58,15 @@ class GatewayServer(uvicorn.Server):
 
 def run(app: App, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM. Raises HeteroGatewayError when the address is taken."""
-    server = GatewayServer(app, on_ready)
+
+    def ready(url: str) -> None:
+        # What start-up made stays for good: the collector need not walk it again and again, which
+        # would hold every stream for milliseconds.
+        gc.collect()
+        gc.freeze()
+        on_ready(url)
+
+    server = GatewayServer(app, ready)
     # uvicorn raises the signal again once it has shut down: to whoever listened before it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)

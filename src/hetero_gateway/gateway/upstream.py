@@ -52,10 +52,12 @@ class ResponseHead:
 class ResponseSink(Protocol):
     """Who receives a response. Called from the event loop's callbacks; must not block or raise."""
 
-    def on_head(self, head: ResponseHead) -> None: ...
+    def on_head(self, head: ResponseHead) -> bool:
+        """Returns whether the body is wanted decoded, too."""
+        ...
 
     def on_data(self, raw: bytes, body: list[bytes]) -> None:
-        """Body bytes: as they came (chunk framing and all), and decoded."""
+        """Body bytes: as they came (chunk framing and all), and decoded if that is wanted."""
         ...
 
     def on_complete(self) -> None: ...
@@ -76,6 +78,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_passed = False
         self._headers: Headers = []
         self._body: list[bytes] = []
+        self._decode = True
         self._message_complete = False
         self._keep_alive = False
         self.idle_since_s = 0.0
@@ -94,6 +97,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_passed = False
         self._headers = []
         self._body = []
+        self._decode = True
         self._message_complete = False
         self.got_bytes = False
         assert self._transport is not None
@@ -128,13 +132,13 @@ class UpstreamConnection(asyncio.Protocol):
             # Bytes that nobody asked for: whatever they are, this connection is not to be trusted.
             self.abort()
             return
-        self.got_bytes = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, ValueError) as error:
             self._fail(InstanceError("protocol", f"the response is not valid HTTP/1.1: {error}"))
             return
         if not self._head_passed:
+            self.got_bytes = True
             self._head_bytes += data
             head = self._head
             if head is None:
@@ -145,10 +149,11 @@ class UpstreamConnection(asyncio.Protocol):
             if head.status < 200:
                 self._fail(InstanceError("protocol", f"unexpected status {head.status}"))
                 return
-            sink.on_head(head)
+            self._decode = sink.on_head(head)
         if data and self._sink is sink:
-            body, self._body = self._body, []
-            sink.on_data(data, body)
+            sink.on_data(data, self._body)
+            if self._body:
+                self._body = []
         if self._message_complete and self._sink is sink:
             self._finish(sink)
 
@@ -182,7 +187,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
-        self._body.append(body)
+        if self._decode:
+            self._body.append(body)
 
     def on_message_complete(self) -> None:
         self._message_complete = True
