@@ -299,13 +299,13 @@ def unit_costs(segments: Iterable[Segment], idle_s_per_s: float) -> list[float]:
 
 
 def chunk_costs(short: list[Segment], long: list[Segment], idle: float) -> list[float]:
-    """The slope, from each round that has both kinds of stream."""
+    """The slope: of the two kinds of one round where there are such, else of all pairs."""
+    pairs = [(a, b) for a in short for b in long if a.units and b.units]
+    pairs = [(a, b) for a, b in pairs if a.round == b.round] or pairs
     costs = []
-    for a in short:
-        for b in long:
-            if a.round == b.round and a.units and b.units:
-                of_short, of_long = unit_costs([a, b], idle)
-                costs.append((of_long - of_short) / (LONG_CHUNKS - SHORT_CHUNKS))
+    for pair in pairs:
+        of_short, of_long = unit_costs(pair, idle)
+        costs.append((of_long - of_short) / (LONG_CHUNKS - SHORT_CHUNKS))
     return costs
 
 

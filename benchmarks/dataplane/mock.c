@@ -5,6 +5,7 @@
  * POST /v1/chat/completions  streamed: headers at once, as vLLM does, then a role chunk after
  *                            first-ms, max_tokens deltas of 250 bytes on the wire one interval
  *                            apart, a usage chunk, [DONE]; else 1 KB of JSON with usage
+ * any other POST            vLLM's 403 for what is switched off
  * GET /v1/models /health /metrics and whatever else a router asks for when it starts
  *
  * It answers every request the same way and checks nothing: it is a load, not a fake.
@@ -164,6 +165,13 @@ static int flush_out(struct conn *c)
     return 0;
 }
 
+/* vLLM's answer to /v1/chat/completions/render without --enable-scale-out; vllm-router's default
+ * policy asks it before each request. */
+static const char refusal[] =
+    "HTTP/1.1 403 Forbidden\r\nserver: uvicorn\r\ncontent-length: 112\r\n"
+    "content-type: application/json\r\n\r\n{\"error\":{\"message\":\"Scale-out endpoints are disabled.\","
+    "\"type\":\"PermissionDeniedError\",\"param\":null,\"code\":403}}";
+
 #define ID "\"id\":\"chatcmpl-a48c369606926c44\",\"object\":\"chat.completion.chunk\",\"created\":1795194305"
 
 static size_t chunk_of(char *to, size_t size, const char *event)
@@ -266,6 +274,8 @@ static int answer_chat(struct conn *c, const char *body, size_t len)
     if (!stream || *stream != 't')
         return send_bytes(c, json_answer, json_len);
     const char *count = field(body, len, "\"max_tokens\"");
+    if (!count) /* sglang-router renames it */
+        count = field(body, len, "\"max_completion_tokens\"");
     const char *usage = field(body, len, "\"include_usage\"");
     c->total = count ? atoi(count) : 16;
     c->want_usage = usage && *usage == 't';
@@ -326,8 +336,10 @@ static int answer_one(struct conn *c)
     if (c->in_len < used)
         return 0;
     int result;
-    if (!strncmp(c->in, "POST ", 5))
+    if (!strncmp(c->in, "POST /v1/chat/completions ", 26))
         result = answer_chat(c, c->in + head_len, body_len);
+    else if (!strncmp(c->in, "POST ", 5))
+        result = send_bytes(c, refusal, sizeof refusal - 1);
     else
         result = answer_get(c, memchr(c->in, ' ', head_len) ? strchr(c->in, ' ') + 1 : "/");
     if (result < 0)

@@ -146,6 +146,8 @@ def _litellm(place: Place) -> Launch:
     env = {
         "LITELLM_LOG": "ERROR",
         "LITELLM_MODE": "PRODUCTION",
+        # Without a key it does not check one, which only makes it cheaper.
+        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it asks the network when it starts
         "NO_PROXY": "127.0.0.1",
     }
