@@ -26,6 +26,7 @@
 #include <unistd.h>
 
 #define CHUNK_BYTES 250 /* one delta on the wire, chunk framing included */
+#define MARKS 16        /* tildes in each delta: the load counts them */
 #define JSON_BYTES 1024 /* a non-streamed answer's body */
 
 struct conn {
@@ -48,6 +49,7 @@ static const char *model = "bench";
 static long running, served;
 static char delta[CHUNK_BYTES + 1], role[512], json_answer[JSON_BYTES + 512];
 static size_t role_len, json_len;
+static char *varying; /* a character of the delta's text */
 
 static struct conn **heap;
 static int heap_len, heap_cap;
@@ -188,9 +190,9 @@ static void make_answers(void)
              "data: {" ID ",\"model\":\"%s\",\"choices\":[{\"index\":0,\"delta\":{\"role\":"
              "\"assistant\",\"content\":\"\"},\"logprobs\":null,\"finish_reason\":null}]}\n\n", model);
     role_len = chunk_of(role, sizeof role, event);
-    for (int pad = 1; pad < 100; pad++) { /* fill the delta's text up to the wanted size */
-        memset(words, 'x', (size_t)pad);
-        words[0] = ' ';
+    for (int pad = MARKS + 1; pad < 100; pad++) { /* fill the delta's text up to the wanted size */
+        memset(words, ' ', (size_t)pad);
+        memset(words, '~', MARKS);
         words[pad] = 0;
         snprintf(event, sizeof event, format, model, words);
         if (strlen(event) + 6 >= CHUNK_BYTES) /* two hex digits, two CRLFs */
@@ -203,6 +205,7 @@ static void make_answers(void)
         exit(2);
     }
     memcpy(delta, whole, len);
+    varying = strchr(delta, '~') + MARKS;
     char body[JSON_BYTES + 1], text[JSON_BYTES];
     memset(text, 'y', sizeof text);
     for (size_t pad = 16; pad < sizeof text; pad++) {
@@ -395,6 +398,7 @@ static int64_t tick(void)
             c->left = c->total;
             result = send_bytes(c, role, role_len);
         } else if (--c->left > 0) {
+            *varying = (char)('a' + c->left % 16); /* LiteLLM breaks off 100 equal chunks */
             result = send_bytes(c, delta, CHUNK_BYTES);
         } else {
             heap_remove(c);
