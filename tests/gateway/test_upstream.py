@@ -20,20 +20,19 @@ CHAT = "/v1/chat/completions"
 class Collector:
     """A sink that keeps everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, decode: bool = False) -> None:
+        self.decode = decode
         self.head: ResponseHead | None = None
-        self.raw = b""
         self.body = b""
         self.ended = asyncio.Event()
         self.error: InstanceError | None = None
 
-    def on_head(self, head: ResponseHead) -> bool:
+    def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
         self.head = head
-        return True
+        return self.decode
 
-    def on_data(self, raw: bytes, body: list[bytes]) -> None:
-        self.raw += raw
-        self.body += b"".join(body)
+    def on_data(self, data: bytes) -> None:
+        self.body += data
 
     def on_complete(self) -> None:
         self.ended.set()
@@ -47,8 +46,8 @@ def request(body: bytes = b"{}") -> bytes:
     return b"POST /v1/x HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
 
 
-async def answer_to(pool: InstancePool, body: bytes = b"{}") -> Collector:
-    sink = Collector()
+async def answer_to(pool: InstancePool, body: bytes = b"{}", *, decode: bool = False) -> Collector:
+    sink = Collector(decode)
     connection = pool.take_idle() or await pool.connect()
     connection.send(request(body), sink)
     await asyncio.wait_for(sink.ended.wait(), 5)
@@ -58,14 +57,14 @@ async def answer_to(pool: InstancePool, body: bytes = b"{}") -> Collector:
 async def test_raw_and_decoded_bytes_agree() -> None:
     async with fake_instances(1) as [fake]:
         pool = InstancePool(fake.url, PoolConfig(), 1)
-        plain = await answer_to(pool)
-        streamed = await answer_to(pool, b'{"stream": true}')
-        assert plain.raw == plain.body
-        assert streamed.head is not None
-        assert streamed.head.chunked
-        assert streamed.raw.endswith(b"0\r\n\r\n")
-        assert streamed.body.endswith(b"data: [DONE]\n\n")
-        assert b"\r\n" not in streamed.body
+        plain = [(await answer_to(pool, decode=d)).body for d in (False, True)]
+        assert plain[0] == plain[1]
+        raw, decoded = [await answer_to(pool, b'{"stream": true}', decode=d) for d in (False, True)]
+        assert raw.head is not None
+        assert raw.head.chunked
+        assert raw.body.endswith(b"0\r\n\r\n")
+        assert decoded.body.endswith(b"data: [DONE]\n\n")
+        assert b"\r\n" not in decoded.body
         assert len(fake.peers) == 1
         pool.close()
 

@@ -135,11 +135,16 @@ class ProfileTable:
 
     def __init__(self, profiles: Sequence[Profile]) -> None:
         cs = [p.constants for p in profiles]
-        self._per_sequence = np.array([(c.p1, c.p2, c.p5, c.p6, c.p5) for c in cs])
-        self._per_batch = np.array([(c.p3, c.p4, c.p7, c.p8, c.p7) for c in cs])
+        # Rows of A, then rows of B.
+        self._coefficients = np.array(
+            [(c.p1, c.p2, c.p5, c.p6, c.p5) for c in cs]
+            + [(c.p3, c.p4, c.p7, c.p8, c.p7) for c in cs]
+        )
+        self._size = len(cs)
         self._capacity_tokens = np.array([float(p.kv_capacity_tokens) for p in profiles])
         self._max_num_seqs = np.array([float(p.max_num_seqs) for p in profiles])
-        self._min_capacity_tokens = float(self._capacity_tokens.min(initial=math.inf))
+        # What is no longer than this fits every profile.
+        self.smallest_capacity_tokens = float(self._capacity_tokens.min(initial=math.inf))
 
     def request_times_s(self, prompt_tokens: float, output_tokens: float) -> FloatArray:
         """T_r^s per profile, in the constructor's order; infinite where it does not fit."""
@@ -154,7 +159,8 @@ class ProfileTable:
             )
         )
         b = np.minimum(self._capacity_tokens / tokens, self._max_num_seqs)
-        times: FloatArray = self._per_sequence.dot(x) + self._per_batch.dot(x) / b
-        if tokens > self._min_capacity_tokens:
+        terms = self._coefficients.dot(x)
+        times: FloatArray = terms[: self._size] + terms[self._size :] / b
+        if tokens > self.smallest_capacity_tokens:
             times[b < 1] = math.inf
         return times

@@ -206,7 +206,8 @@ class Scheduler:
         if (
             exclude
             or request.prompt_tokens >= pool.shortest_context_tokens
-            or not np.isfinite(times).all()
+            or request.prompt_tokens + request.predicted_output_tokens
+            > pool.table.smallest_capacity_tokens
         ):
             selection = _eligible(pool, candidates, request, exclude)
             if isinstance(selection, Reject):

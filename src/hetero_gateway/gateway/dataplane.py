@@ -473,8 +473,7 @@ class DataPlane:
             headers.append((b"retry-after", b"%d" % error.retry_after_s))
         # After a 413 the connection stays open: uvicorn discards the rest of the body. Closing with
         # unread bytes would reset it, and the client might never see the answer.
-        downstream.start(error.status, headers, chunked=False)
-        downstream.write(body)
+        downstream.write(downstream.start(error.status, headers, chunked=False) + body)
         downstream.finish()
 
 

@@ -71,8 +71,11 @@ class Downstream(Protocol):
         """Whether chunk framing can be written as it is (else bodies are passed decoded)."""
         ...
 
-    def start(self, status: int, headers: Headers, *, chunked: bool) -> None:
-        """Begin the response. ``chunked``: the body has no content-length header."""
+    def start(self, status: int, headers: Headers, *, chunked: bool) -> bytes:
+        """Begin the response; returns bytes to write ahead of the body, in one write with it.
+
+        ``chunked``: the body has no content-length header.
+        """
         ...
 
     def finish(self) -> None:
@@ -128,10 +131,8 @@ class UvicornDownstream:
         result: bool = self._cycle.disconnected
         return result
 
-    def start(self, status: int, headers: Headers, *, chunked: bool) -> None:
+    def start(self, status: int, headers: Headers, *, chunked: bool) -> bytes:
         cycle = self._cycle
-        if cycle.disconnected:
-            return
         parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         for name, value in headers:
             parts += (name, b": ", value, b"\r\n")
@@ -141,7 +142,7 @@ class UvicornDownstream:
             parts.append(b"connection: close\r\n")
         parts.append(b"\r\n")
         cycle.response_started = True
-        self._transport.write(b"".join(parts))
+        return b"".join(parts)
 
     def finish(self) -> None:
         # What uvicorn's own send() does after the last body message.
@@ -191,8 +192,9 @@ class AsgiDownstream:
     def write_paused(self) -> bool:
         return self._queued_bytes > _HIGH_WATER_BYTES
 
-    def start(self, status: int, headers: Headers, *, chunked: bool) -> None:
+    def start(self, status: int, headers: Headers, *, chunked: bool) -> bytes:
         self._queue({"type": "http.response.start", "status": status, "headers": headers})
+        return b""
 
     def write(self, data: bytes) -> None:
         self._queued_bytes += len(data)

@@ -52,6 +52,7 @@ class Exchange:
         "_extra_headers",
         "_flow",
         "_path",
+        "_pending",
         "_rechunk",
         "_tail",
         "_write",
@@ -84,6 +85,7 @@ class Exchange:
         self._path = path
         self._extra_headers = extra_headers
         self._tail: deque[bytes] = deque(maxlen=_TAIL_READS)
+        self._pending = b""
         self._decode = False
         self._rechunk = False
         self.congested = False
@@ -101,7 +103,7 @@ class Exchange:
 
     # ResponseSink
 
-    def on_head(self, head: ResponseHead) -> bool:
+    def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
         downstream = self._downstream
         self.status = head.status
         self.active = True
@@ -117,23 +119,28 @@ class Exchange:
             headers.append(pair)
         headers += self._extra_headers
         chunked = not self._decode and (head.chunked or head.ends_at_close)
-        downstream.start(head.status, headers, chunked=chunked)
+        self._pending = downstream.start(head.status, headers, chunked=chunked)
         self.head_sent = True
+        if not body_follows:
+            self._flush_head()
         return self._decode or self._rechunk
 
-    def on_data(self, raw: bytes, body: list[bytes]) -> None:
+    def _flush_head(self) -> None:
+        pending, self._pending = self._pending, b""
+        if pending:
+            self._write(pending)
+
+    def on_data(self, data: bytes) -> None:
         self.active = True
+        self.events += data.count(b"data: ")
+        self._tail.append(data)
+        if self._rechunk:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
         if self.first_body_at_s is None:
             self.first_body_at_s = time.monotonic()
-        if self._decode or self._rechunk:
-            raw = b"".join(body)
-            if not raw:
-                return
-            self._write(b"%x\r\n%b\r\n" % (len(raw), raw) if self._rechunk else raw)
-        else:
-            self._write(raw)
-        self.events += raw.count(b"data: ")
-        self._tail.append(raw)
+            data = self._pending + data
+            self._pending = b""
+        self._write(data)
         if self._flow.write_paused and not self.congested:
             # The client is slow: stop reading, so that the instance's socket fills in turn.
             self.congested = True
@@ -142,8 +149,9 @@ class Exchange:
             self._downstream.wake()
 
     def on_complete(self) -> None:
+        self._flush_head()  # where there was no body
         if self._rechunk:
-            self._downstream.write(b"0\r\n\r\n")
+            self._write(b"0\r\n\r\n")
         self.complete = True
         self._downstream.finish()
 

@@ -52,17 +52,38 @@ class ResponseHead:
 class ResponseSink(Protocol):
     """Who receives a response. Called from the event loop's callbacks; must not block or raise."""
 
-    def on_head(self, head: ResponseHead) -> bool:
-        """Returns whether the body is wanted decoded, too."""
+    def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
+        """Returns whether the body is wanted decoded. ``body_follows``: ``on_data`` comes next."""
         ...
 
-    def on_data(self, raw: bytes, body: list[bytes]) -> None:
-        """Body bytes: as they came (chunk framing and all), and decoded if that is wanted."""
+    def on_data(self, data: bytes) -> None:
+        """Body bytes: decoded if that was wanted, else as they came, chunk framing and all."""
         ...
 
     def on_complete(self) -> None: ...
 
     def on_error(self, error: InstanceError) -> None: ...
+
+
+class _BodyDecoder:
+    """Takes the framing off a body, for the few exchanges that want it: a parser of its own.
+
+    The connection's parser has no body callback, which would cost every chunk of every stream.
+    """
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+
+    def feed(self, data: bytes) -> bytes:
+        """The body bytes in the next part of the response (whose head comes first)."""
+        self._parser.feed_data(data)
+        body = b"".join(self._parts)
+        self._parts.clear()
+        return body
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -77,8 +98,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes = b""
         self._head_passed = False
         self._headers: Headers = []
-        self._body: list[bytes] = []
-        self._decode = True
+        self._decoder: _BodyDecoder | None = None
         self._message_complete = False
         self._keep_alive = False
         self.idle_since_s = 0.0
@@ -96,8 +116,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes = b""
         self._head_passed = False
         self._headers = []
-        self._body = []
-        self._decode = True
+        self._decoder = None
         self._message_complete = False
         self.got_bytes = False
         assert self._transport is not None
@@ -138,22 +157,11 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(InstanceError("protocol", f"the response is not valid HTTP/1.1: {error}"))
             return
         if not self._head_passed:
-            self.got_bytes = True
-            self._head_bytes += data
-            head = self._head
-            if head is None:
-                return
-            data = self._head_bytes[self._head_bytes.index(b"\r\n\r\n") + 4 :]
-            self._head_bytes = b""
-            self._head_passed = True
-            if head.status < 200:
-                self._fail(InstanceError("protocol", f"unexpected status {head.status}"))
-                return
-            self._decode = sink.on_head(head)
+            data = self._pass_head(sink, data)
+        elif self._decoder is not None:
+            data = self._decoder.feed(data)
         if data and self._sink is sink:
-            sink.on_data(data, self._body)
-            if self._body:
-                self._body = []
+            sink.on_data(data)
         if self._message_complete and self._sink is sink:
             self._finish(sink)
 
@@ -186,12 +194,26 @@ class UpstreamConnection(asyncio.Protocol):
         # Asked now: after the message's end the parser has forgotten the framing.
         self._keep_alive = self._parser.should_keep_alive()
 
-    def on_body(self, body: bytes) -> None:
-        if self._decode:
-            self._body.append(body)
-
     def on_message_complete(self) -> None:
         self._message_complete = True
+
+    def _pass_head(self, sink: ResponseSink, data: bytes) -> bytes:
+        """Hand on the head if it is whole now; returns the body bytes that came with it."""
+        self.got_bytes = True
+        self._head_bytes += data
+        head = self._head
+        if head is None:
+            return b""
+        if head.status < 200:
+            self._fail(InstanceError("protocol", f"unexpected status {head.status}"))
+            return b""
+        received, self._head_bytes = self._head_bytes, b""
+        body = received[received.index(b"\r\n\r\n") + 4 :]
+        self._head_passed = True
+        if sink.on_head(head, body_follows=bool(body)):
+            self._decoder = _BodyDecoder()
+            body = self._decoder.feed(received)
+        return body
 
     def _finish(self, sink: ResponseSink) -> None:
         self._sink = None
