@@ -6,7 +6,7 @@
 Every server is up at once, on one core, before the same two mock instances; the load, the mocks
 and this script are on another core. Each round measures every server once with each kind of load,
 in shuffled order: plain requests (1 KB out, 1 KB back), short streams (10 chunks) and long ones
-(200 chunks of 250 bytes, 15 ms apart, 64 streams at a time). A server's CPU is that of its whole
+(200 chunks of 250 bytes, 15 ms apart, --streams at a time). A server's CPU is that of its whole
 process tree, less what it uses when idle. Two kinds of stream give the cost of a chunk (the slope)
 and of a stream as such (the intercept). Rates are lowered for a server that would use more than
 --utilization of its core.
@@ -41,9 +41,7 @@ from dataplane.targets import Launch, Place, Server, Unavailable
 REFERENCE = "vllm-router"
 SHORT_CHUNKS, LONG_CHUNKS = 10, 200
 KINDS = ("request", "short", "long")
-STREAMS = 64
 FIRST_S, INTERVAL_S = 0.005, 0.015  # of the mock
-REQUEST_RATE_PER_S = 1000.0
 SETTLE_S = 0.05  # after the last byte: a proxy may still have to tidy up
 
 
@@ -96,6 +94,8 @@ class Bench:
         self.servers = servers
         self.seconds: float = args.seconds
         self.utilization: float = args.utilization
+        self.request_rate_per_s: float = args.request_rate
+        self.streams: int = args.streams
         self.max_foreign: float = args.max_foreign
         self.patience_s: float = args.patience
         self.shapes: dict[tuple[str, str], Shape] = {}
@@ -170,10 +170,10 @@ class Bench:
         """A load of a kind that uses at most `utilization` of a core at `cost_s` per unit."""
         most_per_s = self.utilization / max(cost_s, 1e-9)
         if kind == "request":
-            rate = min(REQUEST_RATE_PER_S, most_per_s)
+            rate = min(self.request_rate_per_s, most_per_s)
             return Shape(32 if rate > 200 else 8, rate, max(5, round(rate * self.seconds)), 0)
         chunks = SHORT_CHUNKS if kind == "short" else LONG_CHUNKS
-        streams = max(1, min(STREAMS, int(most_per_s * stream_s(chunks))))
+        streams = max(1, min(self.streams, int(most_per_s * stream_s(chunks))))
         # The starts are spread: with all at once the chunks of all streams would come together,
         # which they do not in life.
         rate = streams / min(0.5, stream_s(chunks))
@@ -482,6 +482,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--targets", default=names, help=f"comma-separated; default: {names}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a segment")
+    parser.add_argument("--streams", type=int, default=64, help="streams at a time")
+    parser.add_argument("--request-rate", type=float, default=1000.0, help="requests per second")
     parser.add_argument("--skip-install", action="store_true", help="use what is installed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every segment there")
     parser.add_argument(
