@@ -360,6 +360,23 @@ async def test_an_unreachable_instance_at_start_does_not_stop_the_gateway() -> N
                 assert unknown.status_code == 503
 
 
+async def test_a_bug_in_mid_stream_cuts_the_response_and_leaves_no_load(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: object, error: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        body = json.dumps(chat(stream=True, die="after_events")).encode()
+        monkeypatch.setattr("hetero_gateway.gateway.relay.Exchange.break_off", broken)
+        data = await raw_exchange(running.port, body)
+        assert data.count(b"HTTP/1.1") == 1
+        assert not unchunked(data)[1]
+        await eventually(running.settled)
+        assert "a bug" in caplog.text
+        assert 'outcome="internal_error"} 1.0' in await running.metrics()
+
+
 async def test_retries_stop_at_the_budget() -> None:
     async with fake_instances(3) as fakes:
         retry = {"budget_min": 2, "budget_ratio": 0.0, "max_attempts": 3}

@@ -463,6 +463,9 @@ class DataPlane:
     def _answer(
         self, downstream: Downstream, error: ClientError, path: str, request_id: bytes
     ) -> None:
+        if downstream.started:
+            downstream.cut()  # a second head would be taken for a part of the body
+            return
         body = error_body(error, path)
         headers = [
             (b"content-type", b"application/json"),

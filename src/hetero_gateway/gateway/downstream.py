@@ -67,6 +67,11 @@ class Downstream(Protocol):
     def disconnected(self) -> bool: ...
 
     @property
+    def started(self) -> bool:
+        """Whether ``start`` was called."""
+        ...
+
+    @property
     def passes_framing(self) -> bool:
         """Whether chunk framing can be written as it is (else bodies are passed decoded)."""
         ...
@@ -131,6 +136,11 @@ class UvicornDownstream:
         result: bool = self._cycle.disconnected
         return result
 
+    @property
+    def started(self) -> bool:
+        result: bool = self._cycle.response_started
+        return result
+
     def start(self, status: int, headers: Headers, *, chunked: bool) -> bytes:
         cycle = self._cycle
         parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
@@ -183,6 +193,7 @@ class AsgiDownstream:
         self._event = asyncio.Event()
         self._watcher: asyncio.Future[None] | None = None
         self.disconnected = False
+        self.started = False
 
     @property
     def flow(self) -> Flow:
@@ -193,6 +204,7 @@ class AsgiDownstream:
         return self._queued_bytes > _HIGH_WATER_BYTES
 
     def start(self, status: int, headers: Headers, *, chunked: bool) -> bytes:
+        self.started = True
         self._queue({"type": "http.response.start", "status": status, "headers": headers})
         return b""
 
