@@ -71,6 +71,10 @@ def build(name: str) -> Path:
     return program
 
 
+def _leave(sign: int, _: object) -> None:
+    sys.exit(128 + sign)
+
+
 @contextlib.contextmanager
 def pinned(core: int) -> Iterator[None]:
     """What is started inside inherits one core, and sees one when it counts cores."""
@@ -111,6 +115,8 @@ class Rig:
 
     def __enter__(self) -> Rig:
         raise_file_limit()
+        for sign in (signal.SIGTERM, signal.SIGHUP):  # else nothing would end the servers
+            signal.signal(sign, _leave)
         self.load_program = build("load")
         mock = build("mock")
         for index in range(2):
