@@ -72,6 +72,9 @@ def build(name: str) -> Path:
 
 
 def _leave(sign: int, _: object) -> None:
+    # timeout(1) sends it twice; the second must not break off the clearing up.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.exit(128 + sign)
 
 
