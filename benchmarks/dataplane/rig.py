@@ -71,6 +71,13 @@ def build(name: str) -> Path:
     return program
 
 
+def _leave(sign: int, _: object) -> None:
+    # timeout(1) sends it twice; the second must not break off the clearing up.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    sys.exit(128 + sign)
+
+
 @contextlib.contextmanager
 def pinned(core: int) -> Iterator[None]:
     """What is started inside inherits one core, and sees one when it counts cores."""
@@ -111,6 +118,8 @@ class Rig:
 
     def __enter__(self) -> Rig:
         raise_file_limit()
+        for sign in (signal.SIGTERM, signal.SIGHUP):  # else nothing would end the servers
+            signal.signal(sign, _leave)
         self.load_program = build("load")
         mock = build("mock")
         for index in range(2):
