@@ -42,8 +42,8 @@ _CLOCK, _READ_S, _STEPS_PER_S = 6, 7, 8
 _ROWS = 9
 
 # The speed factor forgets over seconds of observed steps: long enough to average the noise of a
-# network, short enough to notice a slow-down within a few answers. The prior keeps it at 1 until
-# 0.2 s of steps were seen, and the bounds keep a bad observation from shutting an instance out.
+# network, short enough to notice a slow-down within a few answers. It starts as if 0.2 s of steps
+# had been as modelled, and the bounds keep a bad observation from shutting an instance out.
 _FORGET_S = 5.0
 _PRIOR_S = 0.2
 _SPEED_BOUNDS = (0.1, 10.0)
@@ -125,8 +125,8 @@ class Progress:
         while slot >= len(self._constants):
             self._constants.append(None)
             self._moves.append([])
-            self._observed_s.append(0.0)
-            self._modelled_s.append(0.0)
+            self._observed_s.append(_PRIOR_S)
+            self._modelled_s.append(_PRIOR_S)
             self._prefills.append((0, 0.0))
             self._observed_clock.append(math.nan)
         while slot >= self._rows.shape[1]:
@@ -141,7 +141,7 @@ class Progress:
         self._rows[:, slot] = 0.0
         self._stages[slot] = 0.0
         self._moves[slot].clear()
-        self._observed_s[slot] = self._modelled_s[slot] = 0.0
+        self._observed_s[slot] = self._modelled_s[slot] = _PRIOR_S
         self._observed_clock[slot] = math.nan
         self._prefills[slot] = (0, 0.0)
 
@@ -227,8 +227,7 @@ class Progress:
         observed = self._observed_s[slot] = self._observed_s[slot] * keep + observed_s
         modelled = self._modelled_s[slot] = self._modelled_s[slot] * keep + modelled_s
         low, high = _SPEED_BOUNDS
-        speed = (observed + _PRIOR_S) / (modelled + _PRIOR_S)
-        self._rows[SPEED, slot] = min(high, max(low, speed))
+        self._rows[SPEED, slot] = min(high, max(low, observed / modelled))
 
     # What a policy sees
 
@@ -243,6 +242,11 @@ class Progress:
         """Streaming sequences by stage, shape (slots, stages), as of each slot's last event."""
         result: FloatArray = self._stages[slots]
         return result
+
+    def streams(self, dispatch: Dispatch) -> bool:
+        """Whether a dispatch is there and past its first token."""
+        stay = self._stays.get(dispatch)
+        return stay is not None and stay.streaming
 
     def speed(self, slot: int) -> float:
         """The speed factor f: above 1 the machine is slower than its constants say."""
