@@ -71,7 +71,7 @@ def error_of(tmp_path: Path, data: Any, **overrides: Any) -> str:
 
 def test_an_empty_mapping_is_a_valid_configuration(tmp_path: Path) -> None:
     config = load(tmp_path, "{}")
-    assert config.scheduler.policy == "min-max"
+    assert config.scheduler.policy == "finish-time"
     assert config.server.host == "127.0.0.1"
     assert config.instances == []
 

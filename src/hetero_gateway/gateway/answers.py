@@ -16,7 +16,7 @@ _RETRY_AFTER_S = 2
 
 def too_large(limit: int) -> ClientError:
     """A body above the limit, in bytes."""
-    return ClientError(413, "requesttoo_large", f"The request body is larger than {limit} bytes.")
+    return ClientError(413, "request_too_large", f"The request body is larger than {limit} bytes.")
 
 
 def rejection(reject: Reject, failure: InstanceError | None, path: str) -> ClientError:

@@ -162,7 +162,7 @@ class Placement:
             if ticket.reason is RejectReason.QUEUE_FULL:
                 raise self._refused("queue_full", request.model, ticket.detail)
             return ticket
-        self._pump()
+        self._pump(now_s)
         if _waits(ticket):
             await self._wait(ticket, waiter, deadline_s)
         if ticket.rejected is not None:
@@ -251,12 +251,13 @@ class Placement:
         if self._soon is None and self._scheduler.queued and not self._closed:
             self._soon = self._loop.call_soon(self._pump)
 
-    def _pump(self) -> None:
+    def _pump(self, now_s: float | None = None) -> None:
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
+        if now_s is None:
+            now_s = time.monotonic()
         started_s = time.perf_counter()
-        now_s = time.monotonic()
         done = self._scheduler.pump(now_s)
         if done:
             each_s = (time.perf_counter() - started_s) / len(done)
