@@ -171,16 +171,15 @@ async def test_a_wait_that_is_too_long_is_429_and_leaves_the_queue() -> None:
 async def test_the_total_time_out_counts_while_waiting() -> None:
     config = lambda fakes: narrow(fakes, timeouts={"total_s": 0.3})  # noqa: E731
     async with fake_instances(1) as fakes, serving(config(fakes)) as (running, client):
-        holder = asyncio.create_task(client.post(CHAT, json=chat(hang=True)))
-        await eventually(lambda: fakes[0].open == 1)
-        await asyncio.sleep(0.1)
-        # The holder fails first, so that what waits behind it needs a holder of its own.
-        again = asyncio.create_task(client.post(CHAT, json=chat(hang=True)))
-        response = await client.post(CHAT, json=chat())
-        assert error_of(response)[0] in (200, 504) if response.status_code != 200 else True
-        assert error_of(await holder) == (504, "upstream_timeout")
-        assert error_of(await again) == (504, "upstream_timeout")
-        assert waiting(running) == 0
+        posts = []
+        for _ in range(3):
+            # Each holds the instance until its own time is over.
+            posts.append(asyncio.create_task(client.post(CHAT, json=chat(hang=True))))
+            await asyncio.sleep(0.02)
+        answers = await asyncio.gather(*posts)
+        assert [error_of(answer) for answer in answers] == [(504, "upstream_timeout")] * 3
+        assert fakes[0].requests < 3
+        assert 'instance="",model="m",outcome="timed_out"' in await running.metrics()
 
 
 async def test_what_waits_goes_to_an_instance_that_comes_up() -> None:
@@ -202,9 +201,7 @@ async def test_what_waits_goes_to_an_instance_that_is_added_or_undrained() -> No
     async with fake_instances(3) as fakes, serving(narrow(fakes[:2])) as (running, client):
         await client.patch("/admin/instances/i1", json={"draining": True})
         first = await occupy(running, client, fakes[0], 2.0)
-        second = await asyncio.to_thread(lambda: None) or asyncio.create_task(
-            client.post(CHAT, json=chat(first_delay_s=2.0))
-        )
+        second = asyncio.create_task(client.post(CHAT, json=chat(first_delay_s=2.0)))
         await eventually(lambda: waiting(running) == 1)
         await client.patch("/admin/instances/i1", json={"draining": False})
         await eventually(lambda: fakes[1].open == 1)
@@ -228,48 +225,41 @@ async def test_a_removed_instance_makes_what_waited_for_it_unavailable() -> None
 
 async def test_with_the_last_instance_down_the_queue_is_503_at_once() -> None:
     async with fake_instances(1) as fakes, serving(narrow(fakes)) as (running, client):
-        first = await occupy(running, client, fakes[0], 5.0)
+        first = asyncio.create_task(client.post(CHAT, json=chat(hang=True)))
+        await eventually(lambda: fakes[0].open == 1)
         second = asyncio.create_task(client.post(CHAT, json=chat()))
         await eventually(lambda: waiting(running) == 1)
         await fakes[0].kill()
         answers = await asyncio.gather(first, second)
-        codes = {error_of(answer) for answer in answers}
-        assert codes <= {(503, "no_healthy_instance"), (502, "upstream_error")}
+        assert error_of(answers[0]) == (502, "upstream_error")
         assert error_of(answers[1]) == (503, "no_healthy_instance")
         assert answers[1].headers["retry-after"]
 
 
-async def test_a_retry_waits_at_the_head_and_not_behind_those_who_came_later() -> None:
-    retry = {"budget_min": 10, "max_attempts": 2}
-    config = lambda fakes: narrow(fakes, retry=retry, queue={"max_requests": 2})  # noqa: E731
+async def test_a_retry_waits_at_the_head_even_of_a_full_queue() -> None:
+    config = lambda fakes: narrow(fakes, queue={"max_requests": 2})  # noqa: E731
     async with fake_instances(2) as fakes, serving(config(fakes)) as (running, client):
-        await client.patch("/admin/instances/i1", json={"draining": True})
+        await client.patch("/admin/instances/i0", json={"draining": True})
+        named_headers = {"x-request-id": "unlucky"}
         unlucky = asyncio.create_task(
-            client.post(
-                CHAT,
-                json=chat(False, die="before_head", first_delay_s=1),
-                headers={"x-request-id": "unlucky"},
-            )
+            client.post(CHAT, json=chat(hang=True), headers=named_headers)
         )
-        await unlucky  # every attempt dies: it ends in an error, on i0 alone
-        held = await occupy(running, client, fakes[0], 0.6)
-        await client.patch("/admin/instances/i1", json={"draining": False})
-        other = await occupy(running, client, fakes[1], 5.0)
+        await eventually(lambda: fakes[1].open == 1)
+        await client.patch("/admin/instances/i0", json={"draining": False})
+        held = await occupy(running, client, fakes[0], 0.8)
         tasks = []
         for i in range(2):
             post = client.post(CHAT, json=chat(), headers={"x-request-id": f"r{i}"})
             tasks.append(asyncio.create_task(post))
             await eventually(lambda n=i: waiting(running) == n + 1)  # type: ignore[misc]
-        # i1 breaks: what it held is tried again on i0, before r0 and r1 though the queue is full.
-        broken_id = named(fakes[1])[-1]
-        for writer in list(fakes[1]._writers):
-            writer.transport.abort()
-        await eventually(lambda: waiting(running) >= 2)
-        answers = await asyncio.gather(held, other, *tasks)
-        assert [answer.status_code for answer in answers] == [200] * 4
-        got = named(fakes[0])
-        if broken_id in got:
-            assert got.index(broken_id) < got.index("r1")
+        fakes[1].reset_connections()
+        await eventually(lambda: waiting(running) == 3)
+        answers = await asyncio.gather(held, *tasks)
+        assert [answer.status_code for answer in answers] == [200] * 3
+        # It hangs there, too; the others found i1 free once it was out of their way.
+        assert named(fakes[0])[1:] == ["unlucky"]
+        assert named(fakes[1]) == ["unlucky", "r0", "r1"]
+        unlucky.cancel()
 
 
 async def test_light_work_does_not_wait() -> None:
@@ -360,8 +350,8 @@ async def test_finished_lengths_are_learnt() -> None:
     async with fake_instances(1) as fakes, serving(config_for(fakes)) as (running, client):
         scheduler = running.gateway.fleet.scheduler
         before = scheduler._residual.table("m")[0]
-        for _ in range(20):
-            await client.post(CHAT, json=chat(events=1))
+        for _ in range(32):  # the table is made anew at each 32nd
+            await client.post(CHAT, json=chat(events=40))
         assert scheduler._residual.table("m")[0] < before
 
 
