@@ -120,6 +120,36 @@ def test_a_full_queue_refuses() -> None:
     assert s.queued == 3
 
 
+def test_a_retry_keeps_its_place_in_a_full_queue() -> None:
+    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), max_queued=3)
+    for name in "ab":
+        s.add(spec(name))
+    first = place(s, 1)[0]
+    for _ in range(2 * DEPTH + 2):
+        place(s, 1)
+    assert s.queued == 3
+    s.settle(first.dispatch, Outcome.UPSTREAM_ERROR)
+    retry = s.submit(first.request, 1.0, (first.decision.instance_id,), first=True)
+    assert isinstance(retry, Ticket)
+    assert s.queued == 4
+
+
+def test_a_wake_up_is_always_to_come() -> None:
+    # A timer at a time that is over would pump without end.
+    s = finish_time(spec("a"))
+    place(s, DEPTH + 1)
+    drain_s = s.next_wakeup_s()
+    assert drain_s is not None
+    s.pump(drain_s)
+    assert s.queued == 1
+    assert s.next_wakeup_s() is None
+    s.submit(dataclasses.replace(request(), streams=False), drain_s + 1)
+    s.pump(drain_s + 1)
+    following_s = s.next_wakeup_s()
+    assert following_s is not None
+    assert following_s > drain_s + 1
+
+
 def test_who_can_never_be_served_is_refused_at_once() -> None:
     s = finish_time(spec("a"))
     place(s, 50)
