@@ -259,7 +259,8 @@ async def test_decisions_come_newest_first_each_with_its_reason() -> None:
             lowest = min(rows.values(), key=lambda row: row["cost_s"])
             assert decision["chosen"] == lowest["instance"]
             assert all(row["room"] for row in rows.values())
-            assert lowest["cost_s"] == lowest["latency_s"] + lowest["delay_s"]
+            parts = ("latency_s", "delay_s", "memory_price_s")
+            assert lowest["cost_s"] == pytest.approx(sum(lowest[part] for part in parts))
             assert decision["reason"].startswith(f"{decision['chosen']} got it: done in ")
             assert decision["waited_s"] == 0
             assert abs(decision["time"] - time.time()) < 60

@@ -9,7 +9,7 @@ from hetero_gateway.cli import admin_client
 from hetero_gateway.cli.admin_client import figure, percent
 
 # finish-time's; without any profile its cost has no unit.
-_ESTIMATES = (("latency_s", " s"), ("delay_s", " s"), ("cost_s", ""))
+_ESTIMATES = (("latency_s", " s"), ("delay_s", " s"), ("memory_price_s", " s"), ("cost_s", ""))
 
 
 def add_parser(subparsers: Any) -> None:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         estimated = any("cost_s" in c for c in document["candidates"])
         heads = ("INSTANCE", "T", "KV", "W", "LOAD", "LOAD AFTER", "IN FLIGHT")
         admin_client.print_table(
-            (*heads, *(("LATENCY", "DELAY", "COST") if estimated else ()), ""),
+            (*heads, *(("LATENCY", "DELAY", "MEMORY", "COST") if estimated else ()), ""),
             [_row(c, document["chosen"], best, estimated) for c in document["candidates"]],
         )
     return 0

@@ -34,6 +34,8 @@ from hetero_gateway.gateway.state import Gateway
 # Far above any engine's context, and small enough for every formula.
 _MOST_TOKENS = 10**8
 _MAX_BODY_BYTES = 2**20
+# What finish-time tells of a candidate beside the figures that every policy has.
+_ESTIMATES = ("latency_s", "delay_s", "memory_price_s", "cost_s", "room")
 
 
 class InstancePatch(BaseModel):
@@ -287,11 +289,12 @@ def describe_decision(decision: Decision) -> list[dict[str, Any]]:
     if estimates is None or outlook is None:
         return rows
     for i, row in enumerate(rows):
-        figures: dict[str, Any] = dict.fromkeys(("latency_s", "delay_s", "cost_s", "room"))
+        figures: dict[str, Any] = dict.fromkeys(_ESTIMATES)
         if i < len(decision.candidates.ids):
             if outlook.profiled:
                 figures["latency_s"] = float(estimates.latency_s[i])
                 figures["delay_s"] = float(estimates.delay_s[i])
+                figures["memory_price_s"] = float(estimates.memory_price_s[i])
             figures["cost_s"] = float(estimates.cost_s[i])
             figures["room"] = bool(estimates.room[i])
         row |= figures

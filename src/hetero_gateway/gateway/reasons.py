@@ -103,7 +103,11 @@ def _soonest(decision: Decision) -> str:
         return f"it will be done soonest; {late} is left out, as the end of a batch is near"
     mine_s = number(float(estimates.latency_s[position]))
     delay_s = number(float(estimates.delay_s[position]))
-    ours = f"done in {mine_s} s and holding others up for {delay_s} s costs {{}} s, the lowest"
+    price_s = float(estimates.memory_price_s[position])
+    memory = f", with {number(price_s)} s for scarce memory," if price_s else ""
+    ours = (
+        f"done in {mine_s} s and holding others up for {delay_s} s{memory} costs {{}} s, the lowest"
+    )
     return _lowest(decision, cost, ours, "{} would cost {} s")
 
 
