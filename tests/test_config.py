@@ -515,7 +515,7 @@ def test_the_shipped_files_are_there() -> None:
 def test_validate_says_what_it_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "-c", str(ROOT / "configs" / "gateway.yaml")]) == 0
     out, err = capsys.readouterr()
-    assert "valid; policy min-max, 2 instances" in out
+    assert "valid; policy finish-time, 2 instances" in out
     assert TP4 in out
     assert err == ""
 
