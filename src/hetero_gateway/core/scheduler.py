@@ -29,7 +29,7 @@ from hetero_gateway.core.cost_model import FloatArray
 from hetero_gateway.core.ledger import Dispatch, Ledger
 from hetero_gateway.core.length import ResidualLives
 from hetero_gateway.core.policies import Candidates, Policy
-from hetero_gateway.core.policies.finish_time import IDLE_BEFORE_DRAIN_S
+from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.pool import Pool
 from hetero_gateway.core.profile import Constants
 from hetero_gateway.core.progress import Outlook, Progress
@@ -249,8 +249,13 @@ class Scheduler:
         """When to pump next although nothing happens, after the last pump; None: never."""
         times = [self._unseen[0][0]] if self._unseen else []
         if self.queued:
-            # The drain rule begins; only then does a queue change with time alone.
-            times += [q.last_arrival_s + IDLE_BEFORE_DRAIN_S for q in self._queues.values() if q]
+            # The drain rule begins, or patience ends: what a queue does with time alone.
+            times.append(self._pumped_s + MOST_PATIENCE_S)
+            times += [
+                q.last_arrival_s + idle_before_drain_s(q.mean_gap_s)
+                for q in self._queues.values()
+                if q
+            ]
         # What the last pump has seen is over: a timer at it would never rest.
         return min((t for t in times if t > self._pumped_s), default=None)
 
@@ -388,7 +393,9 @@ class Scheduler:
             pool.profiled,
             self._typical_request_time_s(pool, queue, kept),
             0 if queue is None else len(queue),
+            self.progress.silent_s(candidates.slots, now_s),
             0.0 if queue is None else now_s - queue.last_arrival_s,
+            math.inf if queue is None else queue.mean_gap_s,
             mean_times,
         )
 
@@ -421,7 +428,7 @@ class Scheduler:
         request = decision.request
         dispatch = self.ledger.dispatch(request, decision.instance_id, slot, decision.charge)
         if self._policy.queues:
-            self.progress.placed(dispatch)
+            self.progress.placed(dispatch, now_s)
             if not request.streams and candidates.estimates is not None:
                 self._dispatched += 1
                 due_s = now_s + float(candidates.estimates.ttft_s[position])
