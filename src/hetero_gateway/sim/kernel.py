@@ -523,3 +523,14 @@ def advance(
         else:
             x[i][NEXT_S] = math.inf
         rank(n, x, first, i)
+
+
+def decoded(n: Rows, x: TimeRows, now_s: float, steps: Row, seconds: Times) -> None:
+    """Fill in, for every instance, the decode steps that ended by ``now_s``, and their time."""
+    for i in range(len(steps)):
+        steps[i] = n[i][EPOCH]
+        seconds[i] = x[i][DECODE_S]
+        if n[i][STEPS] > 0 and n[i][STEP_DECODES] > 0:
+            ended = steps_ended_by(x[i], n[i][STEPS], now_s)
+            steps[i] += ended
+            seconds[i] += run_end_s(x[i], ended) - x[i][START_S]
