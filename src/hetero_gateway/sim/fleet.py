@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, cast
+from types import FunctionType
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +20,12 @@ from hetero_gateway.sim import kernel
 from hetero_gateway.sim.engine import (
     DEFAULT_MAX_BATCHED_TOKENS,
     Scheduling,
-    fits,
     instance_rows,
     list_heads,
 )
 
+# What is called from here; the rest of the kernel is called by these.
+_ENTRIES = (kernel.submit, kernel.change_slowdown, kernel.advance, kernel.decoded)
 # Room for what many instances log between two external events, beside one full step.
 _LOG_ENTRIES = 4096
 
@@ -34,19 +36,15 @@ def can_compile() -> bool:
 
 
 @functools.cache
-def compile_kernel() -> tuple[Any, Any, Any]:
-    """``submit``, ``change_slowdown`` and ``advance``, compiled; numba caches them on disk."""
+def compile_kernel() -> tuple[Any, ...]:
+    """What a fleet calls of the kernel, compiled; numba caches the result on disk."""
     import numba
     from numba.extending import register_jitable
 
-    entries = (kernel.submit, kernel.change_slowdown, kernel.advance)
-    for name, function in vars(kernel).items():
-        if callable(function) and getattr(function, "__module__", "") == kernel.__name__:
-            # In the order of definition: a function's callees are registered before it is used.
-            if function not in entries or name == "rank":
-                register_jitable(function)
-    compiled = [numba.njit(cache=True)(function) for function in entries]
-    return compiled[0], compiled[1], compiled[2]
+    for function in list(vars(kernel).values()):
+        if isinstance(function, FunctionType) and function not in _ENTRIES:
+            register_jitable(function)
+    return tuple(numba.njit(cache=True)(function) for function in _ENTRIES)
 
 
 class Fleet:
@@ -68,12 +66,12 @@ class Fleet:
         max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
         compiled: bool = False,
     ) -> None:
-        rows = [
-            instance_rows(
-                profile, 3 * i, scheduling=scheduling, max_batched_tokens=max_batched_tokens
-            )
-            for i, profile in enumerate(profiles)
-        ]
+        self._profiles = tuple(profiles)
+        self._options: dict[str, Any] = {
+            "scheduling": scheduling,
+            "max_batched_tokens": max_batched_tokens,
+        }
+        rows = [instance_rows(p, 3 * i, **self._options) for i, p in enumerate(profiles)]
         leaves = 1 << (len(rows) - 1).bit_length()
         if leaves > len(rows):  # one more instance, never busy, fills the tournament up
             rows.append(instance_rows(profiles[0], 0, max_num_seqs=1))
@@ -90,11 +88,17 @@ class Fleet:
         self._first = self._vector(first)
         self._log = self._vector([0] * entries)
         self._log_s = self._vector([0.0] * entries)
-        self._submit, self._change_slowdown, self._advance = (
-            compile_kernel()
-            if compiled
-            else (kernel.submit, kernel.change_slowdown, kernel.advance)
+        self._steps = self._vector([0] * len(profiles))
+        self._seconds = self._vector([0.0] * len(profiles))
+        self._submit, self._change_slowdown, self._advance, self._decoded = (
+            compile_kernel() if compiled else _ENTRIES
         )
+        # Reading single numbers from a memoryview is as fast as from a list.
+        self.log: kernel.Row = self._view(self._log)
+        self.log_s: kernel.Times = self._view(self._log_s)
+
+    def _view(self, vector: Any) -> Any:
+        return memoryview(vector) if self._compiled else vector
 
     def _table(self, rows: list[list[Any]]) -> Any:
         return np.array(rows) if self._compiled else rows
@@ -116,9 +120,10 @@ class Fleet:
     def free_slot(self, slot: int) -> None:
         self._free_slots.append(slot)
 
-    def fits(self, i: int, prompt_tokens: int, output_tokens: int) -> bool:
-        """Whether instance i can ever finish a sequence of these lengths."""
-        return fits(self._n[i], prompt_tokens, output_tokens)
+    def capacity_tokens(self, i: int) -> int:
+        """The largest prompt + output - 1 that instance i can ever finish."""
+        n = self._n[i]
+        return int(n[kernel.TOTAL_BLOCKS] * n[kernel.BLOCK_TOKENS])
 
     def submit(self, i: int, slot: int, prompt: int, output: int, now_s: float) -> None:
         """Queue a sequence that fits; the step that begins at ``now_s`` or next may admit it."""
@@ -128,10 +133,23 @@ class Fleet:
         """Stretch the steps that begin at ``now_s`` or later; above 0."""
         self._change_slowdown(self._n, self._x, self._first, i, slowdown, now_s)
 
-    def advance(self, until_s: float, stop: bool) -> bool:
-        """See ``kernel.advance``; ``events`` are then the ones of this call."""
-        return bool(
-            self._advance(
-                self._q, self._n, self._x, self._first, self._log, self._log_s, until_s, stop
-            )
+    def clear(self, i: int) -> None:
+        """Drop all that instance i has, as a crash does; its slow-down stays."""
+        n, x = instance_rows(
+            self._profiles[i], 3 * i, slowdown=self._x[i][kernel.SLOWDOWN], **self._options
         )
+        self._n[i][: len(n)] = n
+        self._x[i][:] = x
+        for head, row in enumerate(list_heads(3 * i), 3 * i):
+            self._q[head][:] = row
+        kernel.rank(self._n, self._x, self._first, i)
+
+    def advance(self, until_s: float, stop: bool) -> bool:
+        """Let time pass; ``log`` and ``log_s`` then tell of this call. See ``kernel.advance``."""
+        tables = (self._q, self._n, self._x, self._first, self._log, self._log_s)
+        return bool(self._advance(*tables, until_s, stop))
+
+    def decoded(self, now_s: float) -> tuple[list[int], list[float]]:
+        """By instance: the decode steps that have ended at ``now_s``, and how long they took."""
+        self._decoded(self._n, self._x, now_s, self._steps, self._seconds)
+        return list(self._steps), list(self._seconds)
