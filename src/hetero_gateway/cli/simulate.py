@@ -25,7 +25,8 @@ DEFAULT_POLICIES = ("finish-time", "min-max", "capacity-weighted", "paper", "rou
 DEFAULT_LOADS = (0.7, 0.9)
 # Fewer seeds do not tell a difference from chance (docs/simulator.md).
 DEFAULT_SEEDS = 5
-DEFAULT_COUNT = 1000
+# With half of it, filling and emptying the cluster are most of a run (docs/simulator.md).
+DEFAULT_COUNT = 2000
 # The limits of MLPerf Inference's server scenario for Llama-2-70B (v4.0): 2 s and 200 ms.
 DEFAULT_SLO_TTFT_S = 2.0
 DEFAULT_SLO_TPOT_S = 0.2
@@ -422,15 +423,16 @@ def _table(cells: list[Cell]) -> Table:
 def _with_sd(spread: Spread) -> str:
     if not math.isfinite(spread.mean):
         return "–"
-    return f"{_figure(spread.mean)} ± {_figure(spread.sd)}"
+    return f"{_figure(spread.mean)} ± {spread.sd:.{_digits(spread.mean)}f}"
 
 
 def _figure(value: float) -> str:
-    """Three figures or all before the point; a dash where there is none."""
-    if not math.isfinite(value):
-        return "–"
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:.{digits}f}"
+    return f"{value:.{_digits(value)}f}" if math.isfinite(value) else "–"
+
+
+def _digits(value: float) -> int:
+    """Behind the point, for three figures in all where there are not more before it."""
+    return 0 if value >= 100 else 1 if value >= 10 else 2
 
 
 def _rate_name(rate_per_s: float) -> str:
