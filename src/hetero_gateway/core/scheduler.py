@@ -377,10 +377,21 @@ class Scheduler:
             self.progress.stages(candidates.slots),
             self._residual.table(model),
             pool.profiled,
+            self._typical_request_time_s(pool, queue, kept),
             0 if queue is None else len(queue),
             0.0 if queue is None else now_s - queue.last_arrival_s,
             mean_times,
         )
+
+    def _typical_request_time_s(
+        self, pool: Pool, queue: ModelQueue | None, kept: list[int] | None
+    ) -> FloatArray:
+        if queue is None or not queue.arrivals:
+            lengths = self._reference
+        else:
+            lengths = (queue.mean_prompt_tokens, queue.mean_output_tokens)
+        times = pool.typical_request_time_s(*lengths)
+        return times if kept is None else times[kept]
 
     def explain(self, request: Request, now_s: float = 0.0) -> Decision | Reject:
         """What ``choose`` would say now, without taking the policy's turn or a random draw."""
