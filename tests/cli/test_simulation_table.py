@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hetero_gateway.cli.simulation_table import COLUMNS, number, print_tables, rate_name, with_sd
+from hetero_gateway.cli.simulation_table import (
+    COLUMNS,
+    number,
+    print_tables,
+    rate_name,
+    short_runs,
+    with_sd,
+)
 from hetero_gateway.sim.result import Cell, InstanceResult, RunResult, Spread, Statistics
 
 
@@ -66,6 +74,17 @@ def test_what_was_lost_is_shown_only_where_there_is_any() -> None:
     assert "lost" not in printed([cell()], None)
     assert "lost" in printed([cell(), cell("min-max", lost=3)], None)
     assert "lost" in printed([cell(lost=3)], 80)
+
+
+@pytest.mark.parametrize(("rate_per_s", "cautious"), [(1.0, False), (2.0, True), (math.inf, False)])
+def test_runs_that_are_short_against_their_latencies_are_said_to_be(
+    rate_per_s: float, cautious: bool
+) -> None:
+    # 100 requests; the mean latency is 12.3 s.
+    said = short_runs([dataclasses.replace(cell(), rate_per_s=rate_per_s)])
+    assert (said is not None) == cautious
+    if said:
+        assert "arrivals last 50.0 s" in said
 
 
 def test_figures_have_three_digits_and_a_dash_where_there_is_none() -> None:

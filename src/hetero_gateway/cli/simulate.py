@@ -307,6 +307,8 @@ def _document(
     cells: list[Cell],
 ) -> dict[str, Any]:
     """What ``--json`` prints."""
+    from hetero_gateway.cli.simulation_table import short_runs
+
     return {
         "cluster": str(args.config),
         "instances": [
@@ -333,6 +335,7 @@ def _document(
         "objective": experiment.objective,
         "faults": len(experiment.faults),
         "slo": {"ttft_s": experiment.slo.ttft_s, "tpot_s": experiment.slo.tpot_s},
+        "caution": short_runs(cells),
         "results": [cell.to_dict() for cell in cells],
     }
 
@@ -344,7 +347,7 @@ def _print_tables(
     moments: Moments,
     cells: list[Cell],
 ) -> None:
-    from hetero_gateway.cli.simulation_table import print_tables
+    from hetero_gateway.cli.simulation_table import print_tables, short_runs
 
     print(
         f"{args.config}: {len(experiment.instances)} instances, {experiment.count} requests a "
@@ -357,6 +360,8 @@ def _print_tables(
         f"{args.seeds} seeds. In SLO: TTFT up to {args.slo_ttft:g} s and TPOT up to "
         f"{args.slo_tpot * 1000:g} ms. Differences under 2 % are noise."
     )
+    if caution := short_runs(cells):
+        print(caution)
 
 
 def _check_policies(names: tuple[str, ...]) -> None:
