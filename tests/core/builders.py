@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
+from hetero_gateway.core.length import STAGE_TOKENS
 from hetero_gateway.core.policies import Candidates, PolicyOptions, make_policy
 from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.progress import SPEED, Outlook
 from hetero_gateway.core.scheduler import Decision, Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, Request
 
@@ -89,7 +92,19 @@ def candidates(
         array(capacity, 1.0),
         array(weight, 1.0),
         theta,
+        outlook(size),
     )
+
+
+def outlook(size: int) -> Outlook:
+    """Equal, idle instances, and nobody in the queue."""
+    rows = np.zeros((9, size))
+    rows[SPEED] = 1.0
+    constants = np.array([dataclasses.astuple(FAST_CONSTANTS)] * size).T
+    stages = np.zeros((size, len(STAGE_TOKENS)))
+    residual = np.full(len(STAGE_TOKENS), 256.0)
+    each = np.ones(size)
+    return Outlook(constants, each * 8e5, each * 256, rows, stages, residual, True, 0, 0.0, None)
 
 
 @st.composite

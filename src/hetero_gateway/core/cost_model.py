@@ -146,8 +146,13 @@ class ProfileTable:
         # What is no longer than this fits every profile.
         self.smallest_capacity_tokens = float(self._capacity_tokens.min(initial=math.inf))
 
-    def request_times_s(self, prompt_tokens: float, output_tokens: float) -> FloatArray:
-        """T_r^s per profile, in the constructor's order; infinite where it does not fit."""
+    def request_times_s(
+        self, prompt_tokens: float, output_tokens: float, *, as_if_it_fitted: bool = False
+    ) -> FloatArray:
+        """T_r^s per profile, in the constructor's order; infinite where it does not fit.
+
+        ``as_if_it_fitted``: there, as if it ran alone, a batch of 1.
+        """
         tokens = prompt_tokens + output_tokens
         x = np.array(
             (
@@ -159,6 +164,8 @@ class ProfileTable:
             )
         )
         b = np.minimum(self._capacity_tokens / tokens, self._max_num_seqs)
+        if as_if_it_fitted:
+            b = np.maximum(b, 1.0)
         terms = self._coefficients.dot(x)
         times: FloatArray = terms[: self._size] + terms[self._size :] / b
         if tokens > self.smallest_capacity_tokens:

@@ -9,10 +9,13 @@ Reading a request's bytes is the gateway's work; these see only counts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
+
+from hetero_gateway.core.cost_model import FloatArray
 
 MAX_MODELS = 256
 # A mean over about the last thousand requests of a bucket: it follows a change of traffic within
@@ -107,6 +110,59 @@ class BucketMeanPredictor:
             bucket = self._buckets[key] = _RunningMean(overall.value, self._prior_requests)
         overall.add(output_tokens)
         bucket.add(output_tokens)
+
+
+# How far a stream is, in powers of two: what is left of it changes with the order of magnitude.
+STAGE_TOKENS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+class ResidualLives:
+    """E[O − g | O > g] by stage of g and model: what a stream has still to come (tokens).
+
+    From the last finished lengths, with a prior of ``prior_requests`` requests of a memoryless
+    length, for which it is ``prior_tokens`` at every stage.
+    """
+
+    _HISTORY = 2048
+    _REFRESH_EVERY = 32  # finished requests; a table costs as much as a few decisions
+
+    def __init__(self, prior_tokens: float, prior_requests: float = 8.0) -> None:
+        self._prior_tokens = prior_tokens
+        self._prior_requests = prior_requests
+        self._lengths: dict[str, deque[float]] = {}
+        self._tables: dict[str, FloatArray] = {}
+        self._seen: dict[str, int] = {}
+        self._unknown = np.full(len(STAGE_TOKENS), prior_tokens)
+
+    def table(self, model: str) -> FloatArray:
+        """Expected further output tokens of one sequence, by stage; do not write to it."""
+        return self._tables.get(model, self._unknown)
+
+    def observe(self, model: str, output_tokens: float) -> None:
+        """Learn from one finished sequence."""
+        model = _bounded(model, self._lengths)
+        lengths = self._lengths.get(model)
+        if lengths is None:
+            lengths = self._lengths[model] = deque(maxlen=self._HISTORY)
+            self._seen[model] = 0
+        lengths.append(output_tokens)
+        self._seen[model] += 1
+        if self._seen[model] % self._REFRESH_EVERY == 0:
+            self._tables[model] = self._residuals(np.array(lengths))
+
+    def _residuals(self, lengths: FloatArray) -> FloatArray:
+        # Those in a stage are on average in its middle; the last one has no end.
+        starts = np.array(STAGE_TOKENS, dtype=float)
+        middles = starts + np.append(np.diff(starts), starts[-1]) / 2
+        ordered = np.sort(lengths)
+        sums = np.append(np.cumsum(ordered[::-1])[::-1], 0.0)
+        first = np.searchsorted(ordered, middles, side="right")
+        counts = ordered.size - first
+        left = sums[first] - counts * middles
+        result: FloatArray = (left + self._prior_requests * self._prior_tokens) / (
+            counts + self._prior_requests
+        )
+        return result
 
 
 class BytesPerToken:

@@ -1,27 +1,39 @@
-"""The scheduler: which instance gets a request, why, and the ledger that remembers it.
+"""The scheduler: which instance gets a request, when, and why; and the ledger that remembers it.
 
 Section 4.1 of the paper: workload calculator and mapper. The gateway and the simulator drive this
 one class. It holds no clock and does no I/O: what is chosen is returned with its reason.
 
-A *pool* is what serves one model name. Pools are built on first use and thrown away when the
-membership changes; the load of an instance is one, whatever names it serves.
+    ticket = scheduler.submit(request, now_s)        # or a Reject
+    for ticket in scheduler.pump(now_s): ...         # placed (decision, dispatch), or rejected
+    scheduler.first_token(ticket.dispatch, now_s)
+    scheduler.settle(ticket.dispatch, outcome, now_s)
+
+With most policies ``pump`` places what was submitted at once. A policy that ``queues`` lets
+requests wait here until an instance has room, so whoever drives the scheduler pumps after each
+event that may make room: a first token, a settlement, a change of membership or health, a
+cancellation, and at ``next_wakeup_s``.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
+import heapq
 import math
-from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from collections.abc import Collection
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hetero_gateway.core.cost_model import FloatArray, ProfileTable, request_time_s
+from hetero_gateway.core.cost_model import FloatArray
 from hetero_gateway.core.ledger import Dispatch, Ledger
+from hetero_gateway.core.length import ResidualLives
 from hetero_gateway.core.policies import Candidates, Policy
-from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.policies.finish_time import IDLE_BEFORE_DRAIN_S
+from hetero_gateway.core.pool import Pool
+from hetero_gateway.core.profile import Constants
+from hetero_gateway.core.progress import Outlook, Progress
+from hetero_gateway.core.queue import ModelQueue, Ticket
 from hetero_gateway.core.types import (
     Candidate,
     InstanceId,
@@ -31,8 +43,6 @@ from hetero_gateway.core.types import (
     RejectReason,
     Request,
 )
-
-UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody knows
 
 
 class Decision(NamedTuple):
@@ -45,6 +55,7 @@ class Decision(NamedTuple):
     candidates: Candidates
     charges: FloatArray
     excluded: tuple[tuple[InstanceSpec, str], ...]
+    waits: bool = False  # it would get the request, but not now
 
     def explain(self) -> list[Candidate]:
         """Every candidate's T, KV usage, w and resulting load, and why the others were excluded."""
@@ -68,50 +79,15 @@ class Decision(NamedTuple):
         ]
 
 
-class _Pool:
-    """The available instances of one model, as arrays; immutable."""
-
-    def __init__(
-        self,
-        members: list[tuple[InstanceSpec, int]],
-        absent: Iterable[tuple[InstanceSpec, str]],
-        reference: tuple[float, float],
-    ) -> None:
-        self.specs = tuple(spec for spec, _ in members)
-        self.ids = tuple(spec.instance_id for spec in self.specs)
-        self.absent = tuple(absent)
-        self.slots: NDArray[np.intp] = np.array([slot for _, slot in members], dtype=np.intp)
-        self.weight = np.array([spec.weight for spec in self.specs])
-        profiles = _effective_profiles(self.specs)
-        distinct = list(dict.fromkeys(profiles))
-        self.table = ProfileTable(distinct)
-        index = {profile: i for i, profile in enumerate(distinct)}
-        # None when every instance has a profile of its own: then the table's order is the pool's.
-        self.profile_of: NDArray[np.intp] | None = None
-        if len(distinct) < len(profiles):
-            self.profile_of = np.array([index[p] for p in profiles], dtype=np.intp)
-        self.kv_capacity_tokens = _assumed_kv_capacities(self.specs)
-        capacities = [_capacity_per_s(p, reference) for p in distinct]
-        self.capacity = np.array([capacities[index[p]] for p in profiles])
-        self.max_model_len = np.array([float(s.max_model_len or math.inf) for s in self.specs])
-        self.shortest_context_tokens = float(self.max_model_len.min(initial=math.inf))
-        self.longest_context_tokens = float(self.max_model_len.max(initial=0))
-        # The largest that a single instance can hold: one may have the context, one the memory.
-        largest = [
-            min(s.max_model_len or math.inf, p.kv_capacity_tokens)
-            for s, p in zip(self.specs, profiles, strict=True)
-        ]
-        self.longest_request_tokens = max(largest, default=0)
-
-
 class Scheduler:
-    """Chooses, dispatches and settles. One per gateway or simulated cluster.
+    """Queues, chooses, dispatches and settles. One per gateway or simulated cluster.
 
     Args:
         policy: what chooses among the eligible instances.
         theta: θ of Eq. (7), above 0.
         rng: seeded generator for ties and random policies.
         reference: (prompt, output) tokens of the request that fitted capacities are computed for.
+        max_queued: most requests that wait at once, over all models.
     """
 
     def __init__(
@@ -120,15 +96,24 @@ class Scheduler:
         rng: np.random.Generator,
         theta: float = 2.0,
         reference: tuple[float, float] = (512.0, 256.0),
+        max_queued: int = 2**31,
     ) -> None:
         self.ledger = Ledger()
+        self.progress = Progress()
+        self.queued = 0
         self._policy = policy
         self._rng = rng
         self._theta = theta
         self._reference = reference
         self._specs: dict[InstanceId, InstanceSpec] = {}
         self._slots: dict[InstanceId, int] = {}
-        self._pools: dict[str, _Pool] = {}
+        self._max_queued = max_queued
+        self._pools: dict[str, Pool] = {}
+        self._queues: dict[str, ModelQueue] = {}
+        self._residual = ResidualLives(reference[1])
+        # (when, tie-break, dispatch): first tokens that nobody will see, by prediction.
+        self._unseen: list[tuple[float, int, Dispatch]] = []
+        self._dispatched = 0
 
     # Membership
 
@@ -137,7 +122,8 @@ class Scheduler:
         if spec.instance_id in self._specs:
             raise ValueError(f"instance {spec.instance_id!r} exists already")
         self._specs[spec.instance_id] = spec
-        self._slots[spec.instance_id] = self.ledger.add_slot()
+        slot = self._slots[spec.instance_id] = self.ledger.add_slot()
+        self.progress.open_slot(slot, _constants(spec))
         self._pools.clear()
 
     def replace(self, spec: InstanceSpec) -> None:
@@ -147,13 +133,20 @@ class Scheduler:
         """
         if self._specs[spec.instance_id] != spec:
             self._specs[spec.instance_id] = spec
+            slot = self._slots[spec.instance_id]
+            self.progress.open_slot(slot, _constants(spec))
             self._pools.clear()
 
     def remove(self, instance_id: InstanceId) -> list[Dispatch]:
         """Forget an instance; everything on it is settled and returned. KeyError: unknown."""
         del self._specs[instance_id]
         self._pools.clear()
-        return self.ledger.remove_slot(self._slots.pop(instance_id))
+        slot = self._slots.pop(instance_id)
+        orphans = self.ledger.remove_slot(slot)
+        for dispatch in orphans:
+            self.progress.left(dispatch, 0.0)
+        self.progress.close_slot(slot)
+        return orphans
 
     def specs(self) -> list[InstanceSpec]:
         return list(self._specs.values())
@@ -174,47 +167,157 @@ class Scheduler:
         longest = self._pool(model).longest_context_tokens
         return None if longest in (0, math.inf) else int(longest)
 
-    # Decisions
+    # The queue
 
-    def choose(self, request: Request, exclude: Collection[InstanceId] = ()) -> Decision | Reject:
-        """Choose an instance for a request; changes nothing but the policy's own turn.
+    def submit(
+        self,
+        request: Request,
+        now_s: float,
+        exclude: Collection[InstanceId] = (),
+        *,
+        owner: Any = None,
+        first: bool = False,
+    ) -> Ticket | Reject:
+        """Put a request into its model's queue; ``pump`` places it.
 
         Args:
             exclude: instances that were tried already.
+            owner: kept on the ticket.
+            first: at the head of the queue, for a retry.
+
+        Returns:
+            A ticket, or why nobody can ever take the request as things are.
         """
         pool = self._pool(request.model)
         if not pool.ids:
             return self._no_instance(request.model, pool)
-        times = pool.table.request_times_s(request.prompt_tokens, request.predicted_output_tokens)
-        if pool.profile_of is not None:
-            times = times[pool.profile_of]
-        if request.sequences != 1:
-            times = times * request.sequences
-        ledger, slots = self.ledger, pool.slots
-        candidates = Candidates(
-            pool.ids,
-            slots,
-            times,
-            ledger.load[slots],
-            ledger.kv_tokens[slots] / pool.kv_capacity_tokens,
-            ledger.in_flight[slots],
-            pool.capacity,
-            pool.weight,
-            self._theta,
-        )
-        excluded = pool.absent
-        if (
-            exclude
-            or request.prompt_tokens >= pool.shortest_context_tokens
-            or request.prompt_tokens + request.predicted_output_tokens
-            > pool.table.smallest_capacity_tokens
-        ):
-            selection = _eligible(pool, candidates, request, exclude)
+        if self.queued >= self._max_queued:
+            return Reject(
+                RejectReason.QUEUE_FULL, f"{self.queued} requests wait for an instance already."
+            )
+        if not pool.takes_all(request, exclude):
+            selection = pool.eligible(request, exclude)
             if isinstance(selection, Reject):
                 return selection
-            candidates, newly_excluded = selection
+        queue = self._queues.get(request.model)
+        if queue is None:
+            queue = self._queues[request.model] = ModelQueue()
+        ticket = Ticket(request, now_s, exclude, owner)
+        queue.put(ticket, first=first)
+        self.queued += 1
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Take a ticket out of its queue; False when it is not in it any more."""
+        queue = self._queues.get(ticket.request.model)
+        if queue is None or not queue.drop(ticket):
+            return False
+        self.queued -= 1
+        return True
+
+    def pump(self, now_s: float) -> list[Ticket]:
+        """Place all that can be placed now; returns the tickets that were placed or rejected.
+
+        A queue's head waits for its turn, and those behind it wait for the head. Where queues share
+        instances, the head that has waited longest goes first.
+        """
+        if self._unseen:
+            self._pass_unseen(now_s)
+        if not self.queued:
+            return []
+        done: list[Ticket] = []
+        open_queues = [queue for queue in self._queues.values() if queue]
+        while open_queues:
+            queue = open_queues[0]
+            if len(open_queues) > 1:
+                queue = min(open_queues, key=lambda q: q.head().enqueued_s)
+            ticket = queue.head()
+            if not self._place(ticket, queue, now_s):
+                open_queues.remove(queue)
+                continue
+            done.append(ticket)
+            queue.drop(ticket)
+            self.queued -= 1
+            if not queue:
+                open_queues.remove(queue)
+        return done
+
+    def next_wakeup_s(self) -> float | None:
+        """When to pump next although nothing happens; None: never."""
+        times = [self._unseen[0][0]] if self._unseen else []
+        if self.queued:
+            # The drain rule begins; only then does a queue change with time alone.
+            times += [q.last_arrival_s + IDLE_BEFORE_DRAIN_S for q in self._queues.values() if q]
+        return min(times, default=None)
+
+    def drain_time_s(self, model: str) -> float:
+        """How long the model's queue would take at full speed, in seconds, by the cost model."""
+        pool, queue = self._pool(model), self._queues.get(model)
+        if queue is None or not queue or not pool.ids:
+            return 0.0
+        speed = np.array([self.progress.speed(slot) for slot in pool.slots])
+        times = speed * _mean_request_times_s(pool, queue, None)
+        return len(queue) / float((1 / times).sum())
+
+    def _place(self, ticket: Ticket, queue: ModelQueue, now_s: float) -> bool:
+        """Decide on a queue's head. False: it has to wait."""
+        result = self._decide(ticket.request, ticket.exclude, now_s, queue)
+        if isinstance(result, Reject):
+            ticket.rejected = result
+            return True
+        if result.waits:
+            return False
+        ticket.decision = result
+        ticket.dispatch = self._dispatch(result, now_s)
+        return True
+
+    def _pass_unseen(self, now_s: float) -> None:
+        while self._unseen and self._unseen[0][0] <= now_s:
+            due_s, _, dispatch = heapq.heappop(self._unseen)
+            self.progress.first_token(dispatch, due_s)
+
+    # Decisions
+
+    def choose(
+        self, request: Request, exclude: Collection[InstanceId] = (), now_s: float = 0.0
+    ) -> Decision | Reject:
+        """Choose an instance for a request; changes nothing but the policy's own turn.
+
+        Args:
+            exclude: instances that were tried already.
+
+        Returns:
+            The decision; when it ``waits``, no instance has room, and the one that is named would
+            be the best if it had.
+        """
+        return self._decide(request, exclude, now_s, self._queues.get(request.model))
+
+    def _decide(
+        self,
+        request: Request,
+        exclude: Collection[InstanceId],
+        now_s: float,
+        queue: ModelQueue | None,
+    ) -> Decision | Reject:
+        pool = self._pool(request.model)
+        if not pool.ids:
+            return self._no_instance(request.model, pool)
+        kept: list[int] | None = None
+        excluded = pool.absent
+        if not pool.takes_all(request, exclude):
+            selection = pool.eligible(request, exclude)
+            if isinstance(selection, Reject):
+                return selection
+            kept, newly_excluded = selection
             excluded += newly_excluded
+        candidates = self._candidates(pool, request, kept)
+        if self._policy.queues:
+            candidates.outlook = self._outlook(request.model, pool, candidates, kept, queue, now_s)
         position = self._policy.choose(request, candidates, self._rng)
+        waits = position is None
+        if position is None:
+            assert candidates.estimates is not None
+            position = int(candidates.estimates.cost_s.argmin())
         charges = self._policy.charges(candidates)
         return Decision(
             candidates.ids[position],
@@ -224,27 +327,110 @@ class Scheduler:
             candidates,
             charges,
             excluded,
+            waits,
         )
 
-    def explain(self, request: Request) -> Decision | Reject:
+    def _candidates(self, pool: Pool, request: Request, kept: list[int] | None) -> Candidates:
+        times = pool.request_times_s(request.prompt_tokens, request.predicted_output_tokens)
+        if request.sequences != 1:
+            times = times * request.sequences
+        ledger, slots, ids = self.ledger, pool.slots, pool.ids
+        kv_capacity, capacity, weight = pool.kv_capacity_tokens, pool.capacity, pool.weight
+        if kept is not None:
+            ids = tuple(ids[i] for i in kept)
+            times, slots, kv_capacity = times[kept], slots[kept], kv_capacity[kept]
+            capacity, weight = capacity[kept], weight[kept]
+        return Candidates(
+            ids,
+            slots,
+            times,
+            ledger.load[slots],
+            ledger.kv_tokens[slots] / kv_capacity,
+            ledger.in_flight[slots],
+            capacity,
+            weight,
+            self._theta,
+        )
+
+    def _outlook(
+        self,
+        model: str,
+        pool: Pool,
+        candidates: Candidates,
+        kept: list[int] | None,
+        queue: ModelQueue | None,
+        now_s: float,
+    ) -> Outlook:
+        """What the policy sees of the candidates, and of those that wait with the request."""
+        constants, kv_capacity = pool.constants, pool.kv_capacity_tokens
+        max_num_seqs, mean_times = pool.max_num_seqs, None
+        if queue is not None and queue:
+            mean_times = partial(_mean_request_times_s, pool, queue, kept)
+        if kept is not None:
+            constants, kv_capacity = constants[:, kept], kv_capacity[kept]
+            max_num_seqs = max_num_seqs[kept]
+        return Outlook(
+            constants,
+            kv_capacity,
+            max_num_seqs,
+            self.progress.rows(candidates.slots, now_s),
+            self.progress.stages(candidates.slots),
+            self._residual.table(model),
+            pool.profiled,
+            0 if queue is None else len(queue),
+            0.0 if queue is None else now_s - queue.last_arrival_s,
+            mean_times,
+        )
+
+    def explain(self, request: Request, now_s: float = 0.0) -> Decision | Reject:
         """What ``choose`` would say now, without taking the policy's turn or a random draw."""
         policy, rng = self._policy, self._rng
         self._policy, self._rng = copy.deepcopy(policy), copy.deepcopy(rng)
         try:
-            return self.choose(request)
+            return self.choose(request, now_s=now_s)
         finally:
             self._policy, self._rng = policy, rng
 
-    def dispatch(self, decision: Decision) -> Dispatch:
+    def dispatch(self, decision: Decision, now_s: float = 0.0) -> Dispatch:
         """Put the decision's charge on its instance."""
-        slot = int(decision.candidates.slots[decision.position])
-        return self.ledger.dispatch(decision.request, decision.instance_id, slot, decision.charge)
+        return self._dispatch(decision, now_s)
 
-    def settle(self, dispatch: Dispatch, outcome: Outcome) -> bool:
+    def _dispatch(self, decision: Decision, now_s: float) -> Dispatch:
+        candidates, position = decision.candidates, decision.position
+        slot = int(candidates.slots[position])
+        request = decision.request
+        dispatch = self.ledger.dispatch(request, decision.instance_id, slot, decision.charge)
+        if self._policy.queues:
+            self.progress.placed(dispatch)
+            if not request.streams and candidates.estimates is not None:
+                self._dispatched += 1
+                due_s = now_s + float(candidates.estimates.ttft_s[position])
+                heapq.heappush(self._unseen, (due_s, self._dispatched, dispatch))
+        return dispatch
+
+    def first_token(self, dispatch: Dispatch, now_s: float) -> None:
+        """A dispatch's first output token was seen. Only the first call counts."""
+        self.progress.first_token(dispatch, now_s)
+
+    def observe_steps(
+        self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
+    ) -> None:
+        """The instance made so many decode steps in the last ``duration_s``, while it streamed.
+
+        Raises KeyError when there is no such instance.
+        """
+        self.progress.observe_steps(self._slots[instance_id], steps, duration_s, now_s)
+
+    def observe_output_tokens(self, model: str, output_tokens: float) -> None:
+        """A sequence finished after so many output tokens."""
+        self._residual.observe(model, output_tokens)
+
+    def settle(self, dispatch: Dispatch, outcome: Outcome, now_s: float = 0.0) -> bool:
         """Take a dispatch off, once. See ``Ledger.settle``."""
+        self.progress.left(dispatch, now_s)
         return self.ledger.settle(dispatch, outcome)
 
-    def _pool(self, model: str) -> _Pool:
+    def _pool(self, model: str) -> Pool:
         pool = self._pools.get(model)
         if pool is None:
             members: list[tuple[InstanceSpec, int]] = []
@@ -258,13 +444,13 @@ class Scheduler:
                     absent.append((spec, "unhealthy"))
                 else:
                     members.append((spec, self._slots[spec.instance_id]))
-            pool = _Pool(members, absent, self._reference)
+            pool = Pool(members, absent, self._reference)
             # Names come from clients: only a name that an instance serves is worth keeping.
             if members or absent:
                 self._pools[model] = pool
         return pool
 
-    def _no_instance(self, model: str, pool: _Pool) -> Reject:
+    def _no_instance(self, model: str, pool: Pool) -> Reject:
         # An instance that has not answered yet may serve any name.
         if pool.absent or any(not spec.models for spec in self._specs.values()):
             why = ", ".join(f"{spec.instance_id} {why}" for spec, why in pool.absent[:5])
@@ -273,84 +459,14 @@ class Scheduler:
         return Reject(RejectReason.UNKNOWN_MODEL, f"The model `{model}` does not exist.")
 
 
-def _eligible(
-    pool: _Pool, c: Candidates, request: Request, exclude: Collection[InstanceId]
-) -> tuple[Candidates, tuple[tuple[InstanceSpec, str], ...]] | Reject:
-    """The candidates that the request fits and that were not tried, and why the others are out."""
-    # The context must hold one output token, too, where any is generated.
-    shortest_tokens = request.prompt_tokens + (request.predicted_output_tokens > 0)
-    kept: list[int] = []
-    excluded: list[tuple[InstanceSpec, str]] = []
-    for i, spec in enumerate(pool.specs):
-        if spec.instance_id in exclude:
-            excluded.append((spec, "tried already"))
-        elif shortest_tokens > pool.max_model_len[i]:
-            excluded.append((spec, f"context of {spec.max_model_len} tokens is too short"))
-        elif not math.isfinite(c.request_time_s[i]):
-            capacity = int(pool.kv_capacity_tokens[i])
-            excluded.append((spec, f"KV capacity of {capacity} tokens is too small"))
-        else:
-            kept.append(i)
-    if not kept:
-        if any(why == "tried already" for _, why in excluded):
-            return Reject(RejectReason.NO_AVAILABLE_INSTANCE, "every instance was tried")
-        return Reject(
-            RejectReason.FITS_NO_INSTANCE,
-            f"This model's maximum context length is {int(pool.longest_request_tokens)} tokens. "
-            f"However, your prompt has about {request.prompt_tokens} tokens, and no instance can "
-            f"hold it and an output of about {round(request.predicted_output_tokens)}.",
-        )
-    index = np.array(kept, dtype=np.intp)
-    narrowed = Candidates(
-        tuple(c.ids[i] for i in kept),
-        c.slots[index],
-        c.request_time_s[index],
-        c.load[index],
-        c.kv_usage[index],
-        c.in_flight[index],
-        c.capacity[index],
-        c.weight[index],
-        c.theta,
+def _mean_request_times_s(pool: Pool, queue: ModelQueue, kept: list[int] | None) -> FloatArray:
+    """T of the mean queued request on each instance, as if it fitted."""
+    waiting = len(queue)
+    times = pool.request_times_s(
+        queue.prompt_tokens / waiting, queue.output_tokens / waiting, as_if_it_fitted=True
     )
-    return narrowed, tuple(excluded)
+    return times if kept is None else times[kept]
 
 
-def _effective_profiles(specs: tuple[InstanceSpec, ...]) -> list[Profile]:
-    """A profile for everyone: an unprofiled instance gets the mean of its pool's, over its weight.
-
-    So it takes part from the first request, and with none profiled, loads are counts by weight.
-    """
-    known = [spec.profile for spec in specs if spec.profile is not None]
-    if known:
-        names = [f.name for f in dataclasses.fields(Constants)]
-        mean = Constants(*(sum(getattr(p.constants, n) for p in known) / len(known) for n in names))
-    else:
-        mean = Constants(0, 1, 0, 0, 0, 0, 0, 1e-9)
-    result = []
-    for spec in specs:
-        result.append(
-            spec.profile
-            or Profile("unknown", "unknown", 1, mean.scaled(1 / spec.weight), UNLIMITED_TOKENS)
-        )
-    return result
-
-
-def _assumed_kv_capacities(specs: tuple[InstanceSpec, ...]) -> FloatArray:
-    """What Eq. (8) divides by: an unprofiled instance has the mean of its pool's, by weight.
-
-    Were its usage 0 for want of a capacity, its w would stay where that of the others grows with
-    e^(θ·kvusage), and a backlog would go nearly all to it. Nothing is refused because of this.
-    """
-    known = [spec.profile.kv_capacity_tokens for spec in specs if spec.profile is not None]
-    mean = sum(known) / len(known) if known else UNLIMITED_TOKENS
-    return np.array(
-        [s.profile.kv_capacity_tokens if s.profile else mean * s.weight for s in specs], dtype=float
-    )
-
-
-def _capacity_per_s(profile: Profile, reference: tuple[float, float]) -> float:
-    """Reference requests per second; one at a time where the KV cache holds less than one."""
-    reference_tokens = math.ceil(sum(reference))
-    if profile.kv_capacity_tokens < reference_tokens:
-        profile = dataclasses.replace(profile, kv_capacity_tokens=reference_tokens)
-    return 1 / max(request_time_s(profile, *reference), 1e-9)
+def _constants(spec: InstanceSpec) -> Constants | None:
+    return None if spec.profile is None else spec.profile.constants

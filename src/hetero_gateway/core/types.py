@@ -20,12 +20,14 @@ class Request:
         prompt_tokens: I_r, tokens of one sequence's prompt (estimated, at least 1).
         predicted_output_tokens: Õ_r, predicted output tokens of one sequence (0 for embeddings).
         sequences: how many sequences the engine will run: prompts × ``n``.
+        streams: whether its first token will be seen when it is made.
     """
 
     model: str
     prompt_tokens: int
     predicted_output_tokens: float
     sequences: int = 1
+    streams: bool = True
 
     @property
     def kv_tokens(self) -> int:
@@ -70,6 +72,7 @@ class RejectReason(enum.Enum):
     UNKNOWN_MODEL = "unknown_model"
     NO_AVAILABLE_INSTANCE = "no_available_instance"
     FITS_NO_INSTANCE = "fits_no_instance"
+    QUEUE_FULL = "queue_full"
 
 
 @dataclass(frozen=True, slots=True)

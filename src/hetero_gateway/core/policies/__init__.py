@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 from hetero_gateway.core.policies.base import Candidates, Policy, PolicyOptions
 from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
+from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, WeightedRoundRobin
 from hetero_gateway.core.policies.workload import LeastWork, MemoryBased, MinMax, Paper
 
 _POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
+    "finish-time": FinishTime,
     "min-max": lambda _: MinMax(),
     "paper": lambda _: Paper(),
     "memory-based": lambda _: MemoryBased(),

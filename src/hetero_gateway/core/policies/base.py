@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.cost_model import FloatArray, workloads
+from hetero_gateway.core.progress import Estimates, Outlook
 from hetero_gateway.core.types import InstanceId, Request
+
+Objective = Literal["latency", "makespan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +22,15 @@ class PolicyOptions:
     Args:
         randomised: round-robin policies draw an instance instead of taking turns.
         single_instance: where ``single-instance`` sends everything; None: the first candidate.
+        objective: what ``finish-time`` is to keep low; see there.
+        prefill_depth: most requests without a first token that ``finish-time`` leaves on one
+            instance.
     """
 
     randomised: bool = False
     single_instance: InstanceId | None = None
+    objective: Objective = "latency"
+    prefill_depth: int = 8
 
 
 class Candidates:
@@ -31,15 +39,19 @@ class Candidates:
     ``slots``: the instance's place in the ledger. ``request_time_s``: T_r^s. ``load``: outstanding
     charges. ``kv_usage``: Eq. (8). ``in_flight``: outstanding requests. ``capacity``: fitted
     requests/s. ``weight``: as configured. ``ids``: instance ids. Policies must not write to them.
+
+    ``outlook`` is there for policies that say they use it; such a policy leaves its ``estimates``.
     """
 
     __slots__ = (
         "_workload",
         "capacity",
+        "estimates",
         "ids",
         "in_flight",
         "kv_usage",
         "load",
+        "outlook",
         "request_time_s",
         "slots",
         "theta",
@@ -57,6 +69,7 @@ class Candidates:
         capacity: FloatArray,
         weight: FloatArray,
         theta: float,
+        outlook: Outlook | None = None,
     ) -> None:
         self.ids = ids
         self.slots = slots
@@ -67,6 +80,8 @@ class Candidates:
         self.capacity = capacity
         self.weight = weight
         self.theta = theta
+        self.outlook = outlook
+        self.estimates: Estimates | None = None
         self._workload: FloatArray | None = None
 
     def workload(self) -> FloatArray:
@@ -79,8 +94,18 @@ class Candidates:
 class Policy(Protocol):
     """What chooses."""
 
-    def choose(self, request: Request, candidates: Candidates, rng: np.random.Generator) -> int:
-        """The position of the chosen instance; there is at least one candidate."""
+    @property
+    def queues(self) -> bool:
+        """Whether requests wait in the gateway for it, and it wants ``Candidates.outlook``."""
+        ...
+
+    def choose(
+        self, request: Request, candidates: Candidates, rng: np.random.Generator
+    ) -> int | None:
+        """The position of the chosen instance; there is at least one candidate.
+
+        None: none of them now (only where ``queues``).
+        """
         ...
 
     def charges(self, candidates: Candidates) -> FloatArray:
@@ -88,7 +113,13 @@ class Policy(Protocol):
         ...
 
 
-class WorkloadCharge:
+class PlacesAtOnce:
+    """A policy that sends every request on as it comes."""
+
+    queues = False
+
+
+class WorkloadCharge(PlacesAtOnce):
     """The common charge: w_r^s, so that ``instance_workload`` means the same under each policy."""
 
     def charges(self, candidates: Candidates) -> FloatArray:

@@ -7,6 +7,7 @@ import numpy as np
 from hetero_gateway.core.cost_model import FloatArray, workloads
 from hetero_gateway.core.policies.base import (
     Candidates,
+    PlacesAtOnce,
     WorkloadCharge,
     argmin_with_random_ties,
 )
@@ -39,7 +40,7 @@ class Paper(WorkloadCharge):
         return int(np.maximum(load.max(), load + candidates.workload()).argmin())
 
 
-class MemoryBased:
+class MemoryBased(PlacesAtOnce):
     """The paper's MB: Algorithm 2 with T_r^s = 1, so that only the KV usage counts."""
 
     def charges(self, candidates: Candidates) -> FloatArray:
@@ -49,7 +50,7 @@ class MemoryBased:
         return argmin_with_random_ties(candidates.load + self.charges(candidates), rng)
 
 
-class LeastWork:
+class LeastWork(PlacesAtOnce):
     """The lowest load + T_r^s, with T_r^s as the charge: no KV term."""
 
     def charges(self, candidates: Candidates) -> FloatArray:

@@ -1,0 +1,146 @@
+"""``finish-time``: where the request, and those it would join, finish soonest (docs/scheduling.md).
+
+Goes beyond the paper. Requests wait in the gateway, first in, first out, and are placed when an
+instance has room: late binding. The cost of a placement is the request's own predicted latency plus
+the delay it imposes on the requests that are there. Two more things make it robust: times are
+multiplied by each instance's observed speed factor, and at the end of a batch the drain rule
+keeps the slow machines from taking work that a fast one would finish sooner, after waiting.
+
+    symbol  here                         unit
+    n       sequences there              sequences
+    tok     context they will hold       tokens
+    b_cap   most that run at once        sequences
+    step    one decode step              s
+    lat     latency_s                    s
+    ext     delay_s                      s
+
+The figures come from ``core/progress.py``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.cost_model import FloatArray
+from hetero_gateway.core.policies.base import (
+    Candidates,
+    Objective,
+    PolicyOptions,
+    WorkloadCharge,
+    argmin_with_random_ties,
+)
+from hetero_gateway.core.progress import SPEED, STREAMING, WAITING, Estimates, Outlook
+from hetero_gateway.core.types import Request
+
+BoolArray = NDArray[np.bool_]
+
+# Sent beyond max_num_seqs, so that the engine has the next request at hand when one finishes.
+_BEYOND_MAX_NUM_SEQS = 8
+# Nothing has arrived for so long: what waits is the end of a batch.
+IDLE_BEFORE_DRAIN_S = 2.0
+# Of the wait that draining the queue takes, how much later than elsewhere a request may finish.
+_DRAIN_FACTOR = 2.0
+
+
+class FinishTime(WorkloadCharge):
+    """Section "finish-time" of docs/scheduling.md.
+
+    Args:
+        options: ``objective`` "makespan" has the drain rule always, "latency" only when nothing
+            has arrived for ``IDLE_BEFORE_DRAIN_S``; and ``prefill_depth``.
+    """
+
+    queues = True
+
+    def __init__(self, options: PolicyOptions) -> None:
+        self._objective: Objective = options.objective
+        self._prefill_depth = options.prefill_depth
+
+    def choose(
+        self, request: Request, candidates: Candidates, rng: np.random.Generator
+    ) -> int | None:
+        outlook = candidates.outlook
+        assert outlook is not None
+        room = self.room(outlook)
+        if outlook.profiled:
+            estimates = _estimates(request, outlook, room)
+        else:
+            estimates = _counts(candidates, outlook, room)
+        candidates.estimates = estimates
+        open_to = room & self._worth_it(outlook, estimates) if self._drains(outlook) else room
+        if not open_to.any():
+            return None
+        cost = np.where(open_to, estimates.cost_s, np.inf)
+        lowest = cost.min()
+        ties = (cost == lowest).nonzero()[0]
+        if ties.size == 1:
+            return int(ties[0])
+        return int(ties[argmin_with_random_ties(estimates.latency_s[ties], rng)])
+
+    def room(self, outlook: Outlook) -> BoolArray:
+        """Who may be sent a request: few without a first token, few beyond max_num_seqs."""
+        waiting, streaming = outlook.rows[WAITING], outlook.rows[STREAMING]
+        result: BoolArray = (waiting < self._prefill_depth) & (
+            waiting + streaming < outlook.max_num_seqs + _BEYOND_MAX_NUM_SEQS
+        )
+        return result
+
+    def _drains(self, outlook: Outlook) -> bool:
+        if outlook.mean_request_times_s is None:
+            return False
+        return self._objective == "makespan" or outlook.idle_s >= IDLE_BEFORE_DRAIN_S
+
+    def _worth_it(self, outlook: Outlook, estimates: Estimates) -> BoolArray:
+        """The drain rule: not where the fastest would be done sooner after the queue is drained."""
+        assert outlook.mean_request_times_s is not None
+        drain_s = outlook.queued / float(
+            (1 / (outlook.rows[SPEED] * outlook.mean_request_times_s())).sum()
+        )
+        later_s = estimates.latency_s - estimates.latency_s.min()
+        result: BoolArray = _DRAIN_FACTOR * later_s <= drain_s
+        return result
+
+
+def _estimates(request: Request, outlook: Outlook, room: BoolArray) -> Estimates:
+    p1, p2, _, p4, p5, p6, p7, p8 = outlook.constants
+    waiting, streaming, waiting_prompt, waiting_output, context, f = outlook.rows[:6]
+    kv = outlook.kv_capacity_tokens
+    n_r, output = request.sequences, request.predicted_output_tokens
+    prompt = n_r * request.prompt_tokens
+    n = waiting + streaming
+    joined = n + n_r
+    remaining = outlook.stages @ outlook.residual
+    tokens = context + 0.5 * remaining + waiting_prompt + 0.5 * waiting_output
+    tokens += prompt + 0.5 * n_r * output
+    batch_cap = np.maximum(np.minimum(outlook.max_num_seqs, kv * joined / tokens), 1.0)
+    batch = np.minimum(joined, batch_cap)
+    held = np.minimum(tokens, kv)
+    step_s = f * (p6 * batch + p8 + p5 * held + p7 * held / batch)
+    ttft_s = f * (p1 * (waiting_prompt + prompt) + p2 * (waiting + n_r) + p4)
+    queued = joined > batch_cap
+    if queued.any():
+        # It waits in the engine until so many of those before it are done.
+        turn_s = f * (p1 * waiting_prompt / np.maximum(waiting, 1) + p2)
+        turn_s += (remaining + waiting_output) / np.maximum(n, 1) * step_s / batch_cap
+        in_turn_s = (joined - batch_cap) * turn_s + f * (p1 * prompt + p4)
+        ttft_s = np.where(queued, in_turn_s, ttft_s)
+    latency_s = ttft_s + output * step_s
+    # Each step that they share gets longer by what this sequence adds to it, and its prefill
+    # stops them all once.
+    shared = outlook.stages @ np.minimum(outlook.residual, output)
+    shared += np.minimum(n_r * output, waiting_output)
+    delay_s = shared * f * n_r * (p6 + p5 * (request.prompt_tokens + output / 2))
+    delay_s += n * f * (p1 * prompt + p2 * n_r)
+    return Estimates(latency_s, delay_s, latency_s + delay_s, ttft_s, room)
+
+
+def _counts(
+    candidates: Candidates,
+    outlook: Outlook,
+    room: BoolArray,
+) -> Estimates:
+    """Without constants: the sequences there per weight, in place of seconds."""
+    after: FloatArray = (outlook.rows[WAITING] + outlook.rows[STREAMING] + 1) / candidates.weight
+    none = np.zeros(after.size)
+    return Estimates(after, none, after, none, room)

@@ -1,0 +1,313 @@
+"""How far each instance's requests are, as far as it can be seen from outside the engines.
+
+``finish-time`` (docs/scheduling.md) needs more than loads: who waits for a first token, who streams
+and how much context that is, how much output is still to come, and how fast the machine really is.
+All of it is kept in sums per slot, so that one placement never walks the running requests.
+
+    symbol  row           of each slot                                               unit
+    |U|     WAITING       sequences that were sent and have no first token yet       sequences
+    |R|     STREAMING     sequences past their first token                           sequences
+    Σ_U I   WAITING_PROMPT   prompt tokens of U                                      tokens
+    Σ_U P   WAITING_OUTPUT   predicted output tokens of U                            tokens
+    Σ_R I+g CONTEXT       cached tokens of R, g being the tokens streamed so far     tokens
+    f       SPEED         observed over modelled step time, exponentially forgotten  –
+
+g is not counted token by token. Each slot has a step clock, the decode steps that its engine has
+made as the model has it (times f), set right by every observation; all that stream on one engine
+advance together, so g is the clock's advance since the first token, and Σ g needs two sums.
+Residual lives depend on g by *stage* (powers of two): a heap per slot moves a sequence on when the
+clock passes its next stage.
+
+The clock of the world is an argument; nothing here knows what a policy makes of the figures.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.cost_model import FloatArray
+from hetero_gateway.core.ledger import Dispatch
+from hetero_gateway.core.length import STAGE_TOKENS
+from hetero_gateway.core.profile import Constants
+
+WAITING, STREAMING, WAITING_PROMPT, WAITING_OUTPUT, CONTEXT, SPEED = range(6)
+# Rows after those are the step clock's own: the clock, when it was read, and its rate.
+_CLOCK, _READ_S, _STEPS_PER_S = 6, 7, 8
+_ROWS = 9
+
+# The speed factor forgets over seconds of observed steps: long enough to average the noise of a
+# network, short enough to notice a slow-down within a few answers. It starts as if 0.2 s of steps
+# had been as modelled, and the bounds keep a bad observation from shutting an instance out.
+_FORGET_S = 5.0
+_PRIOR_S = 0.2
+_SPEED_BOUNDS = (0.1, 10.0)
+
+
+class _Stay:
+    """One dispatch on its instance."""
+
+    __slots__ = ("joined", "output_tokens", "prompt_tokens", "sequences", "stage", "streaming")
+
+    def __init__(self, sequences: int, prompt_tokens: float, output_tokens: float) -> None:
+        self.sequences = sequences
+        self.prompt_tokens = prompt_tokens  # of all its sequences
+        self.output_tokens = output_tokens
+        self.streaming = False
+        self.stage = -1
+        self.joined = 0.0  # the step clock at its first token
+
+
+class Outlook(NamedTuple):
+    """What a policy sees of a pool's instances at one moment; arrays of one entry per instance.
+
+    ``constants`` are p1..p8 as rows, ``rows`` those named in this module, ``stages`` the streaming
+    sequences by stage, ``residual`` the expected further output by stage (tokens); ``queued`` is
+    how many requests wait in the gateway, with their mean lengths, ``idle_s`` the time since the
+    last arrival; ``mean_request_times_s`` computes T of the mean queued request on each instance.
+    ``profiled`` is False when no instance has constants.
+    """
+
+    constants: FloatArray
+    kv_capacity_tokens: FloatArray
+    max_num_seqs: FloatArray
+    rows: FloatArray
+    stages: FloatArray
+    residual: FloatArray
+    profiled: bool
+    queued: int
+    idle_s: float
+    mean_request_times_s: Callable[[], FloatArray] | None
+
+
+class Estimates(NamedTuple):
+    """What ``finish-time`` expects of each candidate: why it chose as it did.
+
+    ``latency_s``: the request's own latency there. ``delay_s``: what it costs those that are there
+    already, summed. ``cost_s``: what the policy compares. ``ttft_s``: until its first token.
+    ``room``: whether the instance may be sent a request now.
+    """
+
+    latency_s: FloatArray
+    delay_s: FloatArray
+    cost_s: FloatArray
+    ttft_s: FloatArray
+    room: NDArray[np.bool_]
+
+
+class Progress:
+    """The sums of every slot.
+
+    The order of events of a dispatch is ``placed``, then ``first_token`` or not, then ``left``.
+    """
+
+    def __init__(self) -> None:
+        self._rows: FloatArray = np.zeros((_ROWS, 8))
+        self._stages: FloatArray = np.zeros((8, len(STAGE_TOKENS)))
+        self._constants: list[Constants | None] = []
+        self._moves: list[list[tuple[float, int, _Stay]]] = []
+        self._stays: dict[Dispatch, _Stay] = {}
+        self._sequence = 0
+        # For the speed factor: observed and modelled seconds, and since the last observation the
+        # prompts whose prefill came between the decode steps, and the step clock then.
+        self._observed_s: list[float] = []
+        self._modelled_s: list[float] = []
+        self._prefills: list[tuple[int, float]] = []
+        self._observed_clock: list[float] = []
+
+    def open_slot(self, slot: int, constants: Constants | None) -> None:
+        """Begin a slot anew, or change its constants; ``None``: unprofiled, its clock stands."""
+        while slot >= len(self._constants):
+            self._constants.append(None)
+            self._moves.append([])
+            self._observed_s.append(_PRIOR_S)
+            self._modelled_s.append(_PRIOR_S)
+            self._prefills.append((0, 0.0))
+            self._observed_clock.append(math.nan)
+        while slot >= self._rows.shape[1]:
+            self._rows = np.concatenate((self._rows, np.zeros_like(self._rows)), axis=1)
+            self._stages = np.concatenate((self._stages, np.zeros_like(self._stages)))
+        self._constants[slot] = constants
+        if self._rows[SPEED, slot] == 0:
+            self._rows[SPEED, slot] = 1.0
+
+    def close_slot(self, slot: int) -> None:
+        """Forget a slot's past; its dispatches have left."""
+        self._rows[:, slot] = 0.0
+        self._stages[slot] = 0.0
+        self._moves[slot].clear()
+        self._observed_s[slot] = self._modelled_s[slot] = _PRIOR_S
+        self._observed_clock[slot] = math.nan
+        self._prefills[slot] = (0, 0.0)
+
+    # Events
+
+    def placed(self, dispatch: Dispatch) -> None:
+        """A request was sent: it is in U."""
+        request = dispatch.request
+        n = request.sequences
+        stay = _Stay(n, n * request.prompt_tokens, n * request.predicted_output_tokens)
+        self._stays[dispatch] = stay
+        rows, slot = self._rows, dispatch.slot
+        rows[WAITING, slot] += n
+        rows[WAITING_PROMPT, slot] += stay.prompt_tokens
+        rows[WAITING_OUTPUT, slot] += stay.output_tokens
+
+    def first_token(self, dispatch: Dispatch, now_s: float) -> bool:
+        """It streams: from U to R. False, and no change, unless it was in U."""
+        stay = self._stays.get(dispatch)
+        if stay is None or stay.streaming:
+            return False
+        slot = dispatch.slot
+        clock = self._read_clock(slot, now_s)
+        self._leave_waiting(slot, stay)
+        stay.streaming = True
+        stay.stage = 0
+        stay.joined = clock
+        rows, n = self._rows, stay.sequences
+        rows[STREAMING, slot] += n
+        # The first token is out: each sequence holds its prompt and that one.
+        rows[CONTEXT, slot] += stay.prompt_tokens + n
+        self._stages[slot, 0] += n
+        prompts, tokens = self._prefills[slot]
+        self._prefills[slot] = (prompts + n, tokens + stay.prompt_tokens)
+        self._schedule_move(slot, stay)
+        self._set_rate(slot)
+        return True
+
+    def left(self, dispatch: Dispatch, now_s: float) -> None:
+        """It is no longer there, whatever the reason. Unknown dispatches are ignored."""
+        stay = self._stays.pop(dispatch, None)
+        if stay is None:
+            return
+        slot, rows = dispatch.slot, self._rows
+        if not stay.streaming:
+            self._leave_waiting(slot, stay)
+            return
+        clock = self._read_clock(slot, now_s)
+        n = stay.sequences
+        rows[STREAMING, slot] -= n
+        rows[CONTEXT, slot] -= stay.prompt_tokens + n * (1 + clock - stay.joined)
+        self._stages[slot, stay.stage] -= n
+        stay.stage = -1
+        if rows[STREAMING, slot] == 0:
+            # Exactly nothing, so that no remainder of the sums outlives a busy period.
+            rows[CONTEXT, slot] = rows[_CLOCK, slot] = 0.0
+            # A clock that began anew between two observations is not set by the second.
+            self._observed_clock[slot] = math.nan
+            self._moves[slot].clear()
+        self._set_rate(slot)
+
+    def observe_steps(self, slot: int, steps: float, duration_s: float, now_s: float) -> None:
+        """The engine made ``steps`` decode steps in ``duration_s``, up to now, while it streamed.
+
+        Sets the speed factor, and the step clock right.
+        """
+        c = self._constants[slot]
+        prompts, tokens = self._prefills[slot]
+        self._prefills[slot] = (0, 0.0)
+        clock = self._read_clock(slot, now_s)
+        if self._rows[STREAMING, slot] >= 1 and steps > 0 and duration_s > 0:
+            if c is not None:
+                modelled_s = steps * self._step_s(slot, c) + c.p1 * tokens + c.p2 * prompts
+                self._set_speed(slot, duration_s, modelled_s)
+            true_clock = self._observed_clock[slot] + steps
+            if not math.isnan(true_clock):
+                self._advance(slot, true_clock - clock)
+        self._observed_clock[slot] = float(self._rows[_CLOCK, slot])
+        self._set_rate(slot)
+
+    def _set_speed(self, slot: int, observed_s: float, modelled_s: float) -> None:
+        keep = math.exp(-observed_s / _FORGET_S)
+        observed = self._observed_s[slot] = self._observed_s[slot] * keep + observed_s
+        modelled = self._modelled_s[slot] = self._modelled_s[slot] * keep + modelled_s
+        low, high = _SPEED_BOUNDS
+        self._rows[SPEED, slot] = min(high, max(low, observed / modelled))
+
+    # What a policy sees
+
+    def rows(self, slots: NDArray[np.intp], now_s: float) -> FloatArray:
+        """The rows of these slots at ``now_s``, by the names above."""
+        rows: FloatArray = self._rows[:, slots]
+        elapsed_s = np.maximum(now_s - rows[_READ_S], 0.0)
+        rows[CONTEXT] += rows[STREAMING] * elapsed_s * rows[_STEPS_PER_S]
+        return rows
+
+    def stages(self, slots: NDArray[np.intp]) -> FloatArray:
+        """Streaming sequences by stage, shape (slots, stages), as of each slot's last event."""
+        result: FloatArray = self._stages[slots]
+        return result
+
+    def streams(self, dispatch: Dispatch) -> bool:
+        """Whether a dispatch is there and past its first token."""
+        stay = self._stays.get(dispatch)
+        return stay is not None and stay.streaming
+
+    def speed(self, slot: int) -> float:
+        """The speed factor f: above 1 the machine is slower than its constants say."""
+        return float(self._rows[SPEED, slot])
+
+    def waiting(self, slot: int) -> int:
+        """Sequences without a first token."""
+        return int(self._rows[WAITING, slot])
+
+    # The step clock
+
+    def _read_clock(self, slot: int, now_s: float) -> float:
+        rows = self._rows
+        elapsed_s = now_s - float(rows[_READ_S, slot])
+        if elapsed_s > 0:
+            rows[_READ_S, slot] = now_s
+            self._advance(slot, elapsed_s * float(rows[_STEPS_PER_S, slot]))
+        return float(rows[_CLOCK, slot])
+
+    def _advance(self, slot: int, steps: float) -> None:
+        rows = self._rows
+        if steps == 0:
+            return
+        rows[CONTEXT, slot] += steps * rows[STREAMING, slot]
+        clock = rows[_CLOCK, slot] = float(rows[_CLOCK, slot]) + steps
+        moves = self._moves[slot]
+        while moves and moves[0][0] <= clock:
+            _, _, stay = heapq.heappop(moves)
+            if stay.stage >= 0:
+                self._stages[slot, stay.stage] -= stay.sequences
+                stay.stage += 1
+                self._stages[slot, stay.stage] += stay.sequences
+                self._schedule_move(slot, stay)
+
+    def _schedule_move(self, slot: int, stay: _Stay) -> None:
+        following = stay.stage + 1
+        if following < len(STAGE_TOKENS):
+            self._sequence += 1
+            # The first token came before the clock's first step.
+            due = stay.joined + STAGE_TOKENS[following] - 1
+            heapq.heappush(self._moves[slot], (due, self._sequence, stay))
+
+    def _set_rate(self, slot: int) -> None:
+        c, rows = self._constants[slot], self._rows
+        if c is None or rows[STREAMING, slot] < 1:
+            rows[_STEPS_PER_S, slot] = 0.0
+        else:
+            step_s = float(rows[SPEED, slot]) * self._step_s(slot, c)
+            rows[_STEPS_PER_S, slot] = 1 / max(step_s, 1e-6)
+
+    def _step_s(self, slot: int, c: Constants) -> float:
+        """Eq. (4)'s step of all that stream, without f."""
+        rows = self._rows
+        batch, context = float(rows[STREAMING, slot]), float(rows[CONTEXT, slot])
+        return c.p5 * context + c.p6 * batch + c.p7 * context / batch + c.p8
+
+    def _leave_waiting(self, slot: int, stay: _Stay) -> None:
+        rows = self._rows
+        rows[WAITING, slot] -= stay.sequences
+        if rows[WAITING, slot] == 0:
+            rows[WAITING_PROMPT, slot] = rows[WAITING_OUTPUT, slot] = 0.0
+        else:
+            rows[WAITING_PROMPT, slot] -= stay.prompt_tokens
+            rows[WAITING_OUTPUT, slot] -= stay.output_tokens

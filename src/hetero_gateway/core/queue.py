@@ -1,0 +1,77 @@
+"""Requests that wait in the gateway for an instance: first in, first out, one queue per model.
+
+Models do not block each other. A ticket can leave from the middle (its client went away), which
+costs as much as from the head. The sums that a policy wants to know are kept beside.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+from hetero_gateway.core.ledger import Dispatch
+from hetero_gateway.core.types import InstanceId, Reject, Request
+
+
+class Ticket:
+    """One request waiting for an instance, or placed on one. Changed by the scheduler alone.
+
+    ``exclude``: instances it was tried on. ``owner``: whatever the shell wants to find again.
+    When it leaves the queue by ``pump``, it has either ``decision`` and ``dispatch``, or
+    ``rejected``.
+    """
+
+    __slots__ = ("decision", "dispatch", "enqueued_s", "exclude", "owner", "rejected", "request")
+
+    def __init__(
+        self, request: Request, enqueued_s: float, exclude: Collection[InstanceId], owner: Any
+    ) -> None:
+        self.request = request
+        self.enqueued_s = enqueued_s
+        self.exclude = exclude
+        self.owner = owner
+        self.decision: Any = None
+        self.dispatch: Dispatch | None = None
+        self.rejected: Reject | None = None
+
+
+class ModelQueue:
+    """What waits for one model, with the sums of its lengths (tokens) and its last arrival."""
+
+    __slots__ = ("_tickets", "last_arrival_s", "output_tokens", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self._tickets: OrderedDict[Ticket, None] = OrderedDict()
+        self.prompt_tokens = 0
+        self.output_tokens = 0.0
+        self.last_arrival_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def head(self) -> Ticket:
+        """The one whose turn it is; there must be one."""
+        return next(iter(self._tickets))
+
+    def put(self, ticket: Ticket, *, first: bool) -> None:
+        """Add at the end, or, ``first``, at the head (a retry has waited before)."""
+        self._tickets[ticket] = None
+        if first:
+            self._tickets.move_to_end(ticket, last=False)
+        else:
+            self.last_arrival_s = ticket.enqueued_s
+        self.prompt_tokens += ticket.request.prompt_tokens
+        self.output_tokens += ticket.request.predicted_output_tokens
+
+    def drop(self, ticket: Ticket) -> bool:
+        """Take one out, wherever it stands; False when it is not there."""
+        if ticket not in self._tickets:
+            return False
+        del self._tickets[ticket]
+        if self._tickets:
+            self.prompt_tokens -= ticket.request.prompt_tokens
+            self.output_tokens -= ticket.request.predicted_output_tokens
+        else:
+            self.prompt_tokens, self.output_tokens = 0, 0.0
+        return True

@@ -1,0 +1,346 @@
+"""The queue with late binding, and what ``finish-time`` makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.cost_model import request_time_s
+from hetero_gateway.core.length import STAGE_TOKENS
+from hetero_gateway.core.policies import PolicyOptions
+from hetero_gateway.core.policies.finish_time import FinishTime
+from hetero_gateway.core.progress import Outlook
+from hetero_gateway.core.queue import Ticket
+from hetero_gateway.core.scheduler import Decision, Scheduler
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason
+
+from .builders import FAST, SLOW, candidates, profile, profiles, request, scheduler, spec
+
+DEPTH = 8
+
+
+def submitted(s: Scheduler, now_s: float = 0.0, **changes: object) -> Ticket:
+    ticket = s.submit(request(**changes), now_s)  # type: ignore[arg-type]
+    assert isinstance(ticket, Ticket), ticket
+    return ticket
+
+
+def finish_time(*specs: object, **changes: object) -> Scheduler:
+    return scheduler(*specs, policy="finish-time", **changes)  # type: ignore[arg-type]
+
+
+def place(s: Scheduler, count: int, now_s: float = 0.0) -> list[Ticket]:
+    for _ in range(count):
+        submitted(s, now_s)
+    return s.pump(now_s)
+
+
+# The queue
+
+
+def test_every_policy_but_finish_time_places_at_once() -> None:
+    s = scheduler(spec("a"), spec("b", SLOW))
+    assert len(place(s, 100)) == 100
+    assert s.queued == 0
+
+
+def test_an_instance_gets_eight_requests_without_a_first_token_and_no_more() -> None:
+    s = finish_time(spec("a"))
+    assert len(place(s, 30)) == DEPTH
+    assert s.queued == 30 - DEPTH
+
+
+def test_a_first_token_makes_room_for_one() -> None:
+    s = finish_time(spec("a"))
+    placed = place(s, 30)
+    s.first_token(placed[0].dispatch, 0.1)
+    assert len(s.pump(0.1)) == 1
+    assert s.pump(0.1) == []
+
+
+def test_no_more_are_in_flight_than_the_engine_runs_and_a_few() -> None:
+    s = finish_time(spec("a", profile(max_num_seqs=4)))
+    place(s, 40)
+    seen: list[Ticket] = []
+    for _ in range(10):
+        fresh = s.pump(0.0)
+        seen += fresh
+        for slot_dispatch in s.ledger.outstanding(s.slot(InstanceId("a"))):
+            s.first_token(slot_dispatch, 0.0)
+    assert s.ledger.in_flight[s.slot(InstanceId("a"))] == 4 + 8
+
+
+def test_tickets_are_placed_in_the_order_they_came() -> None:
+    s = finish_time(spec("a"))
+    tickets = [submitted(s, i * 0.01) for i in range(20)]
+    placed = s.pump(0.5)
+    while s.queued:
+        for ticket in placed[-DEPTH:]:
+            s.first_token(ticket.dispatch, 1.0)
+        placed += s.pump(1.0)
+    assert placed == tickets
+
+
+def test_a_retry_goes_to_the_head_and_not_where_it_failed() -> None:
+    s = finish_time(spec("a"), spec("b"))
+    place(s, 40)
+    retry = s.submit(request(), 0.5, [InstanceId("a")], first=True)
+    on_b = next(iter(s.ledger.outstanding(s.slot(InstanceId("b")))))
+    s.first_token(on_b, 0.6)
+    (placed,) = s.pump(0.6)
+    assert placed is retry
+    assert placed.decision.instance_id == "b"
+
+
+def test_a_cancelled_ticket_leaves_the_queue_once() -> None:
+    s = finish_time(spec("a"))
+    place(s, DEPTH)
+    first, second = submitted(s), submitted(s)
+    assert s.cancel(first)
+    assert not s.cancel(first)
+    assert s.queued == 1
+    for dispatch in s.ledger.outstanding(0):
+        s.first_token(dispatch, 1.0)
+    assert s.pump(1.0) == [second]
+    assert not s.cancel(second)
+
+
+def test_a_full_queue_refuses() -> None:
+    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), max_queued=3)
+    s.add(spec("a"))
+    for _ in range(DEPTH + 3):
+        place(s, 1)
+    result = s.submit(request(), 0.0)
+    assert isinstance(result, Reject)
+    assert result.reason is RejectReason.QUEUE_FULL
+    assert s.queued == 3
+
+
+def test_who_can_never_be_served_is_refused_at_once() -> None:
+    s = finish_time(spec("a"))
+    place(s, 50)
+    reasons = []
+    for body in (request(model="other"), request(9000)):
+        result = s.submit(body, 0.0)
+        assert isinstance(result, Reject)
+        reasons.append(result.reason)
+    assert reasons == [RejectReason.UNKNOWN_MODEL, RejectReason.FITS_NO_INSTANCE]
+
+
+def test_when_the_last_instance_goes_those_that_wait_are_told() -> None:
+    s = finish_time(spec("a"))
+    place(s, 20)
+    s.replace(spec("a", available=False))
+    told = s.pump(1.0)
+    assert len(told) == 20 - DEPTH
+    assert {t.rejected.reason for t in told if t.rejected} == {RejectReason.NO_AVAILABLE_INSTANCE}
+    assert s.queued == 0
+
+
+def test_an_instance_that_comes_up_takes_from_the_queue() -> None:
+    s = finish_time(spec("a"))
+    place(s, 20)
+    s.add(spec("b"))
+    assert {t.decision.instance_id for t in s.pump(1.0)} == {"b"}
+
+
+def test_models_do_not_block_each_other() -> None:
+    s = finish_time(spec("a"), spec("b", models=frozenset({"other"})))
+    place(s, 20)
+    other = submitted(s, model="other")
+    assert s.pump(0.0) == [other]
+
+
+def test_models_on_one_instance_share_its_room_by_arrival() -> None:
+    s = finish_time(spec("a", models=frozenset({"x", "y"})))
+    tickets = [submitted(s, i * 0.1, model="xy"[i % 2]) for i in range(12)]
+    assert s.pump(2.0) == tickets[:DEPTH]
+
+
+def test_a_request_that_does_not_stream_leaves_its_place_when_its_prefill_is_predicted() -> None:
+    s = finish_time(spec("a"))
+    for _ in range(DEPTH + 1):
+        s.submit(dataclasses.replace(request(), streams=False), 0.0)
+    assert len(s.pump(0.0)) == DEPTH
+    wake_s = s.next_wakeup_s()
+    assert wake_s is not None
+    assert 0 < wake_s < 2
+    assert len(s.pump(wake_s)) == 1
+
+
+def test_removing_an_instance_leaves_no_trace_of_its_requests() -> None:
+    s = finish_time(spec("a"), spec("b"))
+    tickets = place(s, 10)
+    s.first_token(tickets[0].dispatch, 0.1)
+    s.remove(InstanceId("a"))
+    s.add(spec("a"))
+    rows = s.progress.rows(np.array([s.slot(InstanceId("a"))]), 5.0)
+    assert not rows[:5].any()
+
+
+def test_settled_requests_leave_exactly_nothing() -> None:
+    s = finish_time(spec("a"), spec("b", SLOW))
+    now_s = 0.0
+    placed = place(s, 200)
+    while placed:
+        now_s += 0.1
+        for ticket in placed:
+            s.first_token(ticket.dispatch, now_s)
+            assert s.settle(ticket.dispatch, Outcome.COMPLETED, now_s + 0.05)
+        placed = s.pump(now_s + 0.05)
+    rows = s.progress.rows(np.array([0, 1]), now_s)
+    assert not rows[:5].any()
+    assert not s.ledger.load.any()
+    assert s.queued == 0
+
+
+# The choice
+
+
+def test_an_idle_fast_instance_is_preferred() -> None:
+    s = finish_time(spec("slow", SLOW), spec("fast"))
+    assert place(s, 1)[0].decision.instance_id == "fast"
+
+
+def test_a_slow_instance_helps_when_the_fast_one_is_busy() -> None:
+    s = finish_time(spec("slow", SLOW), spec("fast"))
+    chosen = [t.decision.instance_id for t in place(s, 16)]
+    assert chosen.count("slow") >= 1
+    assert chosen.count("fast") == DEPTH
+
+
+def test_an_instance_observed_to_be_slow_gets_less() -> None:
+    s = finish_time(spec("a"), spec("b"))
+    for ticket in place(s, 8):
+        s.first_token(ticket.dispatch, 0.1)
+    for i in range(20):
+        s.observe_steps(InstanceId("a"), 10, 1.0, 0.2 + i)
+    chosen = {t.decision.instance_id for t in place(s, 6, 30.0)}
+    assert chosen == {"b"}
+
+
+def test_equal_instances_share_and_their_order_does_not_matter() -> None:
+    counts = {"a": 0, "b": 0}
+    for seed in range(200):
+        s = finish_time(spec("a"), spec("b"), seed=seed)
+        counts[place(s, 1)[0].decision.instance_id] += 1
+    assert 70 < counts["a"] < 130
+
+
+def test_without_constants_it_counts_by_weight() -> None:
+    s = finish_time(spec("a", None, weight=3.0), spec("b", None))
+    chosen = [t.decision.instance_id for t in place(s, 8)]
+    assert chosen.count("a") == 6
+
+
+def test_the_drain_rule_keeps_the_end_of_a_batch_from_the_slow_instance() -> None:
+    crawling = profile(SLOW.constants.scaled(20), 100_000)
+    during = finish_time(spec("slow", crawling), spec("fast"))
+    assert len(place(during, DEPTH + 1)) == DEPTH + 1
+    after = finish_time(spec("slow", crawling), spec("fast"))
+    place(after, DEPTH)
+    while after.ledger.in_flight[1] < DEPTH:
+        place(after, 1)
+    submitted(after, 0.0)
+    # On arrival it may go to the slow one; two seconds later the fast one is worth the wait.
+    waiting = [t for t in after.pump(2.5) if t.decision]
+    assert all(t.decision.instance_id == "fast" for t in waiting)
+
+
+def test_the_makespan_objective_has_the_drain_rule_always() -> None:
+    crawling = profile(SLOW.constants.scaled(20), 100_000)
+    s = finish_time(
+        spec("slow", crawling), spec("fast"), options=PolicyOptions(objective="makespan")
+    )
+    assert len(place(s, DEPTH + 1)) == DEPTH
+    assert s.queued == 1
+
+
+def test_the_drain_rule_never_leaves_everything_idle() -> None:
+    s = finish_time(spec("slow", SLOW), spec("fast"), options=PolicyOptions(objective="makespan"))
+    submitted(s, 0.0)
+    assert len(s.pump(100.0)) == 1
+
+
+def test_explaining_a_full_cluster_says_that_it_waits() -> None:
+    s = finish_time(spec("a"), spec("b", SLOW))
+    place(s, 40)
+    result = s.explain(request())
+    assert isinstance(result, Decision)
+    assert result.waits
+    assert result.candidates.estimates is not None
+    assert not result.candidates.estimates.room.any()
+
+
+@given(
+    st.lists(profiles(), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), max_size=30),
+)
+def test_estimates_equal_the_pseudo_code_by_walking_every_request(
+    machines: list[object], there: list[tuple[int, int]]
+) -> None:
+    s = finish_time(*(spec(f"i{i}", p, max_model_len=None) for i, p in enumerate(machines)))  # type: ignore[arg-type]
+    for i, (prompt, output) in enumerate(there):
+        s.submit(request(prompt, output), 0.0)
+        for ticket in s.pump(0.0):
+            if ticket.dispatch is not None and i % 3:
+                s.first_token(ticket.dispatch, 0.0)
+    body = request(200, 100.0)
+    decision = s.choose(body)
+    if isinstance(decision, Reject):
+        return
+    estimates = decision.candidates.estimates
+    assert estimates is not None
+    residual = 256.0
+    for k, instance_id in enumerate(decision.candidates.ids):
+        slot = s.slot(instance_id)
+        machine = s.spec(instance_id).profile
+        assert machine is not None
+        c, kv = machine.constants, machine.kv_capacity_tokens
+        outstanding = list(s.ledger.outstanding(slot))
+        waiting = [d.request for d in outstanding if not s.progress.streams(d)]
+        streaming = [d.request for d in outstanding if s.progress.streams(d)]
+        n = len(outstanding)
+        ui, up = (
+            sum(r.prompt_tokens for r in waiting),
+            sum(r.predicted_output_tokens for r in waiting),
+        )
+        ctx = sum(r.prompt_tokens + 1 for r in streaming)
+        rem = residual * len(streaming)
+        tok = ctx + 0.5 * rem + ui + 0.5 * up + 200 + 50
+        cap = max(1.0, min(machine.max_num_seqs, kv / (tok / (n + 1))))
+        b, held = min(n + 1, cap), min(tok, kv)
+        step = c.p6 * b + c.p8 + c.p5 * held + c.p7 * held / b
+        if n + 1 <= cap:
+            latency = c.p1 * (ui + 200) + c.p2 * (len(waiting) + 1) + c.p4 + 100 * step
+        else:
+            turn = c.p1 * ui / max(len(waiting), 1) + c.p2 + (rem + up) / n * step / cap
+            latency = (n + 1 - cap) * turn + c.p1 * 200 + c.p4 + 100 * step
+        shared = min(residual, 100) * len(streaming) + min(100, up)
+        delay = shared * (c.p6 + c.p5 * 250) + n * (c.p1 * 200 + c.p2)
+        assert estimates.latency_s[k] == pytest.approx(latency, rel=1e-9)
+        assert estimates.delay_s[k] == pytest.approx(delay, rel=1e-9)
+
+
+def test_the_drain_bound_is_the_queue_over_the_sum_of_the_speeds() -> None:
+    s = finish_time(spec("a"), spec("b", SLOW))
+    place(s, 16)
+    for _ in range(10):
+        submitted(s, 0.0, prompt_tokens=400, output_tokens=100.0)
+    expected = 10 / sum(1 / request_time_s(p, 400, 100) for p in (FAST, SLOW))
+    assert s.drain_time_s("m") == pytest.approx(expected)
+
+
+def test_the_policy_draws_among_full_ties_only() -> None:
+    c = candidates([0.0, 0.0])
+    assert isinstance(c.outlook, Outlook)
+    assert c.outlook.residual.size == len(STAGE_TOKENS)
+    picked = {
+        FinishTime(PolicyOptions()).choose(request(), c, np.random.default_rng(i))
+        for i in range(30)
+    }
+    assert picked == {0, 1}
