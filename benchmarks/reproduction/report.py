@@ -405,13 +405,15 @@ Tokens/s, mean ± sd over the seeds, and the gain over RR. OS to the paper's let
 """
 
 SCAN_A_TEXT = """
-The constants of the t=1 instance times 0.75 to 3, NVLink2, 24 req/s. The capacity ratio is that of
-the two instances' solo throughputs.
+The constants of the t=1 instance times 0.75 to 3, NVLink2, 24 req/s. The capacity ratio r is that of
+the two instances' solo throughputs. Where both are overloaded, RR does twice what the weak one can,
+so a perfect split gains (r - 1)/2, and +122.5 % needs r = 3.45.
 """
 
 SCAN_B_TEXT = """
 The constants of the four V100 instances times 1 to 3, NVLink2, 16 req/s. OS gives ties to the
-lowest index, as printed; min-max gives them to the lowest own load.
+lowest index, as printed; min-max gives them to the lowest own load. Here a perfect split gains
+(r - 1)/5, with r the A800's solo throughput over a V100 instance's, and +33.6 % needs r = 2.68.
 """
 
 DIFFERENCES = """
