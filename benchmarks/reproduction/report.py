@@ -405,9 +405,9 @@ Tokens/s, mean ± sd over the seeds, and the gain over RR. OS to the paper's let
 """
 
 SCAN_A_TEXT = """
-The constants of the t=1 instance times 0.75 to 3, NVLink2, 24 req/s. The capacity ratio r is that of
-the two instances' solo throughputs. Where both are overloaded, RR does twice what the weak one can,
-so a perfect split gains (r - 1)/2, and +122.5 % needs r = 3.45.
+The constants of the t=1 instance times 0.75 to 3, NVLink2, 24 req/s. The capacity ratio r is that
+of the two instances' solo throughputs. Where both are overloaded, RR does twice what the weak one
+can, so a perfect split gains (r - 1)/2, and +122.5 % needs r = 3.45.
 """
 
 SCAN_B_TEXT = """
@@ -420,13 +420,18 @@ DIFFERENCES = """
 ## What differs from the paper, and why
 
 - **Nothing was measured here.** The constants come from other people's measurements of the same
-  cards. vLLM 0.6 on a V100 had no FlashAttention and more overhead in each step.
+  cards. vLLM 0.6 on a V100 had no FlashAttention and more overhead in each step, which makes the
+  V100s of the paper slower than these, and the A800's lead in cluster B larger.
 - **Lengths.** The paper samples ShareGPT without saying what of a conversation is the prompt. With
-  first turns alone these clusters are hardly loaded at the paper's rates, and the policies differ
-  little below "at once". With whole conversations they are overloaded at every rate.
+  first turns alone the clusters are hardly loaded at the paper's rates, so that policies differ
+  little below "at once". With whole conversations they are overloaded at each of its rates. In
+  cluster B, a reasoning model would write longer answers than ShareGPT's; these are ShareGPT's.
+- **Overload.** When much more is outstanding than the KV caches hold, e^(θ·kvusage) outweighs T, and
+  OS splits tokens by KV capacity rather than by speed. In cluster A the two nearly agree. In cluster
+  B they do not, which is why OS stops gaining there while finish-time goes on.
 - **KV memory** is grouped-query right; the paper's formula is four to five times too large. In the
   first experiment Algorithm 1 is shown with both.
-- **The paper's weights for cluster B** are unknown; WRR is left out there.
+- **Weights for cluster B** are not in the paper, so WRR is left out there.
 - **Ties.** With three or more instances min-max ties are the rule, and the printed algorithm gives
   them to the lowest index. docs/scheduling.md says what the gateway does instead.
 """
