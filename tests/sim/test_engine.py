@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.cost_model import decode_step_time_s, decode_time_s, prefill_time_s
 from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.sim import kernel
 from hetero_gateway.sim.engine import Engine, Scheduling, Sequence, State, StepResult
 
 CONSTANTS = Constants(p1=1e-4, p2=2e-4, p3=3e-6, p4=0.01, p5=1e-7, p6=1e-4, p7=3e-7, p8=0.02)
@@ -232,7 +233,7 @@ def check_books(engine: Engine[Sequence], everyone: list[Sequence], growing: boo
             cached += tokens
             used += -(-(tokens if growing else tokens - 1) // 16)
     assert engine.total_blocks - engine.free_blocks == used
-    assert engine._cached_tokens == cached
+    assert engine._n[kernel.CACHED] == cached
     assert 0 <= engine.free_blocks <= engine.total_blocks
     assert engine.num_running <= engine.max_num_seqs
 

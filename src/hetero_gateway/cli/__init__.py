@@ -32,7 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # Imported here so that a Ctrl-C while they load is as quiet as a later one.
-    from hetero_gateway.cli import bench, demo, emulate, explain, serve, status, validate
+    from hetero_gateway.cli import (
+        bench,
+        demo,
+        emulate,
+        explain,
+        serve,
+        simulate,
+        status,
+        validate,
+    )
 
     parser = argparse.ArgumentParser(
         prog="hetero-gateway",
@@ -40,6 +49,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, validate, emulate, demo, bench, status, explain):
+    for command in (serve, validate, emulate, demo, simulate, bench, status, explain):
         command.add_parser(subparsers)
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""``validate``: check a configuration without serving."""
+"""``validate``: check a gateway's or a cluster's file without serving or simulating."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.config import instance_profile, load_gateway_config
+from hetero_gateway.cluster_config import is_cluster, load_cluster
+from hetero_gateway.config import instance_profile, load_gateway_config, read_yaml
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "validate",
         help="check a configuration without serving",
-        description="Check a configuration, its profiles included, without serving.",
+        description="Check a gateway's configuration, or the cluster file of simulate, profiles "
+        "included, without serving.",
         epilog="example: hetero-gateway validate -c configs/gateway.yaml",
     )
     parser.add_argument("-c", "--config", type=Path, required=True, metavar="FILE")
@@ -23,6 +25,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if is_cluster(read_yaml(args.config)):
+        return _validate_cluster(args)
     config = load_gateway_config(args.config)
     rows: list[dict[str, Any]] = []
     for instance in config.instances:
@@ -43,4 +47,21 @@ def run(args: argparse.Namespace) -> int:
         models = ", ".join(row["models"]) or "asked of the instance"
         profile_name = row["profile"] or "none"
         print(f"  {row['id']}: {row['base_url']}, models: {models}, profile: {profile_name}")
+    return 0
+
+
+def _validate_cluster(args: argparse.Namespace) -> int:
+    from hetero_gateway.load.trace import read_trace
+
+    cluster = load_cluster(args.config)
+    if cluster.trace is not None:
+        read_trace(cluster.trace)
+    rows = [{"id": i.instance_id, "profile": i.profile.name} for i in cluster.instances]
+    if args.json:
+        document = {"file": str(args.config), "valid": True, "kind": "cluster", "instances": rows}
+        print(json.dumps(document | {"faults": len(cluster.faults)}))
+        return 0
+    print(f"{args.config}: valid for simulate; {len(rows)} instances, {len(cluster.faults)} faults")
+    for row in rows:
+        print(f"  {row['id']}: profile: {row['profile']}")
     return 0

@@ -1,8 +1,7 @@
 """One vLLM instance's engine in virtual time: continuous batching over a paged KV cache.
 
-The emulated server and the simulator drive this one class. It knows sequences and steps, not
-seconds that have passed: whoever drives it asks for the next step, lets ``duration_s`` go by on
-a clock of its own, and says that the step has ended.
+It knows sequences and steps, not seconds that have passed: whoever drives it asks for the next
+step, lets ``duration_s`` go by on a clock of its own, and says that the step has ended.
 
     engine.submit(sequence)
     while step := engine.begin_step():
@@ -35,29 +34,29 @@ b decoding sequences with S cached tokens in all:
     mixed     their sum, less min(p4, p8): the weights are read and the kernels launched once,
               so the fixed part is paid once, at the larger of the two fits
 
-A decode step costs O(1) plus the sequences that join, leave or are listed in the result: S grows
-by b a step, block needs are counted per residue of the step number, and finishes lie in a heap.
-That is also the seam for advancing many decode steps in closed form: until the next finish
-(``_finishes``) or shortage of blocks (``_block_phases``) nothing else changes.
+The rules themselves are functions in ``kernel.py``. This class drives them step by step, which is
+what an instance that must emit every token in time needs; ``fleet.py`` drives the same functions
+many steps at once.
 
 Not modelled: prefix caching, attention over a prompt's earlier chunks (Eq. 3 has no such term).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict
-from dataclasses import dataclass
+import math
+from dataclasses import astuple, dataclass
 from enum import Enum
 from typing import Generic, Literal, TypeVar
 
-from hetero_gateway.core.cost_model import decode_step_time_s, prefill_time_s
-from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.profile import Profile
+from hetero_gateway.sim import kernel
 
 Scheduling = Literal["chunked", "prefill-first"]
 
 # vLLM's default budget of an online server on cards below 70 GiB (vllm/engine/arg_utils.py).
 DEFAULT_MAX_BATCHED_TOKENS = 2048
+# vLLM's default.
+DEFAULT_BLOCK_TOKENS = 16
 # vLLM V0's BlockSpaceManager default: blocks kept free at admission, so that the sequences already
 # running are not evicted by the very next step.
 WATERMARK = 0.01
@@ -69,11 +68,11 @@ class State(Enum):
     Eviction leads back to WAITING, abort from anywhere to DONE.
     """
 
-    NEW = 0
-    WAITING = 1
-    PREFILLING = 2
-    DECODING = 3
-    DONE = 4
+    NEW = kernel.NEW
+    WAITING = kernel.WAITING
+    PREFILLING = kernel.PREFILLING
+    DECODING = kernel.DECODING
+    DONE = kernel.DONE
 
 
 class Sequence:
@@ -87,35 +86,38 @@ class Sequence:
         ValueError: a length below 1.
     """
 
-    __slots__ = (
-        "_finish_epoch",
-        "_generated",
-        "_join",
-        "_offset",
-        "computed_tokens",
-        "output_tokens",
-        "preemptions",
-        "prompt_tokens",
-        "state",
-    )
+    __slots__ = ("_row", "_slot")
 
     def __init__(self, prompt_tokens: int, output_tokens: int) -> None:
         if prompt_tokens < 1 or output_tokens < 1:
             raise ValueError(f"lengths must be at least 1, got {prompt_tokens} and {output_tokens}")
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.state = State.NEW
-        self.preemptions = 0
-        self.computed_tokens = 0  # of its prefill; means nothing while it decodes
-        self._generated = 0  # at the time it last left the decoding batch
-        self._finish_epoch = 0  # of the decode epoch in which its last token is emitted
-        self._offset = 0  # cached tokens = _offset + decode epoch
-        self._join = 0  # tells this stay in the decoding batch from earlier ones
+        # The kernel's row of this sequence: it lies in the engine's table from submit on.
+        self._row = [0] * kernel.SEQUENCE_FIELDS
+        self._row[kernel.PROMPT] = prompt_tokens
+        self._row[kernel.OUTPUT] = output_tokens
+        self._slot = -1
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._row[kernel.PROMPT]
+
+    @property
+    def output_tokens(self) -> int:
+        return self._row[kernel.OUTPUT]
+
+    @property
+    def state(self) -> State:
+        return State(self._row[kernel.STATE])
+
+    @property
+    def preemptions(self) -> int:
+        """How often it was evicted."""
+        return self._row[kernel.PREEMPTIONS]
 
     @property
     def prefill_tokens(self) -> int:
         """What a prefill must compute: the prompt, and after an eviction its tokens as well."""
-        return self.prompt_tokens + self._generated
+        return self._row[kernel.PROMPT] + self._row[kernel.GENERATED]
 
 
 S = TypeVar("S", bound=Sequence)
@@ -141,26 +143,62 @@ class StepResult(Generic[S]):
     finished: list[S]
 
 
-def step_time_s(
-    c: Constants,
-    prefill_sequences: int,
-    prefill_tokens: int,
-    decode_sequences: int,
-    cached_tokens: int,
-) -> float:
-    """The length of a step of m prompts (n tokens) and b decodes (S cached tokens in all)."""
-    time_s = 0.0
-    if prefill_sequences:
-        time_s += prefill_time_s(c, prefill_sequences, prefill_tokens / prefill_sequences)
-    if decode_sequences:
-        time_s += decode_step_time_s(c, decode_sequences, cached_tokens / decode_sequences)
-        if prefill_sequences:
-            time_s -= min(c.p4, c.p8)
-    return time_s
+def instance_rows(
+    profile: Profile,
+    heads: int,
+    *,
+    scheduling: Scheduling = "chunked",
+    max_num_seqs: int | None = None,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
+    slowdown: float = 1.0,
+) -> tuple[kernel.Row, kernel.Times]:
+    """The kernel's rows of one idle instance; the arguments are those of ``Engine``.
+
+    Args:
+        heads: the first of three rows that are the heads of its lists.
+    """
+    if max_num_seqs is None:
+        max_num_seqs = profile.max_num_seqs
+    if min(max_num_seqs, block_tokens, max_batched_tokens) < 1:
+        raise ValueError("max_num_seqs, block_tokens and max_batched_tokens must be at least 1")
+    if scheduling == "chunked" and max_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_batched_tokens ({max_batched_tokens}) must be at least max_num_seqs "
+            f"({max_num_seqs})"
+        )
+    total_blocks = profile.kv_capacity_tokens // block_tokens
+    if total_blocks < 1:
+        raise ValueError(f"{profile.kv_capacity_tokens} KV tokens make no block")
+    n = [0] * (kernel.PHASES_AT + block_tokens + max_num_seqs)
+    n[kernel.FREE_BLOCKS] = n[kernel.TOTAL_BLOCKS] = total_blocks
+    n[kernel.BLOCK_TOKENS] = block_tokens
+    n[kernel.WATERMARK_BLOCKS] = int(WATERMARK * total_blocks)
+    n[kernel.MAX_SEQS] = max_num_seqs
+    n[kernel.MAX_BATCHED] = max_batched_tokens
+    n[kernel.CHUNKED] = int(scheduling == "chunked")
+    n[kernel.HEAD_WAITING] = heads
+    n[kernel.HEAD_PREFILLING] = heads + 1
+    n[kernel.HEAD_DECODING] = heads + 2
+    x = [*astuple(profile.constants), slowdown, 0.0, 0.0, 0.0, math.inf, 0.0]
+    return n, x
+
+
+def list_heads(first: int) -> kernel.Rows:
+    """The rows ``first`` to ``first + 2``: the heads of three empty lists."""
+    rows = [[0] * kernel.SEQUENCE_FIELDS for _ in range(3)]
+    for slot, row in enumerate(rows, first):
+        row[kernel.NEXT] = row[kernel.PREVIOUS] = slot
+    return rows
+
+
+def fits(n: kernel.Row, prompt_tokens: int, output_tokens: int) -> bool:
+    """Whether a sequence of these lengths can ever finish here (its last token needs no KV)."""
+    return kernel.blocks(n, prompt_tokens + output_tokens - 1) <= n[kernel.TOTAL_BLOCKS]
 
 
 class Engine(Generic[S]):
-    """The engine of one instance.
+    """The engine of one instance, step by step.
 
     Args:
         profile: its constants, KV capacity and (unless given here) ``max_num_seqs``.
@@ -182,66 +220,95 @@ class Engine(Generic[S]):
         *,
         scheduling: Scheduling = "chunked",
         max_num_seqs: int | None = None,
-        block_tokens: int = 16,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
         max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
         slowdown: float = 1.0,
     ) -> None:
-        self.constants = profile.constants
-        self.scheduling: Scheduling = scheduling
-        self.max_num_seqs = profile.max_num_seqs if max_num_seqs is None else max_num_seqs
-        self.block_tokens = block_tokens
-        self.max_batched_tokens = max_batched_tokens
-        self.slowdown = slowdown
-        if min(self.max_num_seqs, block_tokens, max_batched_tokens) < 1:
-            raise ValueError("max_num_seqs, block_tokens and max_batched_tokens must be at least 1")
-        if scheduling == "chunked" and max_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_batched_tokens ({max_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs})"
-            )
-        self.total_blocks = profile.kv_capacity_tokens // block_tokens
-        if self.total_blocks < 1:
-            raise ValueError(f"{profile.kv_capacity_tokens} KV tokens make no block")
-        self.free_blocks = self.total_blocks
-        self._watermark_blocks = int(WATERMARK * self.total_blocks)
-        self._waiting: OrderedDict[S, None] = OrderedDict()
-        self._prefilling: OrderedDict[S, None] = OrderedDict()
-        self._decoding: OrderedDict[S, None] = OrderedDict()
-        self._cached_tokens = 0  # over the decoding sequences: prompt and emitted tokens
-        self._epoch = 0  # decode steps ended
-        self._joins = 0
-        self._block_phases = [0] * block_tokens
-        self._finishes: list[tuple[int, int, S]] = []
+        self._n, self._x = instance_rows(
+            profile,
+            0,
+            scheduling=scheduling,
+            max_num_seqs=max_num_seqs,
+            block_tokens=block_tokens,
+            max_batched_tokens=max_batched_tokens,
+            slowdown=slowdown,
+        )
+        self._q = list_heads(0)
+        self._sequences: list[S | None] = [None] * len(self._q)
+        self._free_slots: list[int] = []
+        self._decoding: dict[int, S] = {}  # by slot, in the order of joining
+        # A step logs at most two entries for each sequence that runs.
+        entries = 2 * self.max_num_seqs + 1
+        self._log = [0] * entries
+        self._log_s = [0.0] * entries
         self._step: Step[S] | None = None
-        self._chunks: list[tuple[S, int]] = []
-        self.preemptions_total = 0
-        self.prompt_tokens_total = 0  # prefilled prompts, each counted once
-        self.generation_tokens_total = 0
 
     # -- what the outside sees
 
     @property
+    def max_num_seqs(self) -> int:
+        return self._n[kernel.MAX_SEQS]
+
+    @property
+    def block_tokens(self) -> int:
+        return self._n[kernel.BLOCK_TOKENS]
+
+    @property
+    def max_batched_tokens(self) -> int:
+        return self._n[kernel.MAX_BATCHED]
+
+    @property
+    def slowdown(self) -> float:
+        return self._x[kernel.SLOWDOWN]
+
+    @slowdown.setter
+    def slowdown(self, factor: float) -> None:
+        self._x[kernel.SLOWDOWN] = factor
+
+    @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._n[kernel.NUM_WAITING]
 
     @property
     def num_running(self) -> int:
-        return len(self._prefilling) + len(self._decoding)
+        return self._n[kernel.NUM_PREFILLING] + self._n[kernel.NUM_DECODING]
+
+    @property
+    def free_blocks(self) -> int:
+        return self._n[kernel.FREE_BLOCKS]
+
+    @property
+    def total_blocks(self) -> int:
+        return self._n[kernel.TOTAL_BLOCKS]
 
     @property
     def kv_usage(self) -> float:
         """Share of the blocks in use, 0 to 1."""
         return 1 - self.free_blocks / self.total_blocks
 
+    @property
+    def preemptions_total(self) -> int:
+        return self._n[kernel.PREEMPTIONS_TOTAL]
+
+    @property
+    def prompt_tokens_total(self) -> int:
+        """Of prefilled prompts, each counted once."""
+        return self._n[kernel.PROMPT_TOTAL]
+
+    @property
+    def generation_tokens_total(self) -> int:
+        return self._n[kernel.GENERATION_TOTAL]
+
     def generated_tokens(self, sequence: S) -> int:
         """Tokens that ``sequence`` has emitted so far."""
-        if sequence.state is State.DECODING:
-            return sequence._offset + self._epoch - sequence.prompt_tokens
-        return sequence._generated
+        row = sequence._row
+        if row[kernel.STATE] == kernel.DECODING:
+            return row[kernel.OFFSET] + self._n[kernel.EPOCH] - row[kernel.PROMPT]
+        return row[kernel.GENERATED]
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Whether a sequence of these lengths can ever finish here (its last token needs no KV)."""
-        return self._blocks(prompt_tokens + output_tokens - 1) <= self.total_blocks
+        """Whether a sequence of these lengths can ever finish here."""
+        return fits(self._n, prompt_tokens, output_tokens)
 
     def submit(self, sequence: S) -> None:
         """Put a new sequence at the end of the waiting queue.
@@ -256,23 +323,27 @@ class Engine(Generic[S]):
                 f"{sequence.prompt_tokens} + {sequence.output_tokens} tokens do not fit "
                 f"{self.total_blocks} blocks of {self.block_tokens}"
             )
-        sequence.state = State.WAITING
-        self._waiting[sequence] = None
+        if self._free_slots:
+            slot = self._free_slots.pop()
+            self._q[slot] = sequence._row
+            self._sequences[slot] = sequence
+        else:
+            slot = len(self._q)
+            self._q.append(sequence._row)
+            self._sequences.append(sequence)
+        sequence._slot = slot
+        kernel.enqueue(self._q, self._n, slot)
 
     def abort(self, sequence: S) -> None:
         """Drop a sequence and free its blocks at once, within a step too; a no-op when it is done.
 
         A step under way keeps its length: the accelerator does not stop for it.
         """
-        if sequence.state is State.WAITING:
-            del self._waiting[sequence]
-        elif sequence.state is State.PREFILLING:
-            del self._prefilling[sequence]
-            self.free_blocks += self._blocks(sequence.prefill_tokens)
-        elif sequence.state is State.DECODING:
-            del self._decoding[sequence]
-            self._leave(sequence)
-        sequence.state = State.DONE
+        if sequence._slot >= 0:
+            kernel.drop(self._q, self._n, sequence._slot)
+            self._decoding.pop(sequence._slot, None)
+            self._release(sequence)
+        sequence._row[kernel.STATE] = kernel.DONE
 
     def begin_step(self) -> Step[S] | None:
         """Plan the next step; None when there is nothing to do.
@@ -282,30 +353,23 @@ class Engine(Generic[S]):
         """
         if self._step is not None:
             raise RuntimeError("end_step() must come before the next begin_step()")
-        preempted: tuple[S, ...] = ()
-        decodes = 0
-        if self.scheduling == "chunked":
-            preempted = self._grow()
-            decodes = len(self._decoding)
-            self._plan_chunks(self.max_batched_tokens - decodes, admit=not preempted)
-        else:
-            self._plan_prompts()
-            if not self._chunks:
-                preempted = self._grow()
-                decodes = len(self._decoding)
-        if not decodes and not self._chunks:
+        n, log = self._n, self._log
+        log[0] = 0
+        if not kernel.plan(self._q, n, self._x, log, self._log_s, 0.0):
             return None
-        prompts = len(self._chunks)
-        prompt_tokens = sum(tokens for _, tokens in self._chunks)
-        cached_tokens = self._cached_tokens if decodes else 0
+        n[kernel.STEPS] = 1
+        preempted = []
+        for entry in log[1 : 1 + log[0]]:
+            slot = entry // 4
+            preempted.append(self._at(slot))
+            self._decoding.pop(slot, None)
         self._step = Step(
-            self.slowdown
-            * step_time_s(self.constants, prompts, prompt_tokens, decodes, cached_tokens),
-            prompts,
-            prompt_tokens,
-            decodes,
-            cached_tokens,
-            preempted,
+            self._x[kernel.FIRST_S],
+            n[kernel.STEP_PROMPTS],
+            n[kernel.STEP_TOKENS],
+            n[kernel.STEP_DECODES],
+            n[kernel.STEP_CACHED],
+            tuple(preempted),
         )
         return self._step
 
@@ -319,137 +383,29 @@ class Engine(Generic[S]):
         if step is None:
             raise RuntimeError("no step is under way")
         self._step = None
-        emitted: list[S] = []
+        log = self._log
+        log[0] = 0
+        emitted = list(self._decoding.values()) if step.decode_sequences else []
         finished: list[S] = []
-        if step.decode_sequences:
-            emitted.extend(self._decoding)
-            self._epoch += 1
-            self._cached_tokens += len(emitted)
-            self._pop_finished(finished)
-        for sequence, tokens in self._chunks:
-            if sequence.state is not State.PREFILLING:
-                continue
-            sequence.computed_tokens += tokens
-            if sequence.computed_tokens == sequence.prefill_tokens:
+        kernel.end(self._q, self._n, self._x, log, self._log_s, 0.0)
+        for entry in log[1 : 1 + log[0]]:
+            slot, kind = entry // 4, entry % 4
+            sequence = self._at(slot)
+            if kind == kernel.FINISHED:
+                finished.append(sequence)
+                self._decoding.pop(slot, None)
+                self._release(sequence)
+            else:
                 emitted.append(sequence)
-                self._first_token(sequence, finished)
-        self._chunks = []
-        self.generation_tokens_total += len(emitted)
+                self._decoding[slot] = sequence
         return StepResult(emitted, finished)
 
-    # -- planning
+    def _at(self, slot: int) -> S:
+        sequence = self._sequences[slot]
+        assert sequence is not None
+        return sequence
 
-    def _plan_chunks(self, budget: int, *, admit: bool) -> None:
-        for sequence in self._prefilling:
-            if budget < 1:
-                return
-            tokens = min(sequence.prefill_tokens - sequence.computed_tokens, budget)
-            self._chunks.append((sequence, tokens))
-            budget -= tokens
-        while admit and budget > 0 and (head := self._admissible()) is not None:
-            self._admit(head)
-            tokens = min(head.prefill_tokens, budget)
-            self._chunks.append((head, tokens))
-            budget -= tokens
-
-    def _plan_prompts(self) -> None:
-        budget = self.max_batched_tokens
-        while (head := self._admissible()) is not None:
-            tokens = head.prefill_tokens
-            if self._chunks and tokens > budget:
-                return
-            self._admit(head)
-            self._chunks.append((head, tokens))
-            budget -= tokens
-
-    def _admissible(self) -> S | None:
-        """The head of the queue, when there is a slot and room for it."""
-        if not self._waiting or self.num_running >= self.max_num_seqs:
-            return None
-        head = next(iter(self._waiting))
-        spare = self.free_blocks - self._blocks(head.prefill_tokens)
-        return head if spare >= (self._watermark_blocks if self.num_running else 0) else None
-
-    def _admit(self, head: S) -> None:
-        del self._waiting[head]
-        self._prefilling[head] = None
-        head.state = State.PREFILLING
-        head.computed_tokens = 0
-        self.free_blocks -= self._blocks(head.prefill_tokens)
-
-    def _grow(self) -> tuple[S, ...]:
-        """Give every decoding sequence room for its next token; evict the newest while it lacks."""
-        if not self._decoding:
-            return ()
-        preempted: list[S] = []
-        phase = self._epoch % self.block_tokens
-        while self._block_phases[phase] > self.free_blocks:
-            preempted.append(self._evict_newest())
-        self.free_blocks -= self._block_phases[phase]
-        return tuple(preempted)
-
-    def _evict_newest(self) -> S:
-        # Prompts are prefilled in the order of admission, so those at it are newer than all others.
-        if self._prefilling:
-            victim, _ = self._prefilling.popitem()
-            self.free_blocks += self._blocks(victim.prefill_tokens)
-        else:
-            victim, _ = self._decoding.popitem()
-            self._leave(victim)
-        victim.state = State.WAITING
-        victim.preemptions += 1
-        self.preemptions_total += 1
-        self._waiting[victim] = None
-        self._waiting.move_to_end(victim, last=False)
-        return victim
-
-    # -- the decoding batch
-
-    def _first_token(self, sequence: S, finished: list[S]) -> None:
-        """A prefill is over and emits a token: the first, or after an eviction the next."""
-        del self._prefilling[sequence]
-        if sequence._generated == 0:
-            self.prompt_tokens_total += sequence.prompt_tokens
-        held = self._blocks(sequence.prefill_tokens)
-        sequence._generated += 1
-        if sequence._generated == sequence.output_tokens:
-            self.free_blocks += held
-            sequence.state = State.DONE
-            finished.append(sequence)
-            return
-        cached_tokens = sequence.prompt_tokens + sequence._generated
-        self._joins += 1
-        sequence.state = State.DECODING
-        sequence._join = self._joins
-        sequence._offset = cached_tokens - self._epoch
-        sequence._finish_epoch = self._epoch + sequence.output_tokens - sequence._generated
-        self._decoding[sequence] = None
-        self._cached_tokens += cached_tokens
-        self._block_phases[self._phase(sequence)] += 1
-        heapq.heappush(self._finishes, (sequence._finish_epoch, sequence._join, sequence))
-
-    def _leave(self, sequence: S) -> None:
-        """Account for a sequence that is no longer in ``_decoding``, and free its blocks."""
-        cached_tokens = sequence._offset + self._epoch
-        sequence._generated = cached_tokens - sequence.prompt_tokens
-        self._cached_tokens -= cached_tokens
-        self._block_phases[self._phase(sequence)] -= 1
-        # All but the newest token have KV; within a decode step there is room for that one too.
-        growing = self._step is not None and self._step.decode_sequences > 0
-        self.free_blocks += self._blocks(cached_tokens if growing else cached_tokens - 1)
-
-    def _pop_finished(self, finished: list[S]) -> None:
-        while self._finishes and self._finishes[0][0] <= self._epoch:
-            _, join, sequence = heapq.heappop(self._finishes)
-            if sequence.state is State.DECODING and sequence._join == join:
-                del self._decoding[sequence]
-                self._leave(sequence)
-                sequence.state = State.DONE
-                finished.append(sequence)
-
-    def _phase(self, sequence: S) -> int:
-        """The residue of the decode epochs in which it needs a new block."""
-        return (1 - sequence._offset) % self.block_tokens
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_tokens)
+    def _release(self, sequence: S) -> None:
+        self._sequences[sequence._slot] = None
+        self._free_slots.append(sequence._slot)
+        sequence._slot = -1

@@ -1,0 +1,469 @@
+"""``simulate``: compare policies on a cluster in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_gateway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hetero_gateway.cluster_config import Cluster
+    from hetero_gateway.load.trace import TraceRequest
+    from hetero_gateway.sim.experiment import Bound, Experiment, Moments, Rate
+    from hetero_gateway.sim.result import Cell, Spread
+    from hetero_gateway.sim.workload import Lengths
+
+DEFAULT_POLICIES = ("finish-time", "min-max", "capacity-weighted", "paper", "round-robin")
+# Where nothing is said about rates: a quiet hour, a busy one, and the paper's "inf".
+DEFAULT_LOADS = (0.7, 0.9)
+# Fewer seeds do not tell a difference from chance (docs/simulator.md).
+DEFAULT_SEEDS = 5
+DEFAULT_COUNT = 1000
+# The limits of MLPerf Inference's server scenario for Llama-2-70B (v4.0): 2 s and 200 ms.
+DEFAULT_SLO_TTFT_S = 2.0
+DEFAULT_SLO_TPOT_S = 0.2
+
+_EXAMPLE = """\
+examples:
+  hetero-gateway simulate -c configs/clusters/v100-tp4-tp1.yaml
+  hetero-gateway simulate -c cluster.yaml --rate 8,16,inf --policy finish-time,round-robin
+  hetero-gateway simulate -c cluster.yaml --requests trace.csv --load 0.8 --report report.html
+
+A cluster is a YAML file: instances: [{profile: V100-32GB-NVLink2/Llama-3-8B/tp4, count: 1}, ...].
+A trace is a CSV file with the header arrival_s,input_tokens,output_tokens; without --requests a
+synthetic mix of chat lengths is sent. docs/simulator.md says what the columns mean.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "simulate",
+        help="compare policies on a cluster in virtual time",
+        description="Compare policies on a simulated cluster: the gateway's own scheduler, and "
+        "engines with continuous batching whose steps take the time that their profiles say.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "-c", "--config", type=Path, required=True, metavar="CLUSTER.yaml", help="the cluster"
+    )
+    parser.add_argument(
+        "--policy",
+        type=_names,
+        default=DEFAULT_POLICIES,
+        metavar="A,B",
+        help=f"policies to compare (default: {','.join(DEFAULT_POLICIES)})",
+    )
+    parser.add_argument(
+        "--rate",
+        type=_rates,
+        default=(),
+        metavar="R,R",
+        help="arrivals per second; inf is all at once",
+    )
+    parser.add_argument(
+        "--load",
+        type=_positive_floats,
+        default=(),
+        metavar="X,X",
+        help="rates as a share of what the instances can do together (default without --rate: "
+        "0.7,0.9 and --rate inf; or the times of a trace that has them)",
+    )
+    parser.add_argument("--requests", type=Path, metavar="TRACE.csv", help="lengths and times")
+    parser.add_argument(
+        "--in-order",
+        action="store_true",
+        help="take the trace's rows in order; default: sample them with replacement",
+    )
+    parser.add_argument(
+        "--arrivals",
+        choices=("random", "trace"),
+        help="random: Poisson, or what the cluster file says; trace: the trace's own times, in "
+        "order, stretched to the rate (default: random where a rate is given)",
+    )
+    parser.add_argument(
+        "--count",
+        type=_positive_int,
+        metavar="N",
+        help=f"requests of one run (default: {DEFAULT_COUNT}, or what the trace has where its "
+        "own times are kept)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=_positive_int,
+        default=DEFAULT_SEEDS,
+        metavar="N",
+        help=f"runs of each policy at each rate, with seeds 0 to N-1 (default: {DEFAULT_SEEDS})",
+    )
+    parser.add_argument(
+        "--scheduling",
+        choices=("chunked", "prefill-first"),
+        default="chunked",
+        help="of the engines: vLLM V1's chunked prefill (default), or V0's",
+    )
+    parser.add_argument(
+        "--max-batched-tokens",
+        type=_positive_int,
+        default=2048,
+        metavar="N",
+        help="most tokens in one step of an engine (default: 2048)",
+    )
+    parser.add_argument(
+        "--predictor",
+        choices=("auto", "bucket-mean", "constant", "normal", "oracle"),
+        default="auto",
+        help="of output lengths; auto: normal for the policy paper, else bucket-mean; oracle "
+        "knows the true ones",
+    )
+    parser.add_argument(
+        "--randomised",
+        action="store_true",
+        help="round-robin policies draw at random, as in the paper, instead of taking turns",
+    )
+    parser.add_argument(
+        "--slo-ttft",
+        type=_positive_float,
+        default=DEFAULT_SLO_TTFT_S,
+        metavar="S",
+        help=f"limit of TTFT in seconds (default: {DEFAULT_SLO_TTFT_S:g})",
+    )
+    parser.add_argument(
+        "--slo-tpot",
+        type=_positive_float,
+        default=DEFAULT_SLO_TPOT_S,
+        metavar="S",
+        help=f"limit of TPOT in seconds per token (default: {DEFAULT_SLO_TPOT_S:g})",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE.html", help="write a page with plots, needs plotly"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the comparison; 1 when no request finished in any run, else 0."""
+    # Imported here so that other commands and --help stay quick.
+    from hetero_gateway.cli import simulation_report
+    from hetero_gateway.cluster_config import load_cluster
+    from hetero_gateway.sim.experiment import measure_bound, mix_moments
+
+    _check_policies(args.policy)
+    if args.report is not None:
+        simulation_report.check_can_write(args.report)
+    cluster = load_cluster(args.config)
+    experiment = _experiment(args, cluster)
+    moments = mix_moments(experiment.lengths)
+    bound = measure_bound(experiment)
+    cells = _compare(args, experiment, _rates_to_run(args, experiment, bound, moments), bound)
+    document = _document(args, experiment, bound, moments, cells)
+    if args.json:
+        print(json.dumps(document))
+    else:
+        _print_tables(args, experiment, bound, moments, cells)
+    if args.report is not None:
+        page = simulation_report.render(str(args.config), experiment, bound, cells, document)
+        simulation_report.write(args.report, page)
+        print(f"wrote {args.report}", file=sys.stderr)
+    if all(cell.throughput_tokens_per_s.mean == 0 for cell in cells):
+        print("hetero-gateway: simulate: no request finished in any run", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
+    """Flags over the cluster file."""
+    import numpy as np
+
+    from hetero_gateway.sim.experiment import Experiment
+    from hetero_gateway.sim.result import Slo
+
+    if args.scheduling == "chunked":
+        for instance in cluster.instances:
+            if instance.profile.max_num_seqs > args.max_batched_tokens:
+                raise ConfigError(
+                    f"{args.config}: {instance.instance_id} runs up to "
+                    f"{instance.profile.max_num_seqs} sequences (max_num_seqs), more than the "
+                    f"{args.max_batched_tokens} tokens of a step; raise --max-batched-tokens"
+                )
+    path = args.requests or cluster.trace
+    rows = _trace(path)
+    own_times = args.arrivals == "trace" or (
+        args.arrivals is None
+        and not (args.rate or args.load)
+        and any(row.arrival_s is not None for row in rows)
+    )
+    if own_times:
+        if not rows:
+            raise ConfigError("--arrivals trace: there is no trace; give --requests")
+        if any(row.arrival_s is None for row in rows):
+            raise ConfigError(f"{path}: --arrivals trace: it has no column arrival_s")
+        rows = sorted(rows, key=lambda row: row.arrival_s or 0.0)[: args.count]
+    return Experiment(
+        instances=cluster.instances,
+        lengths=_lengths(rows, cluster, in_order=args.in_order or own_times),
+        count=len(rows) if own_times else args.count or DEFAULT_COUNT,
+        slo=Slo(args.slo_ttft, args.slo_tpot),
+        arrival_cv=cluster.workload.arrival_cv,
+        trace_arrival_s=np.array([row.arrival_s for row in rows], float) if own_times else None,
+        faults=cluster.faults,
+        scheduling=args.scheduling,
+        max_batched_tokens=args.max_batched_tokens,
+        predictor=args.predictor,
+        randomised=args.randomised,
+    )
+
+
+def _trace(path: Path | None) -> list[TraceRequest]:
+    from hetero_gateway.load.trace import read_trace
+
+    return [] if path is None else read_trace(path)
+
+
+def _lengths(rows: list[TraceRequest], cluster: Cluster, *, in_order: bool) -> Lengths:
+    import numpy as np
+
+    from hetero_gateway.load.trace import CHAT_MIX
+    from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, TraceLengths
+
+    if rows:
+        return TraceLengths(
+            np.array([row.input_tokens for row in rows], np.int64),
+            np.array([row.output_tokens for row in rows], np.int64),
+            in_order,
+        )
+    mix, wanted = CHAT_MIX, cluster.workload
+    return LogNormalLengths(
+        wanted.prompt.to_core()
+        if wanted.prompt
+        else LogNormal(mix.input_median, mix.input_sigma, mix.input_max),
+        wanted.output.to_core()
+        if wanted.output
+        else LogNormal(mix.output_median, mix.output_sigma, mix.output_max),
+    )
+
+
+def _rates_to_run(
+    args: argparse.Namespace, experiment: Experiment, bound: Bound, moments: Moments
+) -> list[Rate]:
+    """In the order that they were given; loads, which mean finite rates, before rates."""
+    from hetero_gateway.sim.experiment import Rate
+    from hetero_gateway.sim.workload import mean_rate_per_s
+
+    rates, loads = [Rate(r) for r in args.rate], args.load
+    if not rates and not loads:
+        if experiment.trace_arrival_s is not None:
+            return [Rate(mean_rate_per_s(experiment.trace_arrival_s))]
+        rates, loads = [Rate(math.inf)], DEFAULT_LOADS
+    if loads and bound.tokens_per_s <= 0:
+        raise ConfigError(f"{args.config}: no request of the mix fits any instance")
+    return [Rate(bound.rate_per_s(load, moments), load) for load in loads] + rates
+
+
+def _compare(
+    args: argparse.Namespace, experiment: Experiment, rates: list[Rate], bound: Bound
+) -> list[Cell]:
+    """All runs, with progress on standard error."""
+    from rich.console import Console
+
+    from hetero_gateway.load.progress import progress_bar
+    from hetero_gateway.sim.experiment import compare
+
+    console = Console(stderr=True, highlight=False, markup=False)
+    runs = len(rates) * len(args.policy) * args.seeds
+    with progress_bar(console) as progress:
+        task = progress.add_task("simulate", total=runs, note="")
+
+        def on_run(policy: str, rate: Rate, seed: int) -> None:
+            note = f"{policy}, {_rate_name(rate.per_s)}"
+            progress.update(task, advance=1, note=note, refresh=True)
+            if progress.disable and seed == args.seeds - 1:
+                console.print(f"{note}: {args.seeds} runs", soft_wrap=True)
+
+        return compare(
+            experiment, args.policy, rates, tuple(range(args.seeds)), bound, on_run=on_run
+        )
+
+
+def _document(
+    args: argparse.Namespace,
+    experiment: Experiment,
+    bound: Bound,
+    moments: Moments,
+    cells: list[Cell],
+) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "cluster": str(args.config),
+        "instances": [
+            {
+                "id": instance.instance_id,
+                "profile": instance.profile.name,
+                "bound_tokens_per_s": alone,
+            }
+            for instance, alone in zip(
+                experiment.instances, bound.instances_tokens_per_s, strict=True
+            )
+        ],
+        "bound_tokens_per_s": bound.tokens_per_s,
+        "mix": {
+            "requests": experiment.count,
+            "mean_prompt_tokens": moments.mean_prompt,
+            "mean_output_tokens": moments.mean_output,
+            "sd_output_tokens": moments.sd_output,
+        },
+        "arrivals": "random" if experiment.trace_arrival_s is None else "trace",
+        "arrival_cv": experiment.arrival_cv,
+        "scheduling": experiment.scheduling,
+        "predictor": experiment.predictor,
+        "faults": len(experiment.faults),
+        "slo": {"ttft_s": experiment.slo.ttft_s, "tpot_s": experiment.slo.tpot_s},
+        "results": [cell.to_dict() for cell in cells],
+    }
+
+
+def _print_tables(
+    args: argparse.Namespace,
+    experiment: Experiment,
+    bound: Bound,
+    moments: Moments,
+    cells: list[Cell],
+) -> None:
+    """One table per rate."""
+    from rich.console import Console
+
+    # A pipe has no width; the tables' own is a little more than a hundred columns.
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=140)
+    console.print(
+        f"{args.config}: {len(experiment.instances)} instances, {experiment.count} requests a "
+        f"run, {moments.mean_prompt:.0f} prompt and {moments.mean_output:.0f} output tokens in "
+        f"the mean; bound {bound.tokens_per_s:.0f} output tokens/s",
+        soft_wrap=True,
+    )
+    for rate_per_s, load in dict.fromkeys((c.rate_per_s, c.load) for c in cells):
+        title = _rate_name(rate_per_s) + (f" ({load:.0%} of the bound)" if load else "")
+        console.print(f"\n{title}", soft_wrap=True)
+        rows = [c for c in cells if (c.rate_per_s, c.load) == (rate_per_s, load)]
+        console.print(_table(rows))
+    console.print(
+        f"Output tokens per second; times in seconds, TPOT in milliseconds; mean ± sd over "
+        f"{args.seeds} seeds. Within SLO: TTFT up to {args.slo_ttft:g} s and TPOT up to "
+        f"{args.slo_tpot * 1000:g} ms. Differences under 2 % are noise.",
+        soft_wrap=True,
+    )
+
+
+def _table(cells: list[Cell]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("policy", no_wrap=True)
+    for name in (
+        "tokens/s",
+        "of bound",
+        "steady",
+        "latency",
+        "p99",
+        "TTFT",
+        "p99",
+        "TPOT ms",
+        "in SLO",
+        "done, s",
+        "spread",
+        "evicted",
+    ):
+        table.add_column(name, justify="right")
+    # Rare enough that an empty column every day would only be in the way.
+    failed = any(run.refused or run.lost for cell in cells for run in cell.runs)
+    if failed:
+        table.add_column("refused/lost", justify="right")
+    for cell in cells:
+        n = len(cell.runs)
+        done = [cell.completion_s(i).mean for i in range(len(cell.instance_ids))]
+        row = [
+            cell.policy,
+            _with_sd(cell.throughput_tokens_per_s, 0),
+            f"{cell.share_of_bound.mean:.1%}",
+            f"{cell.spread(lambda run: run.steady_tokens_per_s).mean:.0f}",
+            _with_sd(cell.spread(lambda run: run.latency_s.mean), 2),
+            _figure(cell.spread(lambda run: run.latency_s.p99).mean, 1),
+            _figure(cell.spread(lambda run: run.ttft_s.mean).mean, 2),
+            _figure(cell.spread(lambda run: run.ttft_s.p99).mean, 2),
+            _figure(cell.spread(lambda run: run.tpot_s.mean).mean * 1000, 1),
+            f"{cell.spread(lambda run: run.slo_share).mean:.1%}",
+            f"{min(done):.0f}–{max(done):.0f}",
+            f"{cell.spread(lambda run: run.completion_spread).mean:.1%}",
+            f"{cell.total(lambda run: run.preemptions) / n:g}",
+        ]
+        if failed:
+            refused, lost = cell.total(lambda run: run.refused), cell.total(lambda run: run.lost)
+            row.append(f"{refused / n:g}/{lost / n:g}")
+        table.add_row(*row)
+    return table
+
+
+def _with_sd(spread: Spread, digits: int) -> str:
+    if not math.isfinite(spread.mean):
+        return "–"
+    return f"{spread.mean:.{digits}f} ± {spread.sd:.{digits}f}"
+
+
+def _figure(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "–"
+
+
+def _rate_name(rate_per_s: float) -> str:
+    return "all at once" if math.isinf(rate_per_s) else f"{rate_per_s:.3g} requests/s"
+
+
+def _check_policies(names: tuple[str, ...]) -> None:
+    import difflib
+
+    from hetero_gateway.core.policies import POLICY_NAMES
+
+    for name in names:
+        if name not in POLICY_NAMES:
+            near = difflib.get_close_matches(name, POLICY_NAMES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICY_NAMES)}"
+            raise ConfigError(f"--policy: no policy is named {name!r}; {hint}")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if not all(names):
+        raise argparse.ArgumentTypeError("must be names with commas between them")
+    return names
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    values = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    if any(math.isnan(value) or value <= 0 for value in values):
+        raise argparse.ArgumentTypeError("must be above 0, or inf")
+    return values
+
+
+def _positive_floats(text: str) -> tuple[float, ...]:
+    return tuple(dict.fromkeys(_positive_float(part) for part in text.split(",")))
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

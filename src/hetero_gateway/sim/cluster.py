@@ -1,0 +1,360 @@
+"""A cluster in virtual time: the gateway's scheduler in front of simulated instances.
+
+``simulate`` drives the very scheduler, ledger, policies and predictors of the gateway, and the
+engines of ``kernel.py``. It stands where the gateway's shell stands, and feeds the scheduler the
+same events in the order of time:
+
+    arrival        predict, submit, pump
+    first token    first_token, pump
+    finish         observe the length, settle, pump
+    tick           observe_steps, exact, for every instance that decoded since the last one
+    fault          an instance is replaced by an unavailable one, and back; or its steps stretch
+    wake-up        pump, when the scheduler asked for it
+
+External events (fault, arrival, tick) lie in a heap by ``(time_s, kind, sequence)``; the engines'
+own, in their tournament. At one time, steps end first, then external events happen, then steps
+begin. What ends at one time is told in full before one pump. While nothing is queued in the
+scheduler, nothing that an engine does can change a placement, so the engines run up to the next
+external event in one call; otherwise they stop at the first thing that they have to tell.
+
+A request that an instance could never finish, because its cache is too small, is refused by it,
+as vLLM refuses what is longer than max_model_len. Memory holds a few arrays by request and a
+few objects for each request in flight; nothing is kept of an event.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.ledger import Dispatch
+from hetero_gateway.core.length import OutputLengthPredictor
+from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.queue import Ticket
+from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request
+from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
+from hetero_gateway.sim.fleet import Fleet, can_compile
+from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
+from hetero_gateway.sim.workload import Fault, FaultKind, Workload
+
+# The kinds of external events; at one time they happen in this order.
+_FAULT, _ARRIVAL, _TICK = range(3)
+
+# Loading numba and the compiled kernel takes as long as simulating so many requests without.
+_WORTH_COMPILING = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedInstance:
+    """One instance of a simulated cluster.
+
+    Args:
+        instance_id: unique in the cluster.
+        profile: what its engine runs.
+        believed: what the scheduler thinks that it runs; None: it is unprofiled.
+        weight: as ``InstanceSpec``.
+    """
+
+    instance_id: InstanceId
+    profile: Profile
+    believed: Profile | None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What became of every request; arrays of shape (N,), in the workload's order.
+
+    ``instance``: position of the (last) one it was placed on; -1: never placed. ``placed_s``: when
+    it was; nan: never. ``first_token_s``: nan: none. ``finish_s``: nan where it was refused, or
+    lost in mid-stream with a dead instance. ``preemptions``: how often an engine evicted it.
+    """
+
+    instance: NDArray[np.int64]
+    placed_s: NDArray[np.float64]
+    first_token_s: NDArray[np.float64]
+    finish_s: NDArray[np.float64]
+    preemptions: NDArray[np.int64]
+
+
+def simulate(
+    instances: Sequence[SimulatedInstance],
+    workload: Workload,
+    scheduler: Scheduler,
+    predictor: OutputLengthPredictor,
+    *,
+    model: str = "model",
+    faults: Sequence[Fault] = (),
+    scheduling: Scheduling = "chunked",
+    max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
+    predictions: NDArray[np.float64] | None = None,
+    observe_interval_s: float = 1.0,
+    compiled: bool | None = None,
+) -> Records:
+    """Run a workload to its end, or until nothing can happen any more.
+
+    Args:
+        instances: at least one.
+        scheduler: an empty one, policy and rng set; the instances are added to it.
+        predictor: predicts output lengths, and learns from those that finish.
+        model: the name that requests ask for and all instances serve.
+        predictions: (N,), output tokens, in place of the predictor's: the true lengths, say.
+        observe_interval_s: time between two ticks, above 0.
+        compiled: run the engines compiled by numba. None: where it is installed and the workload
+            is long enough to be worth it. The records are the same.
+
+    Raises:
+        ValueError: a profile that no engine can run; see ``Engine``.
+    """
+    if compiled is None:
+        compiled = len(workload.arrival_s) >= _WORTH_COMPILING and can_compile()
+    fleet = Fleet(
+        [instance.profile for instance in instances],
+        scheduling=scheduling,
+        max_batched_tokens=max_batched_tokens,
+        compiled=compiled,
+    )
+    run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)
+    return run.to_the_end(faults, observe_interval_s)
+
+
+class _Run:
+    """The state of one simulation."""
+
+    def __init__(
+        self,
+        instances: Sequence[SimulatedInstance],
+        workload: Workload,
+        scheduler: Scheduler,
+        predictor: OutputLengthPredictor,
+        fleet: Fleet,
+        model: str,
+        predictions: NDArray[np.float64] | None,
+    ) -> None:
+        size = len(workload.arrival_s)
+        self._scheduler = scheduler
+        self._predictor = predictor
+        self._fleet = fleet
+        self._model = model
+        self._positions = {instance.instance_id: i for i, instance in enumerate(instances)}
+        self._capacity_tokens = [fleet.capacity_tokens(i) for i in range(len(instances))]
+        self._specs = [
+            InstanceSpec(
+                instance.instance_id, frozenset({model}), instance.believed, weight=instance.weight
+            )
+            for instance in instances
+        ]
+        for spec in self._specs:
+            scheduler.add(spec)
+        self._records = Records(
+            np.full(size, -1, dtype=np.int64),
+            np.full(size, math.nan),
+            np.full(size, math.nan),
+            np.full(size, math.nan),
+            np.zeros(size, dtype=np.int64),
+        )
+        # Reading and writing single numbers of an array goes faster through a memoryview.
+        self._arrival_s = _view(workload.arrival_s)
+        self._prompt_tokens = _view(workload.prompt_tokens)
+        self._output_tokens = _view(workload.output_tokens)
+        self._predictions = None if predictions is None else _view(predictions)
+        self._instance = _view(self._records.instance)
+        self._placed_s = _view(self._records.placed_s)
+        self._first_token_s = _view(self._records.first_token_s)
+        self._finish_s = _view(self._records.finish_s)
+        self._preemptions = _view(self._records.preemptions)
+        # By the fleet's slot: who has it.
+        self._requests: list[int] = []
+        self._dispatches: list[Dispatch | None] = []
+        self._in_flight = 0
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, int]] = []
+        self._ticking = False
+        self._told_steps = [0] * len(instances)
+        self._told_s = [0.0] * len(instances)
+        self._dead = [0] * len(instances)  # DEAD faults that hold now
+        self._slow: list[list[float]] = [[] for _ in instances]  # factors that hold now
+
+    def to_the_end(self, faults: Sequence[Fault], interval_s: float) -> Records:
+        events, scheduler, fleet = self._events, self._scheduler, self._fleet
+        arrival_s = self._arrival_s
+        for i, fault in enumerate(faults):
+            events.append((fault.start_s, _FAULT, 2 * i))
+            if math.isfinite(fault.end_s):
+                events.append((fault.end_s, _FAULT, 2 * i + 1))
+        if len(arrival_s):
+            events.append((arrival_s[0], _ARRIVAL, 0))
+        heapq.heapify(events)
+        while True:
+            if self._in_flight and not self._ticking:
+                self._ticking = True
+                tick = math.floor(self._now_s / interval_s) + 1
+                heapq.heappush(events, (tick * interval_s, _TICK, tick))
+            until_s = events[0][0] if events else math.inf
+            waking = False
+            if scheduler.queued:
+                wake_s = scheduler.next_wakeup_s()
+                if wake_s is not None and self._now_s < wake_s < until_s:
+                    until_s, waking = wake_s, True
+            if until_s == math.inf:
+                return self._records
+            complete = fleet.advance(until_s, scheduler.queued > 0)
+            if fleet.log[0]:
+                self._tell()
+            if not complete:
+                continue
+            self._now_s = until_s
+            if waking:
+                self._pump()
+                continue
+            _, kind, sequence = events[0]
+            if kind == _ARRIVAL:
+                following = sequence + 1
+                if following < len(arrival_s):
+                    heapq.heapreplace(events, (arrival_s[following], _ARRIVAL, following))
+                else:
+                    heapq.heappop(events)
+                self._arrive(sequence)
+            elif kind == _TICK:
+                heapq.heappop(events)
+                self._ticking = False
+                self._observe_steps()
+            else:
+                heapq.heappop(events)
+                fault = faults[sequence // 2]
+                if fault.kind is FaultKind.SLOW:
+                    self._change_speed(fault, begins=sequence % 2 == 0)
+                else:
+                    self._change_life(fault, begins=sequence % 2 == 0)
+
+    # -- requests
+
+    def _arrive(self, request: int) -> None:
+        if self._submit(request, first=False):
+            self._pump()
+
+    def _submit(self, request: int, *, first: bool) -> bool:
+        prompt_tokens = self._prompt_tokens[request]
+        if self._predictions is None:
+            predicted = self._predictor.predict(self._model, prompt_tokens)
+        else:
+            predicted = self._predictions[request]
+        ticket = self._scheduler.submit(
+            Request(self._model, prompt_tokens, predicted), self._now_s, owner=request, first=first
+        )
+        return not isinstance(ticket, Reject)
+
+    def _pump(self) -> None:
+        # What an instance refuses at once makes room for another.
+        tickets = self._scheduler.pump(self._now_s)
+        while tickets:
+            refused = 0
+            for ticket in tickets:
+                if ticket.dispatch is not None and not self._start(ticket, ticket.dispatch):
+                    refused += 1
+            if not refused or not self._scheduler.queued:
+                return
+            tickets = self._scheduler.pump(self._now_s)
+
+    def _start(self, ticket: Ticket, dispatch: Dispatch) -> bool:
+        """Put a placed request into its instance's engine; False when it refuses."""
+        request: int = ticket.owner
+        position = self._positions[dispatch.instance_id]
+        self._instance[request] = position
+        self._placed_s[request] = self._now_s
+        prompt_tokens, output_tokens = self._prompt_tokens[request], self._output_tokens[request]
+        if prompt_tokens + output_tokens - 1 > self._capacity_tokens[position]:
+            self._scheduler.settle(dispatch, Outcome.UPSTREAM_ERROR, self._now_s)
+            return False
+        slot = self._fleet.new_slot()
+        if slot >= len(self._requests):
+            more = slot + 1 - len(self._requests)
+            self._requests.extend([-1] * more)
+            self._dispatches.extend([None] * more)
+        self._requests[slot] = request
+        self._dispatches[slot] = dispatch
+        self._in_flight += 1
+        self._fleet.submit(position, slot, prompt_tokens, output_tokens, self._now_s)
+        return True
+
+    def _tell(self) -> None:
+        """Pass on what the engines have logged."""
+        log, log_s, scheduler = self._fleet.log, self._fleet.log_s, self._scheduler
+        for k in range(1, 1 + log[0]):
+            slot, kind = log[k] >> 2, log[k] & 3
+            request, dispatch = self._requests[slot], self._dispatches[slot]
+            assert dispatch is not None
+            if kind == FIRST:
+                self._first_token_s[request] = log_s[k]
+                scheduler.first_token(dispatch, log_s[k])
+            elif kind == FINISHED:
+                self._finish_s[request] = log_s[k]
+                output_tokens = self._output_tokens[request]
+                self._predictor.observe(self._model, self._prompt_tokens[request], output_tokens)
+                scheduler.observe_output_tokens(self._model, output_tokens)
+                scheduler.settle(dispatch, Outcome.COMPLETED, log_s[k])
+                self._release(slot)
+            elif kind == PREEMPTED:
+                self._preemptions[request] += 1
+        if scheduler.queued:
+            self._now_s = log_s[log[0]]
+            self._pump()
+
+    def _release(self, slot: int) -> None:
+        self._dispatches[slot] = None
+        self._fleet.free_slot(slot)
+        self._in_flight -= 1
+
+    # -- instances
+
+    def _observe_steps(self) -> None:
+        steps, seconds = self._fleet.decoded(self._now_s)
+        for i, spec in enumerate(self._specs):
+            made = steps[i] - self._told_steps[i]
+            if made > 0:
+                took_s = seconds[i] - self._told_s[i]
+                self._scheduler.observe_steps(spec.instance_id, made, took_s, self._now_s)
+        self._told_steps, self._told_s = steps, seconds
+
+    def _change_speed(self, fault: Fault, *, begins: bool) -> None:
+        factors = self._slow[fault.instance]
+        if begins:
+            factors.append(fault.factor)
+        else:
+            factors.remove(fault.factor)
+        self._fleet.set_slowdown(fault.instance, math.prod(factors), self._now_s)
+
+    def _change_life(self, fault: Fault, *, begins: bool) -> None:
+        i = fault.instance
+        self._dead[i] += 1 if begins else -1
+        self._scheduler.replace(dataclasses.replace(self._specs[i], available=not self._dead[i]))
+        if begins:
+            self._lose_all(i)
+        self._pump()
+
+    def _lose_all(self, i: int) -> None:
+        """The instance is gone. What has no first token is tried elsewhere, the oldest first."""
+        again = []
+        for slot, dispatch in enumerate(self._dispatches):
+            if dispatch is None or self._instance[self._requests[slot]] != i:
+                continue
+            self._scheduler.settle(dispatch, Outcome.UPSTREAM_ERROR, self._now_s)
+            if math.isnan(self._first_token_s[self._requests[slot]]):
+                again.append(self._requests[slot])
+            self._release(slot)
+        self._fleet.clear(i)
+        self._told_steps[i], self._told_s[i] = 0, 0.0
+        for request in sorted(again, reverse=True):
+            self._submit(request, first=True)
+
+
+def _view(array: Any) -> Any:
+    return memoryview(np.ascontiguousarray(array))

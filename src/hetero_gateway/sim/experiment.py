@@ -1,0 +1,262 @@
+"""Policies × rates × seeds on one simulated cluster. Pure.
+
+What is the same for every policy: with one seed, the requests, their times and the faults. What a
+seed changes: all of those draws, the scheduler's ties and the predictor's draws.
+
+The bound that results are compared with is the sum of the instances' own throughputs on the same
+mix, each alone and with always enough to do. It is not a strict one: a policy that sorts requests
+by length, so that each instance gets those that suit it, may come out a little above.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.length import (
+    BucketMeanPredictor,
+    ConstantPredictor,
+    NormalPredictor,
+    OutputLengthPredictor,
+)
+from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.sim import cluster
+from hetero_gateway.sim.cluster import Records, SimulatedInstance
+from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
+from hetero_gateway.sim.result import Cell, RunResult, Slo, summarise, tokens_between
+from hetero_gateway.sim.workload import (
+    Fault,
+    Floats,
+    Lengths,
+    Workload,
+    all_at_once,
+    at_rate,
+    gamma_arrivals,
+)
+
+PredictorChoice = Literal["auto", "bucket-mean", "constant", "normal", "oracle"]
+
+# For the mix's mean and standard deviation: enough that heavy tails are known within 2 %.
+_MOMENT_DRAWS = 20_000
+# The bound's own runs: so many batches that filling the first one does not matter, and enough
+# requests that their lengths are the mix's.
+_BOUND_BATCHES = 6
+_BOUND_REQUESTS = (600, 6000)
+# Seeds of what does not depend on the run's seed.
+_MOMENTS_STREAM, _BOUND_STREAM = 1_000_001, 1_000_002
+
+
+class Simulate(Protocol):
+    """The signature of ``sim.cluster.simulate``, as far as it is used here."""
+
+    def __call__(
+        self,
+        instances: Sequence[SimulatedInstance],
+        workload: Workload,
+        scheduler: Scheduler,
+        predictor: OutputLengthPredictor,
+        *,
+        faults: Sequence[Fault] = ...,
+        scheduling: Scheduling = ...,
+        max_batched_tokens: int = ...,
+        predictions: NDArray[np.float64] | None = ...,
+    ) -> Records: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """What all runs share.
+
+    Args:
+        instances: at least one.
+        lengths: where requests' lengths come from.
+        count: requests of one run.
+        arrival_cv: coefficient of variation of the gaps between arrivals; 1: Poisson.
+        trace_arrival_s: (count,) a trace's own times, from 0; stretched to each rate in place of
+            random arrivals. None: random arrivals.
+        predictor: ``auto`` is ``normal`` for the policy ``paper`` and ``bucket-mean`` for others.
+            All start from the mix's mean; ``oracle`` knows each request's true length.
+        randomised: round-robin policies draw, as the paper says, instead of taking turns.
+    """
+
+    instances: tuple[SimulatedInstance, ...]
+    lengths: Lengths
+    count: int
+    slo: Slo
+    arrival_cv: float = 1.0
+    trace_arrival_s: Floats | None = None
+    faults: tuple[Fault, ...] = ()
+    scheduling: Scheduling = "chunked"
+    max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS
+    predictor: PredictorChoice = "auto"
+    randomised: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of the mix, in tokens."""
+
+    mean_prompt: float
+    mean_output: float
+    sd_output: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Output tokens per second of each instance alone, in the cluster's order, and their sum."""
+
+    instances_tokens_per_s: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.instances_tokens_per_s)
+
+    def rate_per_s(self, load: float, moments: Moments) -> float:
+        """The arrivals whose output is this share of the bound."""
+        return load * self.tokens_per_s / moments.mean_output
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Arrivals per second, ``inf`` for all at once; and the load it was computed from, if any."""
+
+    per_s: float
+    load: float | None = None
+
+
+def mix_moments(lengths: Lengths) -> Moments:
+    prompt, output = lengths.draw(_MOMENT_DRAWS, np.random.default_rng(_MOMENTS_STREAM))
+    return Moments(float(prompt.mean()), float(output.mean()), float(output.std()))
+
+
+def measure_bound(experiment: Experiment, simulate: Simulate = cluster.simulate) -> Bound:
+    """Run every distinct profile alone on the mix, everything at once."""
+    moments = mix_moments(experiment.lengths)
+    alone: dict[Profile, float] = {}
+    for instance in experiment.instances:
+        if instance.profile not in alone:
+            alone[instance.profile] = _alone(experiment, instance, moments, simulate)
+    return Bound(tuple(alone[i.profile] for i in experiment.instances))
+
+
+def run_once(
+    experiment: Experiment,
+    policy: str,
+    rate_per_s: float,
+    seed: int,
+    moments: Moments,
+    simulate: Simulate = cluster.simulate,
+) -> RunResult:
+    """One policy at one rate with one seed. Raises KeyError for a policy that does not exist."""
+    workload = make_workload(experiment, rate_per_s, seed)
+    choice = experiment.predictor
+    if choice == "auto":
+        choice = "normal" if policy == "paper" else "bucket-mean"
+    predictions = workload.output_tokens.astype(np.float64) if choice == "oracle" else None
+    records = simulate(
+        experiment.instances,
+        workload,
+        _scheduler(experiment, policy, seed, moments),
+        _predictor(choice, moments, np.random.default_rng((seed, 3))),
+        faults=experiment.faults,
+        scheduling=experiment.scheduling,
+        max_batched_tokens=experiment.max_batched_tokens,
+        predictions=predictions,
+    )
+    return summarise(workload, records, len(experiment.instances), experiment.slo)
+
+
+def compare(
+    experiment: Experiment,
+    policies: Sequence[str],
+    rates: Sequence[Rate],
+    seeds: Sequence[int],
+    bound: Bound,
+    *,
+    simulate: Simulate = cluster.simulate,
+    on_run: Callable[[str, Rate, int], None] = lambda policy, rate, seed: None,
+) -> list[Cell]:
+    """Every policy at every rate; ``on_run`` is told after each run. Rates come first in order."""
+    moments = mix_moments(experiment.lengths)
+    ids = tuple(str(i.instance_id) for i in experiment.instances)
+    cells = []
+    for rate in rates:
+        for policy in policies:
+            runs = []
+            for seed in seeds:
+                runs.append(run_once(experiment, policy, rate.per_s, seed, moments, simulate))
+                on_run(policy, rate, seed)
+            cells.append(Cell(policy, rate.per_s, rate.load, bound.tokens_per_s, ids, tuple(runs)))
+    return cells
+
+
+def make_workload(experiment: Experiment, rate_per_s: float, seed: int) -> Workload:
+    """The requests of one run: the same for every policy, in the same pattern at every rate."""
+    prompt, output = experiment.lengths.draw(experiment.count, np.random.default_rng((seed, 0)))
+    if math.isinf(rate_per_s):
+        arrival_s = all_at_once(experiment.count)
+    elif experiment.trace_arrival_s is not None:
+        arrival_s = at_rate(experiment.trace_arrival_s, rate_per_s)
+    else:
+        rng = np.random.default_rng((seed, 1))
+        arrival_s = gamma_arrivals(experiment.count, rate_per_s, experiment.arrival_cv, rng)
+    return Workload(arrival_s, prompt, output)
+
+
+def _scheduler(experiment: Experiment, policy: str, seed: int, moments: Moments) -> Scheduler:
+    options = PolicyOptions(
+        randomised=experiment.randomised, single_instance=experiment.instances[0].instance_id
+    )
+    return Scheduler(
+        make_policy(policy, options),
+        np.random.default_rng((seed, 2)),
+        reference=(moments.mean_prompt, moments.mean_output),
+    )
+
+
+def _predictor(
+    choice: PredictorChoice, moments: Moments, rng: np.random.Generator
+) -> OutputLengthPredictor:
+    if choice == "normal":
+        return NormalPredictor(moments.mean_output, moments.sd_output, rng)
+    if choice == "constant":
+        return ConstantPredictor(moments.mean_output)
+    return BucketMeanPredictor(moments.mean_output)
+
+
+def _alone(
+    experiment: Experiment, instance: SimulatedInstance, moments: Moments, simulate: Simulate
+) -> float:
+    """Output tokens per second of one instance that never waits for work.
+
+    Between the first token of the request at 20 % and the last first token: before that the batch
+    is filling up, and after it nothing is left to replace a finished request with.
+    """
+    profile = instance.profile
+    fitting = profile.kv_capacity_tokens / (moments.mean_prompt + moments.mean_output)
+    batch = min(float(profile.max_num_seqs), fitting)
+    count = int(np.clip(_BOUND_BATCHES * batch, *_BOUND_REQUESTS))
+    prompt, output = experiment.lengths.draw(count, np.random.default_rng(_BOUND_STREAM))
+    workload = Workload(all_at_once(count), prompt, output)
+    records = simulate(
+        [dataclasses.replace(instance, believed=profile)],
+        workload,
+        _scheduler(experiment, "round-robin", 0, moments),
+        ConstantPredictor(1),
+        scheduling=experiment.scheduling,
+        max_batched_tokens=experiment.max_batched_tokens,
+        predictions=output.astype(np.float64),
+    )
+    first_s = np.sort(records.first_token_s[np.isfinite(records.finish_s)])
+    if first_s.size < 2 or first_s[-1] <= (from_s := float(first_s[first_s.size // 5])):
+        return 0.0
+    to_s = float(first_s[-1])
+    return tokens_between(workload, records, from_s, to_s) / (to_s - from_s)

@@ -1,0 +1,155 @@
+"""The engines of a cluster's instances in one virtual time: ``kernel.advance``, and its tables.
+
+Where numba is installed (the extra ``fast``) and asked for, the tables are numpy arrays and the
+kernel is compiled; otherwise they are lists and it runs as it is written. The results are the
+same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+from hetero_gateway.core.profile import Profile
+from hetero_gateway.sim import kernel
+from hetero_gateway.sim.engine import (
+    DEFAULT_MAX_BATCHED_TOKENS,
+    Scheduling,
+    instance_rows,
+    list_heads,
+)
+
+# What is called from here; the rest of the kernel is called by these.
+_ENTRIES = (kernel.submit, kernel.change_slowdown, kernel.advance, kernel.decoded)
+# Room for what many instances log between two external events, beside one full step.
+_LOG_ENTRIES = 4096
+
+
+def can_compile() -> bool:
+    """Whether numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
+def compile_kernel() -> tuple[Any, ...]:
+    """What a fleet calls of the kernel, compiled; numba caches the result on disk."""
+    import numba
+    from numba.extending import register_jitable
+
+    for function in list(vars(kernel).values()):
+        if isinstance(function, FunctionType) and function not in _ENTRIES:
+            register_jitable(function)
+    return tuple(numba.njit(cache=True)(function) for function in _ENTRIES)
+
+
+class Fleet:
+    """Instances by position, sequences by slot.
+
+    Args:
+        profiles: what each instance runs.
+        compiled: run the kernel compiled; needs numba.
+
+    Raises:
+        ValueError: as ``Engine``.
+    """
+
+    def __init__(
+        self,
+        profiles: Sequence[Profile],
+        *,
+        scheduling: Scheduling = "chunked",
+        max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
+        compiled: bool = False,
+    ) -> None:
+        self._profiles = tuple(profiles)
+        self._options: dict[str, Any] = {
+            "scheduling": scheduling,
+            "max_batched_tokens": max_batched_tokens,
+        }
+        rows = [instance_rows(p, 3 * i, **self._options) for i, p in enumerate(profiles)]
+        leaves = 1 << (len(rows) - 1).bit_length()
+        if leaves > len(rows):  # one more instance, never busy, fills the tournament up
+            rows.append(instance_rows(profiles[0], 0, max_num_seqs=1))
+        width = max(len(n) for n, _ in rows)
+        self._compiled = compiled
+        self._n = self._table([n + [0] * (width - len(n)) for n, _ in rows])
+        self._x = self._table([x for _, x in rows])
+        self._q = self._table([row for i in range(len(profiles)) for row in list_heads(3 * i)])
+        self._free_slots: list[int] = []
+        first = [0] * leaves + [min(i, len(rows) - 1) for i in range(leaves)]
+        for i in range(0, leaves, 2):
+            kernel.rank(self._n, self._x, first, i)
+        entries = _LOG_ENTRIES + 2 * max(n[kernel.MAX_SEQS] for n, _ in rows)
+        self._first = self._vector(first)
+        self._log = self._vector([0] * entries)
+        self._log_s = self._vector([0.0] * entries)
+        self._steps = self._vector([0] * len(profiles))
+        self._seconds = self._vector([0.0] * len(profiles))
+        self._submit, self._change_slowdown, self._advance, self._decoded = (
+            compile_kernel() if compiled else _ENTRIES
+        )
+        # Reading single numbers from a memoryview is as fast as from a list.
+        self.log: kernel.Row = self._view(self._log)
+        self.log_s: kernel.Times = self._view(self._log_s)
+
+    def _view(self, vector: Any) -> Any:
+        return memoryview(vector) if self._compiled else vector
+
+    def _table(self, rows: list[list[Any]]) -> Any:
+        return np.array(rows) if self._compiled else rows
+
+    def _vector(self, values: list[Any]) -> Any:
+        return np.array(values) if self._compiled else values
+
+    def new_slot(self) -> int:
+        """A slot for one sequence; ``free_slot`` takes it back."""
+        if not self._free_slots:
+            size = len(self._q)
+            if self._compiled:
+                self._q = np.concatenate((self._q, np.zeros_like(self._q)))
+            else:
+                self._q += [[0] * kernel.SEQUENCE_FIELDS for _ in range(size)]
+            self._free_slots.extend(range(2 * size - 1, size - 1, -1))
+        return self._free_slots.pop()
+
+    def free_slot(self, slot: int) -> None:
+        self._free_slots.append(slot)
+
+    def capacity_tokens(self, i: int) -> int:
+        """The largest prompt + output - 1 that instance i can ever finish."""
+        n = self._n[i]
+        return int(n[kernel.TOTAL_BLOCKS] * n[kernel.BLOCK_TOKENS])
+
+    def submit(self, i: int, slot: int, prompt: int, output: int, now_s: float) -> None:
+        """Queue a sequence that fits; the step that begins at ``now_s`` or next may admit it."""
+        self._submit(self._q, self._n, self._x, self._first, i, slot, prompt, output, now_s)
+
+    def set_slowdown(self, i: int, slowdown: float, now_s: float) -> None:
+        """Stretch the steps that begin at ``now_s`` or later; above 0."""
+        self._change_slowdown(self._n, self._x, self._first, i, slowdown, now_s)
+
+    def clear(self, i: int) -> None:
+        """Drop all that instance i has, as a crash does; its slow-down stays."""
+        n, x = instance_rows(
+            self._profiles[i], 3 * i, slowdown=self._x[i][kernel.SLOWDOWN], **self._options
+        )
+        self._n[i][: len(n)] = n
+        self._x[i][:] = x
+        for head, row in enumerate(list_heads(3 * i), 3 * i):
+            self._q[head][:] = row
+        kernel.rank(self._n, self._x, self._first, i)
+
+    def advance(self, until_s: float, stop: bool) -> bool:
+        """Let time pass; ``log`` and ``log_s`` then tell of this call. See ``kernel.advance``."""
+        tables = (self._q, self._n, self._x, self._first, self._log, self._log_s)
+        return bool(self._advance(*tables, until_s, stop))
+
+    def decoded(self, now_s: float) -> tuple[list[int], list[float]]:
+        """By instance: the decode steps that have ended at ``now_s``, and how long they took."""
+        self._decoded(self._n, self._x, now_s, self._steps, self._seconds)
+        return list(self._steps), list(self._seconds)

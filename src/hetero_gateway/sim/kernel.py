@@ -1,0 +1,536 @@
+"""The engine's rules on tables of numbers: plan a step, end a run of steps, advance many engines.
+
+``engine.py`` (one instance, step by step) and ``fleet.py`` (all instances of a cluster, in
+virtual time) are the two ways to drive these functions, and the only ones. What a step does and
+costs is told in ``engine.py``. The functions index rows and do arithmetic, and nothing else: so
+they run on lists as plain Python, and on numpy arrays when numba compiles them
+(``fleet.compile_kernel``), with the same results to the last bit.
+
+    q[slot]  one sequence: integers, the fields PROMPT, OUTPUT, …; or the head of a list
+    n[i]     one instance: integers, the fields FREE_BLOCKS, …, then block phases, then a heap
+    x[i]     one instance: floats, the fields P1, …
+    log      what happened: log[0] counts the entries, log[1], … are slot · 4 + kind
+    log_s    when: log_s[1], …
+
+A running or waiting sequence is in one of three doubly linked lists of its instance, which close
+in a ring through a head that is itself a row of ``q``.
+
+A decode run is advanced in closed form. A step of b sequences with S cached tokens takes
+A + p5·S + p7·S/b with A = p6·b + p8, S grows by b a step, so k steps take
+
+    k·(A + p5·S + p7·S/b) + (p5·b + p7)·k(k−1)/2
+
+A run ends at the next finish (the heap's top), at the next shortage of blocks (counted per
+residue of the step number), or at the end of the step under way when something arrives or the
+slow-down changes.
+"""
+
+from __future__ import annotations
+
+import math
+
+Row = list[int]
+Rows = list[list[int]]
+Times = list[float]
+TimeRows = list[list[float]]
+
+# Fields of a sequence's row. A cached token is one of the prompt or one emitted; while it decodes,
+# a sequence has OFFSET + the instance's EPOCH of them. JOIN orders the stays in the decoding batch.
+PROMPT, OUTPUT, GENERATED, COMPUTED, CHUNK, OFFSET, LAST_EPOCH, JOIN = range(8)
+HEAP_AT, PREEMPTIONS, STATE, NEXT, PREVIOUS = range(8, 13)
+SEQUENCE_FIELDS = 13
+
+# Values of STATE; ``engine.State`` gives them names for the outside.
+NEW, WAITING, PREFILLING, DECODING, DONE = range(5)
+
+# Fields of an instance's integers. NUM_*: how many sequences are in that state. STEP_*: what is in
+# the step that is planned or under way; STEPS of them follow each other, 0 when none is.
+FREE_BLOCKS, TOTAL_BLOCKS, BLOCK_TOKENS, WATERMARK_BLOCKS = range(4)
+MAX_SEQS, MAX_BATCHED, CHUNKED = range(4, 7)
+HEAD_WAITING, HEAD_PREFILLING, HEAD_DECODING = range(7, 10)
+NUM_WAITING, NUM_PREFILLING, NUM_DECODING = range(10, 13)
+EPOCH, CACHED, JOINS = range(13, 16)
+STEPS, STEP_DECODES, STEP_CACHED, STEP_PROMPTS, STEP_TOKENS = range(16, 21)
+PREEMPTIONS_TOTAL, PROMPT_TOTAL, GENERATION_TOTAL = range(21, 24)
+PHASE = 24
+PHASES_AT = 25  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
+
+# Fields of an instance's floats. START_S: of the run; FIRST_S: its first step; GROWTH_S: by how
+# much each step is longer than the one before. DECODE_S: spent so far in steps that decode.
+P1, P2, P3, P4, P5, P6, P7, P8 = range(8)
+SLOWDOWN, START_S, FIRST_S, GROWTH_S, NEXT_S, DECODE_S = range(8, 14)
+INSTANCE_TIMES = 14
+
+# Values of PHASE: what NEXT_S is the time of. At one time, steps end before others begin, so that
+# what a caller does at that time is seen by the steps that begin then.
+END, BEGIN = 0, 1
+
+# Kinds of log entries. FIRST: its first token; RESUMED: the token of a prefill after an eviction.
+FIRST, RESUMED, FINISHED, PREEMPTED = range(4)
+
+
+def record(log: Row, log_s: Times, now_s: float, slot: int, kind: int) -> None:
+    log[0] += 1
+    log[log[0]] = slot * 4 + kind
+    log_s[log[0]] = now_s
+
+
+# -- lists
+
+
+def link(q: Rows, slot: int, before: int) -> None:
+    """Insert a sequence before another one; before the head is at the end."""
+    previous = q[before][PREVIOUS]
+    q[slot][NEXT] = before
+    q[slot][PREVIOUS] = previous
+    q[previous][NEXT] = slot
+    q[before][PREVIOUS] = slot
+
+
+def unlink(q: Rows, slot: int) -> None:
+    q[q[slot][PREVIOUS]][NEXT] = q[slot][NEXT]
+    q[q[slot][NEXT]][PREVIOUS] = q[slot][PREVIOUS]
+
+
+# -- the heap of decoding sequences, by the epoch that emits their last token
+
+
+def finishes_before(q: Rows, one: int, other: int) -> bool:
+    if q[one][LAST_EPOCH] != q[other][LAST_EPOCH]:
+        return q[one][LAST_EPOCH] < q[other][LAST_EPOCH]
+    return q[one][JOIN] < q[other][JOIN]
+
+
+def sift(q: Rows, n: Row, size: int, at: int, slot: int) -> None:
+    """Put a sequence into the hole ``at`` of a heap of ``size`` places, or where it belongs."""
+    heap = PHASES_AT + n[BLOCK_TOKENS]
+    while at > 0:
+        parent = (at - 1) // 2
+        if not finishes_before(q, slot, n[heap + parent]):
+            break
+        n[heap + at] = n[heap + parent]
+        q[n[heap + at]][HEAP_AT] = at
+        at = parent
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and finishes_before(q, n[heap + child + 1], n[heap + child]):
+            child += 1
+        if not finishes_before(q, n[heap + child], slot):
+            break
+        n[heap + at] = n[heap + child]
+        q[n[heap + at]][HEAP_AT] = at
+        at = child
+    n[heap + at] = slot
+    q[slot][HEAP_AT] = at
+
+
+# -- the decoding batch
+
+
+def blocks(n: Row, tokens: int) -> int:
+    return -(-tokens // n[BLOCK_TOKENS])
+
+
+def prefill_tokens(q: Rows, slot: int) -> int:
+    """What a prefill must compute: the prompt, and after an eviction its tokens as well."""
+    return q[slot][PROMPT] + q[slot][GENERATED]
+
+
+def join_decoding(q: Rows, n: Row, slot: int) -> None:
+    size = n[NUM_DECODING]
+    cached = prefill_tokens(q, slot)
+    n[JOINS] += 1
+    q[slot][STATE] = DECODING
+    q[slot][JOIN] = n[JOINS]
+    q[slot][OFFSET] = cached - n[EPOCH]
+    q[slot][LAST_EPOCH] = n[EPOCH] + q[slot][OUTPUT] - q[slot][GENERATED]
+    link(q, slot, n[HEAD_DECODING])
+    sift(q, n, size + 1, size, slot)
+    n[NUM_DECODING] = size + 1
+    n[CACHED] += cached
+    # The residue of the epochs in which it needs a new block.
+    n[PHASES_AT + (1 - q[slot][OFFSET]) % n[BLOCK_TOKENS]] += 1
+
+
+def leave_decoding(q: Rows, n: Row, slot: int) -> None:
+    """Take a sequence out of the batch, remember how far it came, and free its blocks."""
+    unlink(q, slot)
+    size = n[NUM_DECODING] - 1
+    n[NUM_DECODING] = size
+    at = q[slot][HEAP_AT]
+    if at < size:
+        sift(q, n, size, at, n[PHASES_AT + n[BLOCK_TOKENS] + size])
+    cached = q[slot][OFFSET] + n[EPOCH]
+    q[slot][GENERATED] = cached - q[slot][PROMPT]
+    n[CACHED] -= cached
+    n[PHASES_AT + (1 - q[slot][OFFSET]) % n[BLOCK_TOKENS]] -= 1
+    # All but the newest token have KV; within a decode step there is room for that one too.
+    growing = n[STEPS] > 0 and n[STEP_DECODES] > 0
+    n[FREE_BLOCKS] += blocks(n, cached if growing else cached - 1)
+
+
+def drop(q: Rows, n: Row, slot: int) -> None:
+    """Abort a sequence and free its blocks at once; a step under way keeps its length."""
+    state = q[slot][STATE]
+    if state == WAITING:
+        unlink(q, slot)
+        n[NUM_WAITING] -= 1
+    elif state == PREFILLING:
+        unlink(q, slot)
+        n[NUM_PREFILLING] -= 1
+        n[FREE_BLOCKS] += blocks(n, prefill_tokens(q, slot))
+    elif state == DECODING:
+        leave_decoding(q, n, slot)
+    q[slot][STATE] = DONE
+
+
+# -- planning
+
+
+def enqueue(q: Rows, n: Row, slot: int) -> None:
+    """Put a new sequence at the end of the waiting queue."""
+    q[slot][STATE] = WAITING
+    link(q, slot, n[HEAD_WAITING])
+    n[NUM_WAITING] += 1
+
+
+def admissible(q: Rows, n: Row) -> bool:
+    """Whether there is a slot and room for the head of the waiting queue."""
+    running = n[NUM_PREFILLING] + n[NUM_DECODING]
+    if n[NUM_WAITING] == 0 or running >= n[MAX_SEQS]:
+        return False
+    needed = blocks(n, prefill_tokens(q, q[n[HEAD_WAITING]][NEXT]))
+    if running > 0:
+        needed += n[WATERMARK_BLOCKS]
+    return needed <= n[FREE_BLOCKS]
+
+
+def admit(q: Rows, n: Row) -> int:
+    """Move the head of the waiting queue to the prompts at prefill; returns its slot."""
+    slot = q[n[HEAD_WAITING]][NEXT]
+    unlink(q, slot)
+    link(q, slot, n[HEAD_PREFILLING])
+    n[NUM_WAITING] -= 1
+    n[NUM_PREFILLING] += 1
+    n[FREE_BLOCKS] -= blocks(n, prefill_tokens(q, slot))
+    q[slot][STATE] = PREFILLING
+    q[slot][COMPUTED] = 0
+    return slot
+
+
+def take_chunk(q: Rows, n: Row, slot: int, tokens: int) -> None:
+    q[slot][CHUNK] = tokens
+    n[STEP_PROMPTS] += 1
+    n[STEP_TOKENS] += tokens
+
+
+def plan_chunks(q: Rows, n: Row, budget: int, admitting: bool) -> None:
+    """Share ``budget`` tokens among the prompts at prefill, then among those waiting."""
+    head = n[HEAD_PREFILLING]
+    slot = q[head][NEXT]
+    while slot != head and budget > 0:
+        tokens = min(prefill_tokens(q, slot) - q[slot][COMPUTED], budget)
+        take_chunk(q, n, slot, tokens)
+        budget -= tokens
+        slot = q[slot][NEXT]
+    while admitting and budget > 0 and admissible(q, n):
+        slot = admit(q, n)
+        tokens = min(prefill_tokens(q, slot), budget)
+        take_chunk(q, n, slot, tokens)
+        budget -= tokens
+
+
+def plan_prompts(q: Rows, n: Row) -> None:
+    """Admit whole prompts within the budget; a longer one alone."""
+    budget = n[MAX_BATCHED]
+    while admissible(q, n):
+        tokens = prefill_tokens(q, q[n[HEAD_WAITING]][NEXT])
+        if n[STEP_PROMPTS] > 0 and tokens > budget:
+            return
+        take_chunk(q, n, admit(q, n), tokens)
+        budget -= tokens
+
+
+def evict_newest(q: Rows, n: Row) -> int:
+    """Send the newest running sequence back to the head of the queue; returns its slot."""
+    # Prompts are prefilled in the order of admission, so those at it are newer than all others.
+    if n[NUM_PREFILLING] > 0:
+        slot = q[n[HEAD_PREFILLING]][PREVIOUS]
+        unlink(q, slot)
+        n[NUM_PREFILLING] -= 1
+        n[FREE_BLOCKS] += blocks(n, prefill_tokens(q, slot))
+    else:
+        slot = q[n[HEAD_DECODING]][PREVIOUS]
+        leave_decoding(q, n, slot)
+    q[slot][STATE] = WAITING
+    q[slot][PREEMPTIONS] += 1
+    n[PREEMPTIONS_TOTAL] += 1
+    link(q, slot, q[n[HEAD_WAITING]][NEXT])
+    n[NUM_WAITING] += 1
+    return slot
+
+
+def grow(q: Rows, n: Row, log: Row, log_s: Times, now_s: float) -> bool:
+    """Give every decoding sequence room for its next token; True when some had to be evicted."""
+    evicted = False
+    phase = PHASES_AT + n[EPOCH] % n[BLOCK_TOKENS]
+    while n[phase] > n[FREE_BLOCKS]:
+        record(log, log_s, now_s, evict_newest(q, n), PREEMPTED)
+        evicted = True
+    n[FREE_BLOCKS] -= n[phase]
+    return evicted
+
+
+def run_length(q: Rows, n: Row) -> int:
+    """Decode steps until the next finish, or until one more would lack blocks; at least 1.
+
+    ``grow`` has taken the blocks of the first step; those of the others are taken at the end.
+    """
+    size = n[BLOCK_TOKENS]
+    batch = n[NUM_DECODING]
+    more = q[n[PHASES_AT + size]][LAST_EPOCH] - n[EPOCH] - 1
+    # In every round of `size` steps each sequence takes one block.
+    if (more // size + 1) * batch <= n[FREE_BLOCKS]:
+        return 1 + more
+    steps = n[FREE_BLOCKS] // batch * size
+    spare = n[FREE_BLOCKS] % batch
+    while steps < more:
+        spare -= n[PHASES_AT + (n[EPOCH] + 1 + steps) % size]
+        if spare < 0:
+            break
+        steps += 1
+    return 1 + min(steps, more)
+
+
+def plan(q: Rows, n: Row, x: Times, log: Row, log_s: Times, now_s: float) -> int:
+    """Plan what follows: evict, admit, share the budget. Returns its number of steps.
+
+    0: there is nothing to do. More than 1: they decode, and nothing joins or leaves before the
+    last one has ended, unless the caller cuts STEPS.
+    """
+    evicted = False
+    n[STEP_DECODES] = 0
+    n[STEP_PROMPTS] = 0
+    n[STEP_TOKENS] = 0
+    if n[CHUNKED]:
+        if n[NUM_DECODING] > 0:
+            evicted = grow(q, n, log, log_s, now_s)
+        n[STEP_DECODES] = n[NUM_DECODING]
+        plan_chunks(q, n, n[MAX_BATCHED] - n[NUM_DECODING], not evicted)
+    else:
+        plan_prompts(q, n)
+        if n[STEP_PROMPTS] == 0 and n[NUM_DECODING] > 0:
+            evicted = grow(q, n, log, log_s, now_s)
+            n[STEP_DECODES] = n[NUM_DECODING]
+    n[STEP_CACHED] = n[CACHED] if n[STEP_DECODES] > 0 else 0
+    if n[STEP_DECODES] == 0 and n[STEP_PROMPTS] == 0:
+        return 0
+    x[START_S] = now_s
+    x[FIRST_S] = x[SLOWDOWN] * step_time_s(
+        x, n[STEP_PROMPTS], n[STEP_TOKENS], n[STEP_DECODES], n[STEP_CACHED]
+    )
+    x[GROWTH_S] = x[SLOWDOWN] * (x[P5] * n[STEP_DECODES] + x[P7])
+    # After an eviction the next step may admit; with prompts at prefill it differs anyway.
+    n[STEPS] = 1 if evicted or n[NUM_PREFILLING] > 0 else run_length(q, n)
+    return n[STEPS]
+
+
+def step_time_s(x: Times, prompts: int, tokens: int, decodes: int, cached: int) -> float:
+    """The length of a step of m prompts (n tokens in it) and b decodes (S cached tokens)."""
+    time_s = 0.0
+    if prompts > 0:
+        time_s += x[P1] * tokens + x[P2] * prompts + x[P3] * tokens / prompts + x[P4]
+    if decodes > 0:
+        time_s += x[P5] * cached + x[P6] * decodes + x[P7] * cached / decodes + x[P8]
+        if prompts > 0:
+            time_s -= min(x[P4], x[P8])
+    return time_s
+
+
+def run_end_s(x: Times, steps: int) -> float:
+    """When the first ``steps`` steps of the run that is under way have ended."""
+    return x[START_S] + (steps * x[FIRST_S] + x[GROWTH_S] * (steps * (steps - 1) / 2))
+
+
+def steps_ended_by(x: Times, steps: int, now_s: float) -> int:
+    """How many of the first ``steps`` steps of the run have ended at ``now_s``."""
+    # The root of steps²·GROWTH/2 + steps·(FIRST − GROWTH/2) = now − START, then the rounding.
+    passed_s = max(0.0, now_s - x[START_S])
+    half_s = x[GROWTH_S] / 2
+    linear_s = x[FIRST_S] - half_s
+    root_s = math.sqrt(linear_s * linear_s + 4 * half_s * passed_s)
+    # This form of the root is exact where GROWTH is 0, and cancels nothing where it is small.
+    ended = min(steps, int(2 * passed_s / (linear_s + root_s)))
+    while ended < steps and run_end_s(x, ended + 1) <= now_s:
+        ended += 1
+    while ended > 0 and run_end_s(x, ended) > now_s:
+        ended -= 1
+    return ended
+
+
+def cut_run(n: Row, x: Times, now_s: float) -> None:
+    """End the run with the step under way; one that ends at ``now_s`` is no longer under way."""
+    if n[STEPS] > 1:
+        ended = steps_ended_by(x, n[STEPS], now_s)
+        if ended == 0 or run_end_s(x, ended) < now_s:
+            ended += 1
+        n[STEPS] = min(n[STEPS], ended)
+        x[NEXT_S] = run_end_s(x, n[STEPS])
+
+
+# -- ending
+
+
+def end(q: Rows, n: Row, x: Times, log: Row, log_s: Times, now_s: float) -> None:
+    """Apply the steps that ``plan`` planned: their tokens, blocks and finishes."""
+    steps = n[STEPS]
+    n[STEPS] = 0
+    if n[STEP_DECODES] > 0:
+        batch = n[NUM_DECODING]
+        size = n[BLOCK_TOKENS]
+        n[FREE_BLOCKS] -= (steps - 1) // size * batch
+        for step in range(1, 1 + (steps - 1) % size):
+            n[FREE_BLOCKS] -= n[PHASES_AT + (n[EPOCH] + step) % size]
+        n[EPOCH] += steps
+        n[CACHED] += steps * batch
+        n[GENERATION_TOTAL] += steps * batch
+        x[DECODE_S] += steps * x[FIRST_S] + x[GROWTH_S] * (steps * (steps - 1) / 2)
+        heap = PHASES_AT + size
+        while n[NUM_DECODING] > 0 and q[n[heap]][LAST_EPOCH] <= n[EPOCH]:
+            slot = n[heap]
+            leave_decoding(q, n, slot)
+            q[slot][STATE] = DONE
+            record(log, log_s, now_s, slot, FINISHED)
+    if n[STEP_PROMPTS] > 0:
+        end_chunks(q, n, log, log_s, now_s)
+
+
+def end_chunks(q: Rows, n: Row, log: Row, log_s: Times, now_s: float) -> None:
+    head = n[HEAD_PREFILLING]
+    slot = q[head][NEXT]
+    while slot != head:
+        following = q[slot][NEXT]
+        q[slot][COMPUTED] += q[slot][CHUNK]
+        q[slot][CHUNK] = 0
+        if q[slot][COMPUTED] == prefill_tokens(q, slot):
+            end_prefill(q, n, log, log_s, now_s, slot)
+        slot = following
+
+
+def end_prefill(q: Rows, n: Row, log: Row, log_s: Times, now_s: float, slot: int) -> None:
+    """A prefill is over and emits a token: the first, or after an eviction the next."""
+    unlink(q, slot)
+    n[NUM_PREFILLING] -= 1
+    if q[slot][GENERATED] == 0:
+        n[PROMPT_TOTAL] += q[slot][PROMPT]
+        record(log, log_s, now_s, slot, FIRST)
+    else:
+        record(log, log_s, now_s, slot, RESUMED)
+    n[GENERATION_TOTAL] += 1
+    held = blocks(n, prefill_tokens(q, slot))
+    q[slot][GENERATED] += 1
+    if q[slot][GENERATED] < q[slot][OUTPUT]:
+        join_decoding(q, n, slot)
+        return
+    n[FREE_BLOCKS] += held
+    q[slot][STATE] = DONE
+    record(log, log_s, now_s, slot, FINISHED)
+
+
+# -- many instances in virtual time
+
+
+def comes_before(n: Rows, x: TimeRows, one: int, other: int) -> bool:
+    """Whether one instance's next event is before another's; equal ones in the order of index."""
+    if x[one][NEXT_S] != x[other][NEXT_S]:
+        return x[one][NEXT_S] < x[other][NEXT_S]
+    if n[one][PHASE] != n[other][PHASE]:
+        return n[one][PHASE] < n[other][PHASE]
+    return one < other
+
+
+def rank(n: Rows, x: TimeRows, first: Row, i: int) -> None:
+    """Play instance i's matches again in the tournament whose winner, first[1], comes first.
+
+    ``first`` is a complete binary tree: node k has the children 2k and 2k + 1, the leaves are the
+    instances.
+    """
+    k = (len(first) // 2 + i) // 2
+    while k >= 1:
+        left = first[2 * k]
+        right = first[2 * k + 1]
+        first[k] = left if comes_before(n, x, left, right) else right
+        k //= 2
+
+
+def submit(
+    q: Rows, n: Rows, x: TimeRows, first: Row, i: int, slot: int, prompt: int, output: int,
+    now_s: float,
+) -> None:  # fmt: skip
+    """Give instance i a new sequence; the step that begins at ``now_s`` or next sees it."""
+    q[slot][PROMPT] = prompt
+    q[slot][OUTPUT] = output
+    q[slot][GENERATED] = 0
+    q[slot][CHUNK] = 0
+    q[slot][PREEMPTIONS] = 0
+    enqueue(q, n[i], slot)
+    if n[i][STEPS] > 0:
+        # Behind others it changes nothing: what they lack comes free at the end of the run at best.
+        if n[i][NUM_WAITING] > 1:
+            return
+        cut_run(n[i], x[i], now_s)
+    elif x[i][NEXT_S] > now_s:
+        x[i][NEXT_S] = now_s
+        n[i][PHASE] = BEGIN
+    rank(n, x, first, i)
+
+
+def change_slowdown(
+    n: Rows, x: TimeRows, first: Row, i: int, slowdown: float, now_s: float
+) -> None:
+    """The steps of instance i that begin at ``now_s`` or later take ``slowdown`` times as long."""
+    cut_run(n[i], x[i], now_s)
+    x[i][SLOWDOWN] = slowdown
+    rank(n, x, first, i)
+
+
+def advance(
+    q: Rows, n: Rows, x: TimeRows, first: Row, log: Row, log_s: Times, until_s: float, stop: bool
+) -> bool:
+    """Let every instance work until ``until_s``; what happened is in the log, in time order.
+
+    Steps that begin at ``until_s`` itself have not begun when this returns. It returns False when
+    it returns early: after the first events that are logged (with ``stop``, and all those of the
+    same time), or when the log could overflow.
+    """
+    log[0] = 0
+    while True:
+        i = first[1]
+        now_s = x[i][NEXT_S]
+        if now_s > until_s or (now_s == until_s and n[i][PHASE] == BEGIN):
+            return True
+        if log[0] > 0 and stop and (n[i][PHASE] == BEGIN or now_s > log_s[log[0]]):
+            return False
+        # A step logs at most two entries for each sequence that runs.
+        if log[0] + 2 * n[i][MAX_SEQS] + 1 >= len(log):
+            return False
+        if n[i][PHASE] == END:
+            end(q, n[i], x[i], log, log_s, now_s)
+            n[i][PHASE] = BEGIN
+        elif plan(q, n[i], x[i], log, log_s, now_s) > 0:
+            n[i][PHASE] = END
+            x[i][NEXT_S] = run_end_s(x[i], n[i][STEPS])
+        else:
+            x[i][NEXT_S] = math.inf
+        rank(n, x, first, i)
+
+
+def decoded(n: Rows, x: TimeRows, now_s: float, steps: Row, seconds: Times) -> None:
+    """Fill in, for every instance, the decode steps that ended by ``now_s``, and their time."""
+    for i in range(len(steps)):
+        steps[i] = n[i][EPOCH]
+        seconds[i] = x[i][DECODE_S]
+        if n[i][STEPS] > 0 and n[i][STEP_DECODES] > 0:
+            ended = steps_ended_by(x[i], n[i][STEPS], now_s)
+            steps[i] += ended
+            seconds[i] += run_end_s(x[i], ended) - x[i][START_S]

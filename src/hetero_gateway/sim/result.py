@@ -1,0 +1,276 @@
+"""From the records of simulated requests to figures. Pure.
+
+Times count from a request's arrival, so that waiting in the gateway's queue is part of them.
+
+    throughput   tokens/s  output tokens over the time from the first arrival to the last
+                           completion. On a finite run this is a tail metric: a single long
+                           request on a slow instance decides it.
+    total        tokens/s  prompt and output tokens over the same time (what ``bench`` prints)
+    steady       tokens/s  output tokens generated while the cluster was in its stride: between
+                           the arrivals of the requests at 20 % and 80 %; with everything at once,
+                           until the first instance runs dry
+    TTFT         s         first output token
+    TPOT         s/token   (last − first) / (output tokens − 1), of outputs of 2 or more
+    latency      s         last output token
+    within SLO   share     of all requests, TTFT and TPOT within their limits; those that were
+                           refused or lost are not
+    spread       ratio     (latest − earliest) / latest completion time over the instances; an
+                           instance that got nothing completed at 0
+
+Requests that were refused, or lost with a dead instance, count in ``refused``, ``lost`` and the
+share within the SLO, and nowhere else. What is not a number (no request finished) is None in JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.sim.cluster import Records
+from hetero_gateway.sim.workload import Workload
+
+# Requests by arrival between which the cluster is taken to be in its stride.
+_STEADY_FROM, _STEADY_TO = 0.2, 0.8
+# The quantiles that a latency distribution is kept as.
+QUANTILES = np.linspace(0, 1, 201)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits that a request is within when neither is exceeded; seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of one run, in the unit of the values; nan where there were none."""
+
+    mean: float = math.nan
+    p50: float = math.nan
+    p99: float = math.nan
+
+    @classmethod
+    def of(cls, values: NDArray[np.float64]) -> Statistics:
+        if not values.size:
+            return cls()
+        p50, p99 = np.percentile(values, (50, 99))
+        return cls(float(values.mean()), float(p50), float(p99))
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceResult:
+    """What one instance did: requests that it finished, and when the last one was."""
+
+    requests: int
+    completion_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """One run: one policy, one rate, one seed. See the module's text for the figures."""
+
+    requests: int
+    throughput_tokens_per_s: float
+    total_tokens_per_s: float
+    steady_tokens_per_s: float
+    latency_s: Statistics
+    ttft_s: Statistics
+    tpot_s: Statistics
+    slo_share: float
+    instances: tuple[InstanceResult, ...]
+    preemptions: int
+    refused: int
+    lost: int
+    latencies_s: NDArray[np.float64]  # of the finished requests, sorted
+
+    @property
+    def completion_spread(self) -> float:
+        times_s = [i.completion_s for i in self.instances]
+        latest_s = max(times_s)
+        return (latest_s - min(times_s)) / latest_s if latest_s > 0 else 0.0
+
+
+def summarise(workload: Workload, records: Records, instances: int, slo: Slo) -> RunResult:
+    """Sum up one run on a cluster of ``instances`` instances."""
+    start_s = float(workload.arrival_s[0])
+    done = np.isfinite(records.finish_s)
+    arrival_s, finish_s = workload.arrival_s[done], records.finish_s[done]
+    first_s, output = records.first_token_s[done], workload.output_tokens[done]
+    latency_s, ttft_s = finish_s - arrival_s, first_s - arrival_s
+    long_enough = output >= 2
+    tpot_s = (finish_s - first_s)[long_enough] / (output[long_enough] - 1)
+    within = ttft_s <= slo.ttft_s
+    within[long_enough] &= tpot_s <= slo.tpot_s
+    duration_s = float(finish_s.max(initial=start_s)) - start_s
+    shares = []
+    for i in range(instances):
+        its_own_s = finish_s[records.instance[done] == i]
+        completion_s = float(its_own_s.max(initial=start_s)) - start_s
+        shares.append(InstanceResult(int(its_own_s.size), completion_s))
+    return RunResult(
+        requests=len(workload),
+        throughput_tokens_per_s=_per_second(float(output.sum()), duration_s),
+        total_tokens_per_s=_per_second(
+            float(output.sum() + workload.prompt_tokens[done].sum()), duration_s
+        ),
+        steady_tokens_per_s=_steady(workload, records, shares),
+        latency_s=Statistics.of(latency_s),
+        ttft_s=Statistics.of(ttft_s),
+        tpot_s=Statistics.of(tpot_s),
+        slo_share=float(within.sum()) / len(workload),
+        instances=tuple(shares),
+        preemptions=int(records.preemptions.sum()),
+        refused=int((~done & np.isnan(records.first_token_s)).sum()),
+        lost=int((~done & np.isfinite(records.first_token_s)).sum()),
+        latencies_s=np.sort(latency_s),
+    )
+
+
+def tokens_between(workload: Workload, records: Records, from_s: float, to_s: float) -> float:
+    """Output tokens of the finished requests that were generated in a window.
+
+    A request's first token is at ``first_token_s``, its others are spread evenly up to its end.
+    Counting whole requests at their end instead would shift tokens by a request's whole length.
+    """
+    done = np.isfinite(records.finish_s)
+    first_s, finish_s = records.first_token_s[done], records.finish_s[done]
+    others = workload.output_tokens[done] - 1
+    overlap_s = np.minimum(finish_s, to_s) - np.maximum(first_s, from_s)
+    length_s = np.maximum(finish_s - first_s, 1e-12)
+    share = np.clip(overlap_s / length_s, 0, 1)
+    return float(((first_s >= from_s) & (first_s <= to_s)).sum() + (others * share).sum())
+
+
+def _steady(workload: Workload, records: Records, shares: Sequence[InstanceResult]) -> float:
+    start_s = float(workload.arrival_s[0])
+    if workload.all_at_once:
+        from_s = start_s
+        to_s = start_s + min((i.completion_s for i in shares if i.requests), default=0.0)
+    else:
+        last = len(workload) - 1
+        from_s = float(workload.arrival_s[round(_STEADY_FROM * last)])
+        to_s = float(workload.arrival_s[round(_STEADY_TO * last)])
+    return _per_second(tokens_between(workload, records, from_s, to_s), to_s - from_s)
+
+
+def _per_second(tokens: float, duration_s: float) -> float:
+    return tokens / duration_s if duration_s > 0 else 0.0
+
+
+# Over seeds
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and sample standard deviation (0 of one value) over seeds; nan where there is none."""
+
+    mean: float
+    sd: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        numbers = np.array([v for v in values if math.isfinite(v)])
+        if not numbers.size:
+            return cls(math.nan, math.nan)
+        return cls(float(numbers.mean()), float(numbers.std(ddof=1)) if numbers.size > 1 else 0.0)
+
+    def to_dict(self) -> dict[str, float | None]:
+        return {"mean": _json(self.mean), "sd": _json(self.sd)}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One policy at one rate, over all seeds.
+
+    Args:
+        rate_per_s: of the arrivals; infinite: everything at once.
+        load: the rate's work as a share of the bound, where it was asked for so.
+        bound_tokens_per_s: what the instances generate when each has always enough to do.
+        runs: one per seed, at least one.
+    """
+
+    policy: str
+    rate_per_s: float
+    load: float | None
+    bound_tokens_per_s: float
+    instance_ids: tuple[str, ...]
+    runs: tuple[RunResult, ...]
+
+    def spread(self, figure: Callable[[RunResult], float]) -> Spread:
+        return Spread.of([figure(run) for run in self.runs])
+
+    @property
+    def throughput_tokens_per_s(self) -> Spread:
+        return self.spread(lambda run: run.throughput_tokens_per_s)
+
+    @property
+    def share_of_bound(self) -> Spread:
+        """Throughput over the bound; nan where the bound is 0 (nothing fits anywhere)."""
+        bound = self.bound_tokens_per_s or math.nan
+        return self.spread(lambda run: run.throughput_tokens_per_s / bound)
+
+    def finished_on(self, instance: int) -> Spread:
+        return self.spread(lambda run: run.instances[instance].requests)
+
+    def completion_s(self, instance: int) -> Spread:
+        return self.spread(lambda run: run.instances[instance].completion_s)
+
+    def total(self, count: Callable[[RunResult], int]) -> int:
+        """The sum of a count over the seeds."""
+        return sum(count(run) for run in self.runs)
+
+    def latency_quantiles_s(self) -> NDArray[np.float64]:
+        """Latencies of all seeds together, at ``QUANTILES``; empty where nothing finished."""
+        pooled = np.concatenate([run.latencies_s for run in self.runs])
+        return np.quantile(pooled, QUANTILES) if pooled.size else pooled
+
+    def to_dict(self) -> dict[str, Any]:
+        """One entry of ``results`` of ``simulate --json``."""
+        n = len(self.runs)
+        return {
+            "policy": self.policy,
+            "rate": "inf" if math.isinf(self.rate_per_s) else self.rate_per_s,
+            "load": self.load,
+            "seeds": n,
+            "requests": self.runs[0].requests,
+            "throughput_tokens_per_s": self.throughput_tokens_per_s.to_dict(),
+            "total_tokens_per_s": self.spread(lambda run: run.total_tokens_per_s).to_dict(),
+            "steady_tokens_per_s": self.spread(lambda run: run.steady_tokens_per_s).to_dict(),
+            "latency_s": self._statistics(lambda run: run.latency_s),
+            "ttft_s": self._statistics(lambda run: run.ttft_s),
+            "tpot_s": self._statistics(lambda run: run.tpot_s),
+            "slo_share": self.spread(lambda run: run.slo_share).to_dict(),
+            "share_of_bound": _json(self.share_of_bound.mean),
+            "completion_spread": self.spread(lambda run: run.completion_spread).to_dict(),
+            "preemptions": self.total(lambda run: run.preemptions) / n,
+            "refused": self.total(lambda run: run.refused) / n,
+            "lost": self.total(lambda run: run.lost) / n,
+            "instances": [
+                {
+                    "id": instance_id,
+                    "requests": self.finished_on(i).mean,
+                    "completion_s": self.completion_s(i).mean,
+                    "completion_sd_s": self.completion_s(i).sd,
+                }
+                for i, instance_id in enumerate(self.instance_ids)
+            ],
+        }
+
+    def _statistics(self, of: Callable[[RunResult], Statistics]) -> dict[str, float | None]:
+        result: dict[str, float | None] = {}
+        for name in ("mean", "p50", "p99"):
+            spread = Spread.of([getattr(of(run), name) for run in self.runs])
+            result[name] = _json(spread.mean)
+            result[f"{name}_sd"] = _json(spread.sd)
+        return result
+
+
+def _json(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,194 @@
+"""What arrives at a simulated cluster and when, and what goes wrong in it.
+
+    arrivals   Poisson, Gamma with a coefficient of variation, all at once, a trace's own times
+    lengths    log-normal, or a trace's rows, sampled or in order
+    faults     an instance is slower, or dead, for a time
+
+Arrival times are drawn at a rate of 1 and then stretched, and lengths come from a generator of
+their own: so one seed means the same requests in the same pattern at every rate and under every
+policy, and differences between policies are not differences between draws.
+
+Reading a trace's file is the shell's work (``hetero_gateway.load.trace``); here are arrays.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The requests of one run, in the order of their arrival.
+
+    Args:
+        arrival_s: (N,), s, at least 0, never decreasing.
+        prompt_tokens: (N,), at least 1.
+        output_tokens: (N,), at least 1.
+
+    Raises:
+        ValueError: shapes that differ, no request, or a value outside of these ranges.
+    """
+
+    arrival_s: Floats
+    prompt_tokens: Integers
+    output_tokens: Integers
+
+    def __post_init__(self) -> None:
+        shape = self.arrival_s.shape
+        if len(shape) != 1 or {self.prompt_tokens.shape, self.output_tokens.shape} != {shape}:
+            raise ValueError("arrival_s, prompt_tokens and output_tokens must have one length")
+        if not shape[0]:
+            raise ValueError("a workload needs at least one request")
+        if not np.isfinite(self.arrival_s).all() or self.arrival_s[0] < 0:
+            raise ValueError("arrival times must be finite and at least 0")
+        if (np.diff(self.arrival_s) < 0).any():
+            raise ValueError("arrival times must not decrease")
+        if min(self.prompt_tokens.min(), self.output_tokens.min()) < 1:
+            raise ValueError("lengths must be at least 1 token")
+
+    def __len__(self) -> int:
+        return int(self.arrival_s.size)
+
+    @property
+    def all_at_once(self) -> bool:
+        """Whether every request arrives at the same moment (the paper's rate "inf")."""
+        return bool(self.arrival_s[-1] == self.arrival_s[0])
+
+
+class FaultKind(enum.Enum):
+    SLOW = "slow"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that happens to one instance.
+
+    Args:
+        instance: its position.
+        kind: SLOW multiplies its step times by ``factor``; DEAD loses what it had.
+        start_s, end_s: from when until when; ``end_s`` may be infinite.
+        factor: of SLOW, above 0.
+
+    Raises:
+        ValueError: a time or factor outside of these ranges.
+    """
+
+    instance: int
+    kind: FaultKind
+    start_s: float
+    end_s: float = math.inf
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start_s < self.end_s:
+            raise ValueError(f"start_s ({self.start_s}) must be at least 0 and before end_s")
+        if not (math.isfinite(self.factor) and self.factor > 0):
+            raise ValueError(f"factor is {self.factor}: it must be above 0")
+
+
+# Lengths
+
+
+class Lengths(Protocol):
+    """Where lengths come from."""
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[Integers, Integers]:
+        """Prompt and output tokens of ``count`` requests, each (count,) and at least 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """A length in tokens: ``sigma`` is of its natural logarithm; cut to 1 .. ``maximum``."""
+
+    median: float
+    sigma: float
+    maximum: int
+
+    def draw(self, count: int, rng: np.random.Generator) -> Integers:
+        values = rng.lognormal(math.log(self.median), self.sigma, count)
+        return np.clip(np.rint(values), 1, self.maximum).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormalLengths:
+    """Independent log-normal prompt and output lengths."""
+
+    prompt: LogNormal
+    output: LogNormal
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[Integers, Integers]:
+        return self.prompt.draw(count, rng), self.output.draw(count, rng)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLengths:
+    """A trace's rows, prompt and output kept together.
+
+    Args:
+        prompt_tokens, output_tokens: (rows,), at least one row.
+        in_order: take the rows as they come, again from the first after the last, instead of
+            sampling them with replacement.
+    """
+
+    prompt_tokens: Integers
+    output_tokens: Integers
+    in_order: bool = False
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[Integers, Integers]:
+        rows = self.prompt_tokens.size
+        chosen = np.arange(count) % rows if self.in_order else rng.integers(rows, size=count)
+        return self.prompt_tokens[chosen], self.output_tokens[chosen]
+
+
+# Arrivals. Each is (count,) in seconds, and begins at 0.
+
+
+def all_at_once(count: int) -> Floats:
+    return np.zeros(count)
+
+
+def gamma_arrivals(count: int, rate_per_s: float, cv: float, rng: np.random.Generator) -> Floats:
+    """Gaps from a Gamma distribution of mean 1/rate and this coefficient of variation.
+
+    ``cv`` 1 is a Poisson process, above 1 comes in bursts, 0 is like a clock. Both parameters
+    are finite, the rate above 0, ``cv`` at least 0.
+    """
+    if cv > 0:
+        shape = 1 / cv**2
+        gaps = rng.gamma(shape, 1 / shape, count)
+    else:
+        gaps = np.ones(count)
+    times: Floats = np.cumsum(gaps) - gaps[0]
+    return times / rate_per_s
+
+
+def poisson_arrivals(count: int, rate_per_s: float, rng: np.random.Generator) -> Floats:
+    return gamma_arrivals(count, rate_per_s, 1.0, rng)
+
+
+def mean_rate_per_s(arrival_s: Floats) -> float:
+    """Requests per second of given times; infinite when they are all the same."""
+    span_s = float(arrival_s[-1] - arrival_s[0])
+    return (arrival_s.size - 1) / span_s if span_s > 0 else math.inf
+
+
+def at_rate(arrival_s: Floats, rate_per_s: float) -> Floats:
+    """Given times from 0, stretched to a mean rate; an infinite rate makes them all 0."""
+    if math.isinf(rate_per_s):
+        return all_at_once(arrival_s.size)
+    own_rate_per_s = mean_rate_per_s(arrival_s)
+    if math.isinf(own_rate_per_s):
+        return all_at_once(arrival_s.size)
+    times: Floats = (arrival_s - arrival_s[0]) * (own_rate_per_s / rate_per_s)
+    return times

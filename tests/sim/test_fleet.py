@@ -1,0 +1,195 @@
+"""Decode steps in closed form are the same as one by one: times, finishes, evictions."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.sim import kernel
+from hetero_gateway.sim.fleet import Fleet, can_compile
+from tests.sim.naive import Job, NaiveEngine
+
+BOTH = ("chunked", "prefill-first")
+NEVER_S = 1e12
+
+# Sums of these, and of times on the same grid, are exact: an arrival can be at a step's very end.
+EXACT = Constants(2**-12, 2**-9, 0.0, 2**-6, 2**-14, 2**-10, 0.0, 2**-6)
+ROUND = Constants(0.0, 0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.25)
+REAL = Constants(5.5e-5, 1e-5, 1e-6, 7.2e-3, 7.5e-6, 8.7e-5, 3.5e-6, 1.01e-2)
+STEEP = Constants(1e-4, 2e-4, 3e-6, 0.01, 1e-3, 1e-4, 3e-3, 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    profile: Profile
+    scheduling: str
+    max_batched_tokens: int
+    jobs: list[tuple[float, int, int]]  # arrival, prompt, output
+    slowdowns: list[tuple[float, float]]
+
+
+@st.composite
+def cases(draw: st.DrawFn, constants: tuple[Constants, ...], times: st.SearchStrategy[float]):
+    kv_tokens = draw(st.integers(180, 600))
+    sizes = st.tuples(times, st.integers(1, 120), st.integers(1, 60))
+    jobs = sorted(draw(st.lists(sizes, min_size=1, max_size=14)), key=lambda job: job[0])
+    max_num_seqs = draw(st.integers(1, 8))
+    changes = st.tuples(times, st.sampled_from([0.5, 1.0, 2.0, 4.0]))
+    profile = Profile("GPU", "m", 1, draw(st.sampled_from(constants)), kv_tokens, max_num_seqs)
+    return Case(
+        profile,
+        draw(st.sampled_from(BOTH)),
+        draw(st.integers(max_num_seqs, 200)),
+        jobs,
+        sorted(draw(st.lists(changes, max_size=3)), key=lambda change: change[0]),
+    )
+
+
+def naive(case: Case) -> list[Job]:
+    jobs = [Job(prompt, output, arrival_s) for arrival_s, prompt, output in case.jobs]
+    NaiveEngine(
+        case.profile, case.scheduling == "chunked", case.max_batched_tokens, case.slowdowns
+    ).run(jobs)
+    return jobs
+
+
+def in_closed_form(case: Case, compiled: bool = False) -> list[Job]:
+    jobs = [Job(prompt, output, arrival_s) for arrival_s, prompt, output in case.jobs]
+    fleet = Fleet(
+        [case.profile],
+        scheduling=case.scheduling,
+        max_batched_tokens=case.max_batched_tokens,
+        compiled=compiled,
+    )
+    events = [(at_s, 0, factor) for at_s, factor in case.slowdowns]
+    events += [(job.arrival_s, 1, job) for job in jobs]
+    slots: dict[int, Job] = {}
+    last_s = 0.0
+
+    def advance(until_s: float) -> None:
+        nonlocal last_s
+        complete = False
+        while not complete:
+            complete = fleet.advance(until_s, False)
+            for k in range(1, 1 + fleet.log[0]):
+                job, kind, now_s = slots[fleet.log[k] // 4], fleet.log[k] % 4, fleet.log_s[k]
+                assert last_s <= now_s <= until_s
+                last_s = now_s
+                if kind == kernel.FIRST:
+                    job.first_s = now_s
+                elif kind == kernel.FINISHED:
+                    job.finish_s = now_s
+                    fleet.free_slot(fleet.log[k] // 4)
+                elif kind == kernel.PREEMPTED:
+                    job.preemptions += 1
+
+    for at_s, _, what in sorted(events, key=lambda event: event[:2]):
+        advance(at_s)
+        if isinstance(what, Job):
+            slot = fleet.new_slot()
+            slots[slot] = what
+            fleet.submit(0, slot, what.prompt, what.output, at_s)
+        else:
+            fleet.set_slowdown(0, what, at_s)
+    advance(NEVER_S)
+    n = fleet._n[0]
+    assert n[kernel.FREE_BLOCKS] == n[kernel.TOTAL_BLOCKS]
+    assert n[kernel.GENERATION_TOTAL] == sum(job.output for job in jobs)
+    assert n[kernel.CACHED] == 0
+    assert not any(n[kernel.PHASES_AT : kernel.PHASES_AT + 16])
+    return jobs
+
+
+def check(case: Case, tolerance: float) -> None:
+    for expected, job in zip(naive(case), in_closed_form(case), strict=True):
+        assert job.preemptions == expected.preemptions
+        assert job.first_s == pytest.approx(expected.first_s, rel=tolerance, abs=tolerance)
+        assert job.finish_s == pytest.approx(expected.finish_s, rel=tolerance, abs=tolerance)
+
+
+@settings(max_examples=400)
+@given(cases((REAL, STEEP), st.floats(0, 8)))
+def test_times_and_evictions_are_those_of_single_steps(case):
+    check(case, 1e-9)
+
+
+@settings(max_examples=400)
+@given(cases((EXACT,), st.integers(0, 512).map(lambda i: i / 64)))
+def test_they_are_the_same_to_the_last_bit_where_sums_are_exact(case):
+    check(case, 0.0)
+
+
+@settings(max_examples=300)
+@given(cases((ROUND,), st.integers(0, 60).map(lambda i: i / 4)))
+@example(
+    Case(
+        Profile("GPU", "m", 1, ROUND, 10_000, 8),
+        "chunked",
+        64,
+        [(0.0, 10, 40), (1.0, 10, 5), (1.0, 10, 9), (1.5, 3, 3)],
+        [],
+    )
+)
+def test_an_arrival_at_the_end_of_a_step_is_seen_by_the_next(case):
+    # Every step takes a quarter of a second (times a factor), and so do the arrivals.
+    check(case, 0.0)
+
+
+def test_many_evictions_are_the_same():
+    jobs = [(0.01 * i, 20 + 7 * i % 90, 10 + 13 * i % 70) for i in range(60)]
+    for scheduling, kv_tokens in itertools.product(BOTH, (200, 400, 900)):
+        case = Case(Profile("GPU", "m", 1, REAL, kv_tokens, 16), scheduling, 128, jobs, [])
+        assert sum(job.preemptions for job in naive(case)) > 5
+        check(case, 1e-9)
+
+
+@pytest.mark.skipif(not can_compile(), reason="numba is not installed")
+def test_the_compiled_kernel_gives_the_same_floats():
+    jobs = [(0.03 * i, 1 + 37 * i % 300, 1 + 13 * i % 170) for i in range(300)]
+    for scheduling, kv_tokens in itertools.product(BOTH, (600, 20_000)):
+        profile = Profile("GPU", "m", 1, REAL, kv_tokens, 32)
+        case = Case(profile, scheduling, 128, jobs, [(3.0, 2.0), (5.0, 1.0)])
+        assert in_closed_form(case, compiled=True) == in_closed_form(case)
+
+
+def test_a_run_of_decode_steps_is_one_event():
+    fleet = Fleet([Profile("GPU", "m", 1, REAL, 100_000, 32)])
+    for _ in range(8):
+        fleet.submit(0, fleet.new_slot(), 100, 1000, 0.0)
+    fleet.advance(1e-6, False)
+    assert fleet._n[0][kernel.STEPS] == 1
+    fleet.advance(0.1, False)
+    assert fleet._n[0][kernel.STEPS] == 999
+    assert fleet.advance(NEVER_S, False)
+    assert fleet.log[0] == 8
+
+
+def test_instances_do_not_disturb_each_other():
+    profiles = [Profile("GPU", "m", 1, REAL.scaled(1 + i), 4000, 8) for i in range(5)]
+    jobs = [(0.1 * i, 10 + i, 20 + i) for i in range(30)]
+    fleet = Fleet(profiles)
+    owners = {}
+    finish: dict[tuple[int, int], float] = {}
+
+    def advance(until_s: float) -> None:
+        assert fleet.advance(until_s, False)
+        assert list(fleet.log_s[1 : 1 + fleet.log[0]]) == sorted(fleet.log_s[1 : 1 + fleet.log[0]])
+        for k in range(1, 1 + fleet.log[0]):
+            if fleet.log[k] % 4 == kernel.FINISHED:
+                finish[owners[fleet.log[k] // 4]] = fleet.log_s[k]
+
+    for number, (at_s, prompt, output) in enumerate(jobs):
+        advance(at_s)
+        for i in range(5):
+            slot = fleet.new_slot()
+            owners[slot] = (i, number)
+            fleet.submit(i, slot, prompt, output, at_s)
+    advance(NEVER_S)
+    for i, profile in enumerate(profiles):
+        alone = in_closed_form(Case(profile, "chunked", 2048, jobs, []))
+        assert [finish[i, number] for number in range(30)] == [job.finish_s for job in alone]
