@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.reproduction import experiments as ex
-from benchmarks.reproduction.lengths import CONVERSATIONS, FIRST_TURNS, Lengths, from_trace
+from benchmarks.reproduction.lengths import CONVERSATIONS, FIRST_TURNS, Source, from_trace
 from benchmarks.reproduction.report import (
     PAPER_RATE_A,
     PAPER_RATE_B,
@@ -35,11 +35,11 @@ RATES = (8.0, 16.0, 24.0, math.inf)
 MIXES = (CONVERSATIONS, FIRST_TURNS)
 PAPER_A = (ex.RR, ex.SI, ex.MB, ex.OS, ex.WRR)
 OURS_A = (ex.RR_TURNS, ex.WRR_TURNS, ex.CAPACITY, ex.FINISH)
-PAPER_B = (ex.RR, ex.SI_B, ex.MB, ex.OS)
+PAPER_B = (ex.RR, ex.MB, ex.OS)
 OURS_B = (ex.RR_TURNS, ex.MIN_MAX, ex.CAPACITY, ex.FINISH)
 RANKING_SEEDS = 2  # as in the paper
-SCAN_A = (0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
-SCAN_B = (1.0, 1.5, 2.0, 2.5, 3.0)
+SCAN_A = (0.75, 1.0, 1.5, 2.0, 3.0)
+SCAN_B = (1.0, 1.5, 2.0, 3.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for lengths in traces:
         sources.append(run_source(lengths, args.seeds, args.count, brief=False))
     for mix in MIXES:
-        sources.append(run_source(mix.pool(), args.seeds, args.count, brief=bool(traces)))
+        sources.append(run_source(mix.source(), args.seeds, args.count, brief=bool(traces)))
     # Where the trace lies on this machine means nothing to a reader.
     shown = [f"--requests {shlex.quote(lengths.name + '=TRACE.csv')}" for lengths in traces]
     text = document(sources, MIXES, LINKS, " ".join(["scripts/reproduce", *shown]))
@@ -73,55 +73,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read_source(text: str) -> Lengths:
+def read_source(text: str) -> Source:
     name, _, file = text.rpartition("=")
     return from_trace(Path(file), name or Path(file).stem)
 
 
-def run_source(lengths: Lengths, seeds: int, count: int, *, brief: bool) -> SourceResult:
+def run_source(source: Source, seeds: int, count: int, *, brief: bool) -> SourceResult:
     """Everything on one source; ``brief``: what the claims need, and no more than two seeds."""
     began_s = time.process_time()
 
     def progress(what: str) -> None:
-        print(f"[{time.process_time() - began_s:4.0f} s] {lengths.name}: {what}", file=sys.stderr)
+        print(f"[{time.process_time() - began_s:4.0f} s] {source.name}: {what}", file=sys.stderr)
 
     progress("ranking")
-    result = SourceResult(lengths, brief, rankings(lengths, count), [])
+    result = SourceResult(source, brief, rankings(source, count), [])
     fewer = min(seeds, 2)
     for link in LINKS:
         progress(f"clusters A and B, {link}")
-        a, b = ex.cluster_a(link), ex.cluster_b(link)
+        a, b = ex.paper_cluster("A", link), ex.paper_cluster("B", link)
         if brief:
-            of_a = ex.compare(a, lengths, PAPER_A, RATES, fewer, count)
-            of_b = ex.compare(b, lengths, (ex.RR, ex.OS), (PAPER_RATE_B,), fewer, count)
+            of_a = ex.compare(a, source, PAPER_A, RATES, fewer, count)
+            of_b = ex.compare(b, source, (ex.RR, ex.OS), (PAPER_RATE_B,), fewer, count)
         elif link == LINKS[0]:
-            of_a = ex.compare(a, lengths, (*PAPER_A, *OURS_A), RATES, seeds, count)
-            of_b = ex.compare(b, lengths, (*PAPER_B, *OURS_B), RATES, seeds, count)
+            of_a = ex.compare(a, source, (*PAPER_A, *OURS_A), RATES, seeds, count)
+            of_b = ex.compare(b, source, (*PAPER_B, *OURS_B), RATES, seeds, count)
         else:
-            of_a = ex.compare(a, lengths, (*PAPER_A, ex.FINISH), RATES, fewer, count)
-            of_b = ex.compare(b, lengths, (ex.RR, ex.OS, ex.FINISH), RATES, fewer, count)
+            of_a = ex.compare(a, source, PAPER_A, RATES, fewer, count)
+            of_b = ex.compare(b, source, PAPER_B, RATES, fewer, count)
         result.comparisons += [of_a, of_b]
     if not brief:
         progress("capacity ratios")
-        a, b = ex.cluster_a(LINKS[0]), ex.cluster_b(LINKS[0])
+        a, b = ex.paper_cluster("A", LINKS[0]), ex.paper_cluster("B", LINKS[0])
         fair = (ex.OS, ex.CAPACITY, ex.FINISH)
-        result.scan_a = scan(a, (1,), SCAN_A, lengths, PAPER_RATE_A, fair, fewer, count)
+        result.scan_a = scan(a, (1,), SCAN_A, source, PAPER_RATE_A, fair, fewer, count)
         fair = (ex.OS, ex.MIN_MAX, ex.CAPACITY, ex.FINISH)
-        result.scan_b = scan(b, range(4), SCAN_B, lengths, PAPER_RATE_B, fair, fewer, count)
+        result.scan_b = scan(b, range(4), SCAN_B, source, PAPER_RATE_B, fair, fewer, count)
     progress("done")
     return result
 
 
-def rankings(lengths: Lengths, count: int) -> list[ex.Ranking]:
+def rankings(source: Source, count: int) -> list[ex.Ranking]:
     result = []
     for seed in range(RANKING_SEEDS):
         for link in LINKS:
             for mha in (True, False):
-                result.append(ex.estimated_ranking(lengths, link, seed, estimator="paper", mha=mha))
-            result.append(
-                ex.estimated_ranking(lengths, link, seed, estimator="unpadded", mha=False)
-            )
-        result.extend(ex.simulated_ranking(lengths, LINKS, seed, max(1, count // 4)))
+                result.append(ex.estimated_ranking(source, link, seed, estimator="paper", mha=mha))
+            result.append(ex.estimated_ranking(source, link, seed, estimator="unpadded", mha=False))
+        result.extend(ex.simulated_ranking(source, LINKS, seed, max(1, count // 4)))
     return result
 
 
@@ -129,7 +127,7 @@ def scan(
     cluster: ex.Cluster,
     slow: Sequence[int],
     factors: Sequence[float],
-    lengths: Lengths,
+    source: Source,
     rate_per_s: float,
     choices: Sequence[ex.PolicyChoice],
     seeds: int,
@@ -138,7 +136,7 @@ def scan(
     points = []
     for factor in factors:
         c = ex.compare(
-            cluster.slowed(slow, factor), lengths, (ex.RR, *choices), (rate_per_s,), seeds, count
+            cluster.slowed(slow, factor), source, (ex.RR, *choices), (rate_per_s,), seeds, count
         )
         # Not the ratio over all: slowed, the slow ones are the weakest, unslowed they may not be.
         fast = next(i for i in range(len(cluster.instances)) if i not in slow)

@@ -11,50 +11,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hetero_gateway.load.trace import read_trace
-
-IntArray = NDArray[np.int64]
+from hetero_gateway.sim.workload import Integers, LogNormal, TraceLengths
 
 POOL_REQUESTS = 20_000
 CONTEXT_TOKENS = 8192  # of Llama-3-8B
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """A pool of requests; ``prompt_tokens`` and ``output_tokens`` are (N,), at least 1."""
+class Source:
+    """Requests to draw from, and what tables call them."""
 
     name: str
-    prompt_tokens: IntArray
-    output_tokens: IntArray
-
-    def sample(self, count: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-        """``count`` requests, without repetition while the pool has enough."""
-        size = len(self.prompt_tokens)
-        picked = rng.choice(size, count, replace=count > size)
-        return self.prompt_tokens[picked], self.output_tokens[picked]
+    lengths: TraceLengths
 
 
 @dataclass(frozen=True)
-class LogNormal:
-    """Whole tokens of a log-normal with this mean and sd (before the cut), from 1 to ``cut``."""
+class Moments:
+    """Mean and standard deviation of a length in tokens, and where draws are cut."""
 
     mean: float
     sd: float
     cut: int
 
-    @property
-    def sigma(self) -> float:
-        return math.sqrt(math.log1p((self.sd / self.mean) ** 2))
-
-    @property
-    def median(self) -> float:
-        return self.mean * math.exp(-(self.sigma**2) / 2)
-
-    def draw(self, count: int, rng: np.random.Generator) -> IntArray:
-        tokens = rng.lognormal(math.log(self.median), self.sigma, count)
-        return np.clip(np.rint(tokens), 1, self.cut).astype(np.int64)
+    def log_normal(self) -> LogNormal:
+        """The log-normal that has this mean and sd before the cut."""
+        variance = math.log1p((self.sd / self.mean) ** 2)
+        return LogNormal(self.mean * math.exp(-variance / 2), math.sqrt(variance), self.cut)
 
 
 @dataclass(frozen=True)
@@ -62,29 +46,29 @@ class Mix:
     """Independent prompts and outputs; in the traces they correlate by less than 0.1."""
 
     name: str
-    prompts: LogNormal
-    outputs: LogNormal
+    prompts: Moments
+    outputs: Moments
 
-    def pool(self) -> Lengths:
+    def source(self) -> Source:
         rng = np.random.default_rng(0)
-        prompts = self.prompts.draw(POOL_REQUESTS, rng)
-        outputs = self.outputs.draw(POOL_REQUESTS, rng)
-        return Lengths(self.name, np.minimum(prompts, CONTEXT_TOKENS - outputs), outputs)
+        prompts = self.prompts.log_normal().draw(POOL_REQUESTS, rng)
+        outputs = self.outputs.log_normal().draw(POOL_REQUESTS, rng)
+        # What is longer than the context does not reach an engine.
+        prompts = np.minimum(prompts, CONTEXT_TOKENS - outputs)
+        return Source(self.name, TraceLengths(prompts, outputs))
 
 
 # Mean, sd and cut of the lengths themselves, in two public traces of ShareGPT: the first turns in
 # Thesys-lab/Helix-ASPLOS25 and the conversations, turn by turn with what came before, in
 # project-etalon/etalon (both Apache-2.0). A log-normal of the same mean and sd is what is meant by
 # fitted: throughput hangs on the sums, which a fit of the logarithms would miss.
-FIRST_TURNS = Mix("first turns (mix)", LogNormal(75, 148, 1023), LogNormal(228, 135, 1046))
-CONVERSATIONS = Mix("conversations (mix)", LogNormal(2355, 2099, 8141), LogNormal(437, 264, 1024))
+FIRST_TURNS = Mix("first turns (mix)", Moments(75, 148, 1023), Moments(228, 135, 1046))
+CONVERSATIONS = Mix("conversations (mix)", Moments(2355, 2099, 8141), Moments(437, 264, 1024))
 
 
-def from_trace(path: Path, name: str) -> Lengths:
+def from_trace(path: Path, name: str) -> Source:
     """The lengths of a trace file. Raises ConfigError, in one line, for a file that is none."""
     rows = read_trace(path)
-    return Lengths(
-        name,
-        np.array([row.input_tokens for row in rows], dtype=np.int64),
-        np.array([row.output_tokens for row in rows], dtype=np.int64),
-    )
+    prompts: Integers = np.array([row.input_tokens for row in rows], dtype=np.int64)
+    outputs: Integers = np.array([row.output_tokens for row in rows], dtype=np.int64)
+    return Source(name, TraceLengths(prompts, outputs))

@@ -24,7 +24,7 @@ from benchmarks.reproduction.experiments import (
     Ranking,
     mean_sd,
 )
-from benchmarks.reproduction.lengths import Lengths, Mix
+from benchmarks.reproduction.lengths import Mix, Source
 
 PAPER_ORDER = (2, 4, 1, 8)
 PAPER_GAIN_A, PAPER_RATE_A = 1.225, 24.0
@@ -46,7 +46,7 @@ class ScanPoint:
 class SourceResult:
     """Everything that was run on one source of lengths."""
 
-    lengths: Lengths
+    source: Source
     brief: bool  # only the claims are shown
     rankings: list[Ranking]
     comparisons: list[Comparison]
@@ -75,12 +75,12 @@ def document(
         *_comparisons(sources, "A"),
         "### How unequal must the two be?",
         SCAN_A_TEXT,
-        _scan([(s.lengths.name, s.scan_a) for s in sources], PAPER_GAIN_A),
+        _scan([(s.source.name, s.scan_a) for s in sources], PAPER_GAIN_A),
         "## 3. Cluster B: DeepSeek-R1-Distill-Qwen-14B on 4 × V100 t=2 and A800 t=1",
         *_comparisons(sources, "B"),
         "### How unequal must they be?",
         SCAN_B_TEXT,
-        _scan([(s.lengths.name, s.scan_b) for s in sources], PAPER_GAIN_B),
+        _scan([(s.source.name, s.scan_b) for s in sources], PAPER_GAIN_B),
         DIFFERENCES,
     ]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
@@ -105,19 +105,19 @@ def rate_name(rate: float) -> str:
 def _lengths_table(sources: Sequence[SourceResult], mixes: Iterable[Mix]) -> str:
     fitted = {mix.name: mix for mix in mixes}
     rows = []
-    for lengths in (s.lengths for s in sources):
-        prompts, outputs = lengths.prompt_tokens, lengths.output_tokens
-        mix = fitted.get(lengths.name)
+    for source in (s.source for s in sources):
+        prompts, outputs = source.lengths.prompt_tokens, source.lengths.output_tokens
+        mix = fitted.get(source.name)
         how = "as they are"
         if mix is not None:
-            p, o = mix.prompts, mix.outputs
+            p, o = mix.prompts.log_normal(), mix.outputs.log_normal()
             how = (
-                f"log-normal: prompts of median {p.median:.0f}, σ {p.sigma:.2f}, at most {p.cut}; "
-                f"outputs of median {o.median:.0f}, σ {o.sigma:.2f}, at most {o.cut}"
+                f"log-normal: prompts of median {p.median:.0f}, σ {p.sigma:.2f}, at most "
+                f"{p.maximum}; outputs of median {o.median:.0f}, σ {o.sigma:.2f}, at most {o.maximum}"
             )
         rows.append(
             (
-                lengths.name,
+                source.name,
                 f"{prompts.mean():.0f} ± {prompts.std():.0f}",
                 f"{outputs.mean():.0f} ± {outputs.std():.0f}",
                 how,
@@ -135,7 +135,7 @@ def _claims(sources: Sequence[SourceResult], link: str) -> str:
         cells = [verdict(source, link) for source in sources]
         if any(cells):
             rows.append((name, paper, *(cell or "–" for cell in cells)))
-    return table(("claim", "paper", *(source.lengths.name for source in sources)), rows)
+    return table(("claim", "paper", *(source.source.name for source in sources)), rows)
 
 
 def _mark(holds: bool, figure: str) -> str:
@@ -223,7 +223,7 @@ def _spread_claim(source: SourceResult, link: str) -> str:
     if c is None:
         return ""
     rr, os = (
-        mean_sd([r.spread for r in c.runs[label, PAPER_RATE_A]])[0]
+        mean_sd([r.completion_spread for r in c.runs[label, PAPER_RATE_A]])[0]
         for label in (RR.label, OS.label)
     )
     return _mark(os < rr / 2, f"{100 * os:.0f} % against {100 * rr:.0f} %")
@@ -274,7 +274,7 @@ def _rankings(sources: Sequence[SourceResult]) -> str:
                 f"**{_order(o)}**" if o == PAPER_ORDER else _order(o)
                 for o in dict.fromkeys(r.order for r in seeds)
             )
-            rows.append((source.lengths.name, link, method, *(f"{m:.0f}" for m in means), orders))
+            rows.append((source.source.name, link, method, *(f"{m:.0f}" for m in means), orders))
     return table(header, rows)
 
 
@@ -313,11 +313,13 @@ def _comparison(c: Comparison) -> str:
             (
                 f"**{label}**" if label == OS.label else label,
                 *cells,
-                f"{mean_sd([r.latency_mean_s for r in quiet])[0]:.1f}",
-                f"{mean_sd([r.latency_p99_s for r in quiet])[0]:.1f}",
-                " / ".join(_by_instance([r.completion_s for r in busy])),
+                f"{mean_sd([r.latency_s.mean for r in quiet])[0]:.1f}",
+                f"{mean_sd([r.latency_s.p99 for r in quiet])[0]:.1f}",
+                " / ".join(_by_instance([[i.completion_s for i in r.instances] for r in busy])),
                 " / ".join(
-                    _by_instance([[100 * n / sum(r.requests) for n in r.requests] for r in busy])
+                    _by_instance(
+                        [[100 * i.requests / r.requests for i in r.instances] for r in busy]
+                    )
                 ),
             )
         )
@@ -426,9 +428,9 @@ DIFFERENCES = """
   first turns alone the clusters are hardly loaded at the paper's rates, so that policies differ
   little below "at once". With whole conversations they are overloaded at each of its rates. In
   cluster B, a reasoning model would write longer answers than ShareGPT's; these are ShareGPT's.
-- **Overload.** When much more is outstanding than the KV caches hold, e^(θ·kvusage) outweighs T, and
-  OS splits tokens by KV capacity rather than by speed. In cluster A the two nearly agree. In cluster
-  B they do not, which is why OS stops gaining there while finish-time goes on.
+- **Overload.** When much more is outstanding than the KV caches hold, e^(θ·kvusage) outweighs T,
+  and OS splits tokens by KV capacity rather than by speed. In cluster A the two nearly agree. In
+  cluster B they do not, which is why OS stops gaining there while finish-time goes on.
 - **KV memory** is grouped-query right; the paper's formula is four to five times too large. In the
   first experiment Algorithm 1 is shown with both.
 - **Weights for cluster B** are not in the paper, so WRR is left out there.

@@ -3,84 +3,104 @@
 import dataclasses
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import reproduce
 from benchmarks.reproduction import experiments as ex
-from benchmarks.reproduction.lengths import CONVERSATIONS, FIRST_TURNS, Lengths, LogNormal
+from benchmarks.reproduction.lengths import CONVERSATIONS, FIRST_TURNS, Moments, Source
 from benchmarks.reproduction.report import CLAIMS, ScanPoint, crossing
+from hetero_gateway.sim.workload import TraceLengths
 
-ROOT = Path(__file__).parents[2]
-EQUAL = Lengths("equal", np.full(100, 300), np.full(100, 100))
-SHORT = Lengths("short", np.arange(20, 220), np.arange(200, 0, -1))
+EQUAL = Source("equal", TraceLengths(np.full(100, 300), np.full(100, 100)))
+SHORT = Source("short", TraceLengths(np.arange(20, 220), np.arange(200, 0, -1)))
 
 
-@pytest.mark.parametrize("drawn", [CONVERSATIONS.outputs, FIRST_TURNS.prompts, LogNormal(9, 3, 20)])
-def test_a_log_normal_has_the_mean_and_sd_that_it_names_before_the_cut(drawn):
-    uncut = dataclasses.replace(drawn, cut=10**9)
+@pytest.mark.parametrize("named", [CONVERSATIONS.outputs, FIRST_TURNS.prompts, Moments(9, 3, 20)])
+def test_a_log_normal_has_the_mean_and_sd_that_it_names_before_the_cut(named):
+    uncut = dataclasses.replace(named, cut=10**9).log_normal()
     tokens = uncut.draw(400_000, np.random.default_rng(0))
-    assert tokens.mean() == pytest.approx(drawn.mean, rel=0.02)
-    assert tokens.std() == pytest.approx(drawn.sd, rel=0.06)
-    assert drawn.draw(10_000, np.random.default_rng(0)).max() <= drawn.cut
+    assert tokens.mean() == pytest.approx(named.mean, rel=0.02)
+    assert tokens.std() == pytest.approx(named.sd, rel=0.06)
+    assert named.log_normal().draw(10_000, np.random.default_rng(0)).max() <= named.cut
 
 
 @pytest.mark.parametrize("mix", reproduce.MIXES)
 def test_a_mix_fits_the_context_and_is_the_same_each_time(mix):
-    pool = mix.pool()
+    pool = mix.source().lengths
     assert (pool.prompt_tokens + pool.output_tokens).max() <= 8192
     assert min(pool.prompt_tokens.min(), pool.output_tokens.min()) >= 1
-    assert np.array_equal(pool.prompt_tokens, mix.pool().prompt_tokens)
+    assert np.array_equal(pool.prompt_tokens, mix.source().lengths.prompt_tokens)
 
 
-def test_a_sample_repeats_nothing_while_the_pool_lasts():
-    prompts, outputs = SHORT.sample(200, np.random.default_rng(1))
-    assert sorted(prompts) == list(range(20, 220))
-    assert (prompts + outputs == 220).all()  # pairs stay together
-    assert len(SHORT.sample(300, np.random.default_rng(1))[0]) == 300
-
-
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_the_clusters_are_those_of_the_configuration(name):
-    text = (ROOT / f"configs/clusters/paper-{name}.yaml").read_text(encoding="utf-8")
-    named = re.findall(r"profile: (\S+), count: (\d+)(?:, weight: (\d+))?", text)
-    wanted = [
-        (profile, float(weight or 1)) for profile, count, weight in named for _ in range(int(count))
-    ]
-    cluster = {"a": ex.cluster_a, "b": ex.cluster_b}[name]("NVLink2")
-    assert [(i.profile.name, i.weight) for i in cluster.instances] == wanted
+def test_another_link_changes_the_v100s_and_nothing_else():
+    for name in ("A", "B"):
+        nvlink, pcie = (ex.paper_cluster(name, link).instances for link in reproduce.LINKS)
+        assert [i.instance_id for i in nvlink] == [i.instance_id for i in pcie]
+        assert [i.weight for i in nvlink] == [i.weight for i in pcie]
+        for a, b in zip(nvlink, pcie, strict=True):
+            assert b.profile.name == a.profile.name.replace("NVLink2", "PCIe3")
+            assert a.believed == a.profile
+            assert b.believed == b.profile
+    assert [i.weight for i in ex.paper_cluster("A", "NVLink2").instances] == [4, 1]
 
 
 def test_equal_instances_in_turn_are_done_together():
-    a = ex.cluster_a("NVLink2")
+    a = ex.paper_cluster("A", "NVLink2")
     twins = dataclasses.replace(
         a, instances=(a.instances[0], dataclasses.replace(a.instances[0], instance_id="other"))
     )
     result = ex.run(twins, EQUAL, math.inf, ex.RR_TURNS, 0, 40)
-    assert result.requests == (20, 20)
-    assert result.spread == pytest.approx(0)
-    assert result.tokens_per_s == pytest.approx(40 * 400 / max(result.completion_s))
+    assert [i.requests for i in result.instances] == [20, 20]
+    assert result.completion_spread == pytest.approx(0)
+    last_s = result.instances[0].completion_s
+    assert result.total_tokens_per_s == pytest.approx(40 * 400 / last_s)
 
 
 def test_policies_get_the_same_requests_and_a_seed_repeats():
-    first, second = (
-        ex.run(ex.cluster_a("PCIe3"), SHORT, 8.0, choice, 3, 60) for choice in (ex.SI, ex.SI)
-    )
-    assert first == second
-    assert first.requests == (60, 0)
+    a = ex.paper_cluster("A", "PCIe3")
+    first, second = (ex.run(a, SHORT, 8.0, ex.SI, 3, 60) for _ in range(2))
+    assert np.array_equal(first.latencies_s, second.latencies_s)
+    assert [i.requests for i in first.instances] == [60, 0]
     # SI puts everything on the first instance, whatever the second one is like.
-    slowed = ex.cluster_a("PCIe3").slowed((1,), 5.0)
-    assert ex.run(slowed, SHORT, 8.0, ex.SI, 3, 60) == first
-    assert ex.run(slowed, SHORT, 8.0, ex.OS, 3, 60).requests[1] < 60
+    slowed = a.slowed((1,), 5.0)
+    third = ex.run(slowed, SHORT, 8.0, ex.SI, 3, 60)
+    assert np.array_equal(first.latencies_s, third.latencies_s)
+    assert ex.run(slowed, SHORT, 8.0, ex.OS, 3, 60).instances[1].requests < 60
 
 
 def test_a_slowed_cluster_is_slower_by_that_factor():
-    a = ex.cluster_a("NVLink2")
-    alone, slowed = (ex.solo_tokens_per_s(c, SHORT, 0, 50) for c in (a, a.slowed((1,), 2.0)))
-    assert slowed[0] == alone[0]
-    assert slowed[1] == pytest.approx(alone[1] / 2)
+    a = ex.paper_cluster("A", "NVLink2")
+    before, after = (
+        ex.compare(c, SHORT, (), (), 1, 40).solo_tokens_per_s for c in (a, a.slowed((1,), 2.0))
+    )
+    assert after[0] == before[0]
+    assert after[1] == pytest.approx(before[1] / 2)
+
+
+def test_gains_are_of_pairs_with_the_same_seed():
+    comparison = ex.compare(
+        ex.paper_cluster("A", "NVLink2"), SHORT, (ex.RR, ex.OS), (math.inf,), 3, 40
+    )
+    ratios = [
+        os.total_tokens_per_s / rr.total_tokens_per_s - 1
+        for os, rr in zip(
+            comparison.runs["OS", math.inf], comparison.runs["RR", math.inf], strict=True
+        )
+    ]
+    assert comparison.gain("OS", "RR", math.inf)[0] == pytest.approx(sum(ratios) / 3)
+    assert comparison.gain("RR", "RR", math.inf) == (0, 0)
+
+
+def test_a_refused_request_is_an_error():
+    a = ex.paper_cluster("A", "NVLink2")
+    small = dataclasses.replace(a.instances[0].profile, kv_capacity_tokens=200)
+    tiny = dataclasses.replace(
+        a, instances=(dataclasses.replace(a.instances[0], profile=small, believed=small),)
+    )
+    with pytest.raises(RuntimeError, match="refused"):
+        ex.run(tiny, EQUAL, math.inf, ex.RR, 0, 5)
 
 
 def test_rankings_hold_every_t_and_share_t_1_between_the_links():
