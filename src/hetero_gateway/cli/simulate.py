@@ -123,6 +123,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "knows the true ones",
     )
     parser.add_argument(
+        "--objective",
+        choices=("latency", "makespan"),
+        default="latency",
+        help="what the policy finish-time is to keep low (default: latency)",
+    )
+    parser.add_argument(
         "--randomised",
         action="store_true",
         help="round-robin policies draw at random, as in the paper, instead of taking turns",
@@ -218,6 +224,7 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         max_batched_tokens=args.max_batched_tokens,
         predictor=args.predictor,
         randomised=args.randomised,
+        objective=args.objective,
     )
 
 
@@ -323,6 +330,7 @@ def _document(
         "arrival_cv": experiment.arrival_cv,
         "scheduling": experiment.scheduling,
         "predictor": experiment.predictor,
+        "objective": experiment.objective,
         "faults": len(experiment.faults),
         "slo": {"ttft_s": experiment.slo.ttft_s, "tpot_s": experiment.slo.tpot_s},
         "results": [cell.to_dict() for cell in cells],
@@ -339,10 +347,10 @@ def _print_tables(
     """One table per rate."""
     from rich.console import Console
 
-    # A pipe has no width; the tables' own is a little more than a hundred columns.
+    # A pipe has no width; the tables' own is about 140 columns.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=140)
+        console = Console(highlight=False, markup=False, width=160)
     console.print(
         f"{args.config}: {len(experiment.instances)} instances, {experiment.count} requests a "
         f"run, {moments.mean_prompt:.0f} prompt and {moments.mean_output:.0f} output tokens in "
@@ -381,7 +389,7 @@ def _table(cells: list[Cell]) -> Table:
         "spread",
         "evicted",
     ):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     # Rare enough that an empty column every day would only be in the way.
     failed = any(run.refused or run.lost for cell in cells for run in cell.runs)
     if failed:
@@ -391,34 +399,38 @@ def _table(cells: list[Cell]) -> Table:
         done = [cell.completion_s(i).mean for i in range(len(cell.instance_ids))]
         row = [
             cell.policy,
-            _with_sd(cell.throughput_tokens_per_s, 0),
+            _with_sd(cell.throughput_tokens_per_s),
             f"{cell.share_of_bound.mean:.1%}",
-            f"{cell.spread(lambda run: run.steady_tokens_per_s).mean:.0f}",
-            _with_sd(cell.spread(lambda run: run.latency_s.mean), 2),
-            _figure(cell.spread(lambda run: run.latency_s.p99).mean, 1),
-            _figure(cell.spread(lambda run: run.ttft_s.mean).mean, 2),
-            _figure(cell.spread(lambda run: run.ttft_s.p99).mean, 2),
-            _figure(cell.spread(lambda run: run.tpot_s.mean).mean * 1000, 1),
+            _figure(cell.spread(lambda run: run.steady_tokens_per_s).mean),
+            _with_sd(cell.spread(lambda run: run.latency_s.mean)),
+            _figure(cell.spread(lambda run: run.latency_s.p99).mean),
+            _figure(cell.spread(lambda run: run.ttft_s.mean).mean),
+            _figure(cell.spread(lambda run: run.ttft_s.p99).mean),
+            _figure(cell.spread(lambda run: run.tpot_s.mean).mean * 1000),
             f"{cell.spread(lambda run: run.slo_share).mean:.1%}",
-            f"{min(done):.0f}–{max(done):.0f}",
+            f"{_figure(min(done))}–{_figure(max(done))}",
             f"{cell.spread(lambda run: run.completion_spread).mean:.1%}",
-            f"{cell.total(lambda run: run.preemptions) / n:g}",
+            f"{cell.total(lambda run: run.preemptions) / n:.3g}",
         ]
         if failed:
             refused, lost = cell.total(lambda run: run.refused), cell.total(lambda run: run.lost)
-            row.append(f"{refused / n:g}/{lost / n:g}")
+            row.append(f"{refused / n:.3g}/{lost / n:.3g}")
         table.add_row(*row)
     return table
 
 
-def _with_sd(spread: Spread, digits: int) -> str:
+def _with_sd(spread: Spread) -> str:
     if not math.isfinite(spread.mean):
         return "–"
-    return f"{spread.mean:.{digits}f} ± {spread.sd:.{digits}f}"
+    return f"{_figure(spread.mean)} ± {_figure(spread.sd)}"
 
 
-def _figure(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else "–"
+def _figure(value: float) -> str:
+    """Three figures or all before the point; a dash where there is none."""
+    if not math.isfinite(value):
+        return "–"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{digits}f}"
 
 
 def _rate_name(rate_per_s: float) -> str:

@@ -123,7 +123,7 @@ def throughput_figure(cells: Sequence[Cell], bound_tokens_per_s: float) -> dict[
                 "name": _text(policy),
                 "x": names,
                 "y": [s.mean for s in spreads],
-                "error_y": {"type": "data", "array": [s.sd for s in spreads], "thickness": 1.2},
+                "error_y": _error_bars(spreads),
                 "marker": {"color": _colour(i)},
                 "hovertemplate": "%{fullData.name}<br>%{x}: %{y:.0f} tokens/s<extra></extra>",
             }
@@ -182,7 +182,7 @@ def completion_figure(cells: Sequence[Cell]) -> dict[str, Any]:
                 "name": _text(name),
                 "x": [_text(c.policy) for c in cells],
                 "y": [s.mean for s in spreads],
-                "error_y": {"type": "data", "array": [s.sd for s in spreads], "thickness": 1.2},
+                "error_y": _error_bars(spreads),
                 "marker": {"color": _colour(i)},
                 "hovertemplate": "%{fullData.name}<br>%{x}: %{y:.1f} s<extra></extra>",
             }
@@ -223,6 +223,12 @@ def latency_figure(cells: Sequence[Cell], policies: Sequence[str]) -> dict[str, 
             },
         },
     }
+
+
+def _error_bars(spreads: Sequence[Spread]) -> dict[str, Any]:
+    # Grey is seen on both themes and on every bar.
+    deviations = [s.sd for s in spreads]
+    return {"type": "data", "array": deviations, "thickness": 1.2, "color": "#888888"}
 
 
 def rate_name(cell: Cell) -> str:

@@ -26,6 +26,7 @@ from hetero_gateway.core.length import (
     OutputLengthPredictor,
 )
 from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.policies.base import Objective
 from hetero_gateway.core.profile import Profile
 from hetero_gateway.core.scheduler import Scheduler
 from hetero_gateway.sim import cluster
@@ -85,6 +86,7 @@ class Experiment:
         predictor: ``auto`` is ``normal`` for the policy ``paper`` and ``bucket-mean`` for others.
             All start from the mix's mean; ``oracle`` knows each request's true length.
         randomised: round-robin policies draw, as the paper says, instead of taking turns.
+        objective: what ``finish-time`` is to keep low.
     """
 
     instances: tuple[SimulatedInstance, ...]
@@ -98,6 +100,7 @@ class Experiment:
     max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS
     predictor: PredictorChoice = "auto"
     randomised: bool = False
+    objective: Objective = "latency"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +216,9 @@ def make_workload(experiment: Experiment, rate_per_s: float, seed: int) -> Workl
 
 def _scheduler(experiment: Experiment, policy: str, seed: int, moments: Moments) -> Scheduler:
     options = PolicyOptions(
-        randomised=experiment.randomised, single_instance=experiment.instances[0].instance_id
+        randomised=experiment.randomised,
+        single_instance=experiment.instances[0].instance_id,
+        objective=experiment.objective,
     )
     return Scheduler(
         make_policy(policy, options),

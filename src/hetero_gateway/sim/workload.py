@@ -151,6 +151,9 @@ class TraceLengths:
         return self.prompt_tokens[chosen], self.output_tokens[chosen]
 
 
+# Gaps vary by less than this: a clock. Its Gamma distribution's shape, 1/cv², would overflow.
+_CLOCK_CV = 1e-6
+
 # Arrivals. Each is (count,) in seconds, and begins at 0.
 
 
@@ -164,7 +167,7 @@ def gamma_arrivals(count: int, rate_per_s: float, cv: float, rng: np.random.Gene
     ``cv`` 1 is a Poisson process, above 1 comes in bursts, 0 is like a clock. Both parameters
     are finite, the rate above 0, ``cv`` at least 0.
     """
-    if cv > 0:
+    if cv > _CLOCK_CV:
         shape = 1 / cv**2
         gaps = rng.gamma(shape, 1 / shape, count)
     else:
