@@ -104,7 +104,9 @@ def outlook(size: int) -> Outlook:
     stages = np.zeros((size, len(STAGE_TOKENS)))
     residual = np.full(len(STAGE_TOKENS), 256.0)
     each = np.ones(size)
-    return Outlook(constants, each * 8e5, each * 256, rows, stages, residual, True, 0, 0.0, None)
+    return Outlook(
+        constants, each * 8e5, each * 256, rows, stages, residual, True, each, 0, 0.0, None
+    )
 
 
 @st.composite

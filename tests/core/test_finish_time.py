@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.core.cost_model import request_time_s
+from hetero_gateway.core.ledger import Dispatch
 from hetero_gateway.core.length import STAGE_TOKENS
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime
@@ -18,7 +19,7 @@ from hetero_gateway.core.queue import Ticket
 from hetero_gateway.core.scheduler import Decision, Scheduler
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason
 
-from .builders import FAST, SLOW, candidates, profile, profiles, request, scheduler, spec
+from .builders import FAST, SLOW, candidates, chosen, profile, profiles, request, scheduler, spec
 
 DEPTH = 8
 
@@ -118,6 +119,36 @@ def test_a_full_queue_refuses() -> None:
     assert isinstance(result, Reject)
     assert result.reason is RejectReason.QUEUE_FULL
     assert s.queued == 3
+
+
+def test_a_retry_keeps_its_place_in_a_full_queue() -> None:
+    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), max_queued=3)
+    for name in "ab":
+        s.add(spec(name))
+    first = place(s, 1)[0]
+    for _ in range(2 * DEPTH + 2):
+        place(s, 1)
+    assert s.queued == 3
+    s.settle(first.dispatch, Outcome.UPSTREAM_ERROR)
+    retry = s.submit(first.request, 1.0, (first.decision.instance_id,), first=True)
+    assert isinstance(retry, Ticket)
+    assert s.queued == 4
+
+
+def test_a_wake_up_is_always_to_come() -> None:
+    # A timer at a time that is over would pump without end.
+    s = finish_time(spec("a"))
+    place(s, DEPTH + 1)
+    drain_s = s.next_wakeup_s()
+    assert drain_s is not None
+    s.pump(drain_s)
+    assert s.queued == 1
+    assert s.next_wakeup_s() is None
+    s.submit(dataclasses.replace(request(), streams=False), drain_s + 1)
+    s.pump(drain_s + 1)
+    following_s = s.next_wakeup_s()
+    assert following_s is not None
+    assert following_s > drain_s + 1
 
 
 def test_who_can_never_be_served_is_refused_at_once() -> None:
@@ -322,8 +353,49 @@ def test_estimates_equal_the_pseudo_code_by_walking_every_request(
             latency = (n + 1 - cap) * turn + c.p1 * 200 + c.p4 + 100 * step
         shared = min(residual, 100) * len(streaming) + min(100, up)
         delay = shared * (c.p6 + c.p5 * 250) + n * (c.p1 * 200 + c.p2)
+        usage = min(1.5, (tok - 250) / kv)
+        assert decision.candidates.outlook is not None
+        typical = decision.candidates.outlook.typical_request_time_s[k]
+        price = request_time_s(machine, 200, 100) / typical * usage**2 * estimates.latency_s.min()
+        assert estimates.memory_price_s[k] == pytest.approx(price, rel=1e-9)
         assert estimates.latency_s[k] == pytest.approx(latency, rel=1e-9)
         assert estimates.delay_s[k] == pytest.approx(delay, rel=1e-9)
+
+
+def test_a_long_request_is_dearer_where_memory_is_short_and_filling() -> None:
+    s = finish_time(spec("small", SLOW), spec("large"))
+    ratios = []
+    for there in (0, 300):
+        for ticket in place(s, there):
+            s.first_token(ticket.dispatch, 0.0)
+        while s.queued:
+            for ticket in s.pump(0.0):
+                s.first_token(ticket.dispatch, 0.0)
+        price = []
+        for body in (request(100, 50.0), request(4000, 3000.0)):
+            decision = chosen(s.choose(body))
+            assert decision.candidates.estimates is not None
+            price.append(decision.candidates.estimates.memory_price_s)
+        ratios.append(price[1] / np.maximum(price[0], 1e-12))
+    assert not ratios[0].any()  # idle: memory has no price
+    assert ratios[1][0] > 1.2 * ratios[1][1]
+
+
+def test_typical_is_what_arrives() -> None:
+    s = finish_time(spec("a"), spec("b", SLOW))
+    for _ in range(40):
+        s.settle(place_one(s, 900, 60.0), Outcome.COMPLETED, 0.0)
+    decision = chosen(s.choose(request(10, 10.0)))
+    assert decision.candidates.outlook is not None
+    expected = [request_time_s(p, 900, 60) for p in (FAST, SLOW)]
+    assert decision.candidates.outlook.typical_request_time_s == pytest.approx(expected, rel=0.06)
+
+
+def place_one(s: Scheduler, prompt_tokens: int, output_tokens: float) -> Dispatch:
+    submitted(s, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    (ticket,) = s.pump(0.0)
+    assert ticket.dispatch is not None
+    return ticket.dispatch
 
 
 def test_the_drain_bound_is_the_queue_over_the_sum_of_the_speeds() -> None:

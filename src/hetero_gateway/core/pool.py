@@ -21,7 +21,7 @@ UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody
 
 
 class Pool:
-    """The available instances of one model, as arrays; immutable."""
+    """The available instances of one model, as arrays; what it shows never changes."""
 
     def __init__(
         self,
@@ -47,6 +47,8 @@ class Pool:
         self.capacity = np.array([capacities[index[p]] for p in profiles])
         self.constants = np.array([dataclasses.astuple(p.constants) for p in profiles]).T
         self.max_num_seqs = np.array([float(p.max_num_seqs) for p in profiles])
+        self._typical_lengths = (0.0, 0.0)
+        self._typical_times_s = np.ones(len(profiles))
         self.profiled = any(spec.profile is not None for spec in self.specs)
         self.max_model_len = np.array([float(s.max_model_len or math.inf) for s in self.specs])
         self.shortest_context_tokens = float(self.max_model_len.min(initial=math.inf))
@@ -66,6 +68,18 @@ class Pool:
             prompt_tokens, output_tokens, as_if_it_fitted=as_if_it_fitted
         )
         return times if self.profile_of is None else times[self.profile_of]
+
+    def typical_request_time_s(self, prompt_tokens: float, output_tokens: float) -> FloatArray:
+        """T of a typical request, as if it fitted; kept until the lengths move by a twentieth."""
+        old_prompt, old_output = self._typical_lengths
+        if (
+            abs(prompt_tokens - old_prompt) > old_prompt / 20
+            or abs(output_tokens - old_output) > old_output / 20
+        ):
+            self._typical_lengths = (prompt_tokens, output_tokens)
+            times = self.request_times_s(prompt_tokens, output_tokens, as_if_it_fitted=True)
+            self._typical_times_s = np.maximum(times, 1e-9)
+        return self._typical_times_s
 
     def takes_all(self, request: Request, exclude: Collection[InstanceId]) -> bool:
         """Whether the request fits every instance, and none was tried: the common case."""

@@ -70,7 +70,8 @@ class Outlook(NamedTuple):
     sequences by stage, ``residual`` the expected further output by stage (tokens); ``queued`` is
     how many requests wait in the gateway, with their mean lengths, ``idle_s`` the time since the
     last arrival; ``mean_request_times_s`` computes T of the mean queued request on each instance.
-    ``profiled`` is False when no instance has constants.
+    ``profiled`` is False when no instance has constants; ``typical_request_time_s`` is T of a
+    request of the lengths that arrive on average.
     """
 
     constants: FloatArray
@@ -80,6 +81,7 @@ class Outlook(NamedTuple):
     stages: FloatArray
     residual: FloatArray
     profiled: bool
+    typical_request_time_s: FloatArray
     queued: int
     idle_s: float
     mean_request_times_s: Callable[[], FloatArray] | None
@@ -89,12 +91,14 @@ class Estimates(NamedTuple):
     """What ``finish-time`` expects of each candidate: why it chose as it did.
 
     ``latency_s``: the request's own latency there. ``delay_s``: what it costs those that are there
-    already, summed. ``cost_s``: what the policy compares. ``ttft_s``: until its first token.
-    ``room``: whether the instance may be sent a request now.
+    already, summed. ``memory_price_s``: what it takes from those to come. ``cost_s``: the sum,
+    which the policy compares. ``ttft_s``: until its first token. ``room``: whether the instance may
+    be sent a request now.
     """
 
     latency_s: FloatArray
     delay_s: FloatArray
+    memory_price_s: FloatArray
     cost_s: FloatArray
     ttft_s: FloatArray
     room: NDArray[np.bool_]

@@ -13,6 +13,9 @@ from typing import Any
 from hetero_gateway.core.ledger import Dispatch
 from hetero_gateway.core.types import InstanceId, Reject, Request
 
+# What is typical of a model's requests changes over minutes, not from one to the next.
+_MEAN_OVER_REQUESTS = 1000
+
 
 class Ticket:
     """One request waiting for an instance, or placed on one. Changed by the scheduler alone.
@@ -37,15 +40,29 @@ class Ticket:
 
 
 class ModelQueue:
-    """What waits for one model, with the sums of its lengths (tokens) and its last arrival."""
+    """What waits for one model: the sums of its lengths (tokens), its last arrival, and the means.
 
-    __slots__ = ("_tickets", "last_arrival_s", "output_tokens", "prompt_tokens")
+    ``mean_prompt_tokens`` and ``mean_output_tokens`` (predicted) are of what arrived lately.
+    """
+
+    __slots__ = (
+        "_tickets",
+        "arrivals",
+        "last_arrival_s",
+        "mean_output_tokens",
+        "mean_prompt_tokens",
+        "output_tokens",
+        "prompt_tokens",
+    )
 
     def __init__(self) -> None:
         self._tickets: OrderedDict[Ticket, None] = OrderedDict()
         self.prompt_tokens = 0
         self.output_tokens = 0.0
         self.last_arrival_s = 0.0
+        self.arrivals = 0
+        self.mean_prompt_tokens = 0.0
+        self.mean_output_tokens = 0.0
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -60,9 +77,18 @@ class ModelQueue:
         if first:
             self._tickets.move_to_end(ticket, last=False)
         else:
-            self.last_arrival_s = ticket.enqueued_s
+            self._note_arrival(ticket)
         self.prompt_tokens += ticket.request.prompt_tokens
         self.output_tokens += ticket.request.predicted_output_tokens
+
+    def _note_arrival(self, ticket: Ticket) -> None:
+        self.last_arrival_s = ticket.enqueued_s
+        self.arrivals += 1
+        request, share = ticket.request, 1 / min(self.arrivals, _MEAN_OVER_REQUESTS)
+        self.mean_prompt_tokens += share * (request.prompt_tokens - self.mean_prompt_tokens)
+        self.mean_output_tokens += share * (
+            request.predicted_output_tokens - self.mean_output_tokens
+        )
 
     def drop(self, ticket: Ticket) -> bool:
         """Take one out, wherever it stands; False when it is not there."""

@@ -1,10 +1,16 @@
 """``finish-time``: where the request, and those it would join, finish soonest (docs/scheduling.md).
 
 Goes beyond the paper. Requests wait in the gateway, first in, first out, and are placed when an
-instance has room: late binding. The cost of a placement is the request's own predicted latency plus
-the delay it imposes on the requests that are there. Two more things make it robust: times are
-multiplied by each instance's observed speed factor, and at the end of a batch the drain rule
-keeps the slow machines from taking work that a fast one would finish sooner, after waiting.
+instance has room: late binding. The cost of a placement is the request's own predicted latency,
+plus the delay it imposes on the requests that are there, plus a price for the memory it takes
+from those to come. Two more things make it robust: times are multiplied by each instance's
+observed speed factor, and at the end of a batch the drain rule keeps the slow machines from taking
+work that a fast one would finish sooner, after waiting.
+
+The price is about comparative advantage. T_r^s over T of the pool's typical request says how well
+a request suits an instance next to what else comes: a long one is dearer on a small cache. It
+counts as the instance's memory fills, by the square of its usage, and is in units of the lowest
+latency on offer.
 
     symbol  here                         unit
     n       sequences there              sequences
@@ -13,6 +19,7 @@ keeps the slow machines from taking work that a fast one would finish sooner, af
     step    one decode step              s
     lat     latency_s                    s
     ext     delay_s                      s
+    price   memory_price_s               s
 
 The figures come from ``core/progress.py``.
 """
@@ -41,6 +48,8 @@ _BEYOND_MAX_NUM_SEQS = 8
 IDLE_BEFORE_DRAIN_S = 2.0
 # Of the wait that draining the queue takes, how much later than elsewhere a request may finish.
 _DRAIN_FACTOR = 2.0
+# The predicted usage may be far above 1; how far is noise, that it is above is what counts.
+_MOST_USAGE = 1.5
 
 
 class FinishTime(WorkloadCharge):
@@ -64,7 +73,7 @@ class FinishTime(WorkloadCharge):
         assert outlook is not None
         room = self.room(outlook)
         if outlook.profiled:
-            estimates = _estimates(request, outlook, room)
+            estimates = _estimates(request, candidates, outlook, room)
         else:
             estimates = _counts(candidates, outlook, room)
         candidates.estimates = estimates
@@ -102,7 +111,9 @@ class FinishTime(WorkloadCharge):
         return result
 
 
-def _estimates(request: Request, outlook: Outlook, room: BoolArray) -> Estimates:
+def _estimates(
+    request: Request, candidates: Candidates, outlook: Outlook, room: BoolArray
+) -> Estimates:
     p1, p2, _, p4, p5, p6, p7, p8 = outlook.constants
     waiting, streaming, waiting_prompt, waiting_output, context, f = outlook.rows[:6]
     kv = outlook.kv_capacity_tokens
@@ -132,7 +143,10 @@ def _estimates(request: Request, outlook: Outlook, room: BoolArray) -> Estimates
     shared += np.minimum(n_r * output, waiting_output)
     delay_s = shared * f * n_r * (p6 + p5 * (request.prompt_tokens + output / 2))
     delay_s += n * f * (p1 * prompt + p2 * n_r)
-    return Estimates(latency_s, delay_s, latency_s + delay_s, ttft_s, room)
+    usage = np.minimum((tokens - prompt - 0.5 * n_r * output) / kv, _MOST_USAGE)
+    price_s = candidates.request_time_s / outlook.typical_request_time_s
+    price_s *= usage * usage * latency_s.min()
+    return Estimates(latency_s, delay_s, price_s, latency_s + delay_s + price_s, ttft_s, room)
 
 
 def _counts(
@@ -143,4 +157,4 @@ def _counts(
     """Without constants: the sequences there per weight, in place of seconds."""
     after: FloatArray = (outlook.rows[WAITING] + outlook.rows[STREAMING] + 1) / candidates.weight
     none = np.zeros(after.size)
-    return Estimates(after, none, after, none, room)
+    return Estimates(after, none, none, after, none, room)
