@@ -99,6 +99,19 @@ def test_a_profile_file_is_found_beside_the_cluster_and_names_a_decent_id(tmp_pa
     assert one.profile.gpu == "[red]My <b>GPU</b>"
 
 
+def test_a_profile_without_room_for_a_block_is_refused(tmp_path: Path) -> None:
+    document = {
+        "gpu": "x",
+        "model": "m",
+        "tensor_parallel": 1,
+        "constants": {f"p{i}": 1e-3 for i in range(1, 9)},
+        "kv_capacity_tokens": 15,
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"instances\.0\.profile: a KV capacity of 15 tokens"):
+        load(tmp_path, cluster({"profile": "tiny.yaml"}))
+
+
 def test_faults_name_an_instance_by_id_or_position(tmp_path: Path) -> None:
     loaded = load(
         tmp_path,

@@ -28,6 +28,7 @@ from hetero_gateway.core.profile import Profile
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.sim.cluster import SimulatedInstance
+from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
 from hetero_gateway.sim.workload import Fault, FaultKind, LogNormal
 
 # Far more than one machine simulates in an hour; a typing error in ``count`` ends here.
@@ -50,7 +51,7 @@ class ClusterInstanceConfig(_Model):
     )
     weight: float = Field(1.0, ge=1e-3, le=1e3, description="For weighted-round-robin.")
     max_num_seqs: int | None = Field(
-        None, ge=1, description="Most sequences in one step; default: the profile's."
+        None, ge=1, le=2**16, description="Most sequences in one step; default: the profile's."
     )
     believed_scale: float = Field(
         1.0,
@@ -189,6 +190,11 @@ def _profile(entry: ClusterInstanceConfig, where: str, base_dir: Path) -> Profil
         profile = load_profile(entry.profile, base_dir)
     except ConfigError as error:
         raise ConfigError(f"{where}.profile: {error}") from error
+    if profile.kv_capacity_tokens < DEFAULT_BLOCK_TOKENS:
+        raise ConfigError(
+            f"{where}.profile: a KV capacity of {profile.kv_capacity_tokens} tokens is less than "
+            f"one block of {DEFAULT_BLOCK_TOKENS}"
+        )
     if entry.max_num_seqs is None:
         return profile
     return dataclasses.replace(profile, max_num_seqs=entry.max_num_seqs)

@@ -158,7 +158,7 @@ def test_the_tables_say_what_was_simulated() -> None:
     text = " ".join(Page(render(made, cells_of(made))).visible)
     for word in ("wrong", "unknown", "× 2", "unprofiled", "Faults", "slow", "2.5", "the end"):
         assert word in text
-    assert "4/s (50% load)" in text
+    assert "4 requests/s (50% of the bound)" in text
     assert "all at once" in text
     plain = experiment()
     assert "Faults" not in " ".join(Page(render(plain, cells_of(plain))).visible)
@@ -196,7 +196,7 @@ def test_the_throughput_figure_has_each_policy_at_each_rate_and_the_bound() -> N
     figure = simulation_report.throughput_figure(cells, 123.0)
     assert [trace["name"] for trace in figure["data"]] == ["round-robin", "min-max", "bound"]
     bars = figure["data"][0]
-    assert bars["x"] == ["4/s (50% load)", "all at once"]
+    assert bars["x"] == ["4 requests/s (50% of the bound)", "all at once"]
     means = [c.throughput_tokens_per_s.mean for c in cells if c.policy == "round-robin"]
     assert bars["y"] == means
     assert figure["data"][-1]["y"] == [123.0, 123.0]

@@ -52,7 +52,7 @@ def test_one_seed_means_the_same_requests_for_every_policy_and_rate() -> None:
         assert (loads[i + 1].output_tokens == loads[1].output_tokens).all()
     assert (loads[0].output_tokens != loads[1].output_tokens).any()
     assert np.allclose(loads[0].arrival_s, loads[4].arrival_s * 4)
-    assert loads[8].all_at_once
+    assert not loads[8].arrival_s.any()
 
 
 def test_cells_come_by_rate_and_then_by_policy_with_a_run_for_every_seed() -> None:
@@ -86,7 +86,7 @@ def test_the_bound_is_what_each_instance_does_alone_once_per_profile() -> None:
     assert bound.instances_tokens_per_s == pytest.approx((100, 25, 100), rel=0.02)
     assert bound.tokens_per_s == pytest.approx(225, rel=0.02)
     assert len(fake.calls) == 2
-    assert all(call["workload"].all_at_once for call in fake.calls)
+    assert all(not call["workload"].arrival_s.any() for call in fake.calls)
 
 
 def test_the_bound_knows_the_true_constants_and_no_faults() -> None:
@@ -171,7 +171,7 @@ def test_a_traces_own_times_are_stretched_to_the_rate() -> None:
     made = experiment(count=3, trace_arrival_s=np.array([0.0, 1.0, 4.0]))
     assert make_workload(made, 0.5, seed=7).arrival_s.tolist() == [0, 1, 4]
     assert make_workload(made, 1.0, seed=8).arrival_s.tolist() == [0, 0.5, 2]
-    assert make_workload(made, math.inf, seed=8).all_at_once
+    assert make_workload(made, math.inf, seed=8).arrival_s.tolist() == [0, 0, 0]
 
 
 def test_arrivals_follow_the_coefficient_of_variation() -> None:

@@ -151,6 +151,30 @@ def test_with_everything_at_once_steady_ends_when_the_first_instance_runs_dry() 
     assert run.steady_tokens_per_s == pytest.approx((11 + 11) / 10)
 
 
+def test_an_overloaded_cluster_is_steady_after_its_last_arrival_too() -> None:
+    # All arrive within 1 s; one instance makes 10 tokens a second for 100 s.
+    n = 100
+    run = summarise(
+        workload([i / n for i in range(n)], [10] * n),
+        records([0] * n, [i + 0.1 for i in range(n)], [i + 1.0 for i in range(n)]),
+        instances=1,
+        slo=SLO,
+    )
+    assert run.steady_tokens_per_s == pytest.approx(10, rel=0.01)
+
+
+def test_an_instance_that_is_hardly_used_does_not_end_what_is_steady() -> None:
+    # The second one gets a single request, at the beginning, of a light load on the first.
+    n = 101
+    run = summarise(
+        workload([float(i) for i in range(n)], [10] * n),
+        records([1] + [0] * (n - 1), [i + 0.1 for i in range(n)], [i + 1.0 for i in range(n)]),
+        instances=2,
+        slo=SLO,
+    )
+    assert run.steady_tokens_per_s == pytest.approx(10)
+
+
 # Over seeds
 
 

@@ -57,12 +57,6 @@ def test_a_workload_that_cannot_be_is_refused(arguments: Any, said: str) -> None
         workload(*arguments)
 
 
-def test_all_at_once_means_one_moment() -> None:
-    assert workload([0, 0, 0]).all_at_once
-    assert workload([2, 2]).all_at_once
-    assert not workload([0, 1]).all_at_once
-
-
 # Arrivals
 
 

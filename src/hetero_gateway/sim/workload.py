@@ -58,11 +58,6 @@ class Workload:
     def __len__(self) -> int:
         return int(self.arrival_s.size)
 
-    @property
-    def all_at_once(self) -> bool:
-        """Whether every request arrives at the same moment (the paper's rate "inf")."""
-        return bool(self.arrival_s[-1] == self.arrival_s[0])
-
 
 class FaultKind(enum.Enum):
     SLOW = "slow"
