@@ -357,4 +357,5 @@ class _Run:
 
 
 def _view(array: Any) -> Any:
-    return memoryview(np.ascontiguousarray(array))
+    contiguous: Any = np.ascontiguousarray(array)
+    return memoryview(contiguous)

@@ -330,8 +330,9 @@ def plan(q: Rows, n: Row, x: Times, log: Row, log_s: Times, now_s: float) -> int
         x, n[STEP_PROMPTS], n[STEP_TOKENS], n[STEP_DECODES], n[STEP_CACHED]
     )
     x[GROWTH_S] = x[SLOWDOWN] * (x[P5] * n[STEP_DECODES] + x[P7])
-    # After an eviction the next step may admit; with prompts at prefill it differs anyway.
-    n[STEPS] = 1 if evicted or n[NUM_PREFILLING] > 0 else run_length(q, n)
+    # An eviction does not shorten the run: less than its blocks are free, so it stays out until
+    # another one finishes, and those behind it with it.
+    n[STEPS] = 1 if n[NUM_PREFILLING] > 0 else run_length(q, n)
     return n[STEPS]
 
 
