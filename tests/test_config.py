@@ -71,7 +71,7 @@ def error_of(tmp_path: Path, data: Any, **overrides: Any) -> str:
 
 def test_an_empty_mapping_is_a_valid_configuration(tmp_path: Path) -> None:
     config = load(tmp_path, "{}")
-    assert config.scheduler.policy == "min-max"
+    assert config.scheduler.policy == "finish-time"
     assert config.server.host == "127.0.0.1"
     assert config.instances == []
 
@@ -515,7 +515,7 @@ def test_the_shipped_files_are_there() -> None:
 def test_validate_says_what_it_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "-c", str(ROOT / "configs" / "gateway.yaml")]) == 0
     out, err = capsys.readouterr()
-    assert "valid; policy min-max, 2 instances" in out
+    assert "valid; policy finish-time, 2 instances" in out
     assert TP4 in out
     assert err == ""
 

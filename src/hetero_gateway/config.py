@@ -34,6 +34,7 @@ from hetero_gateway.core.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
 from hetero_gateway.errors import ConfigError, ProfileError
 
 PolicyName = Literal[
+    "finish-time",
     "min-max",
     "paper",
     "memory-based",
@@ -151,10 +152,30 @@ class TokensConfig(_Model):
     )
 
 
+class QueueConfig(_Model):
+    """The queue of ``finish-time``; other policies have none."""
+
+    max_requests: int = Field(
+        10_000, ge=1, description="Most requests that wait at once; one more gets 429."
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, le=86400, description="Longest wait for an instance; after it comes 429."
+    )
+
+
 class SchedulerConfig(_Model):
     """Which policy chooses, and its constants."""
 
-    policy: PolicyName = Field("min-max", description="The policy that chooses the instance.")
+    policy: PolicyName = Field("finish-time", description="The policy that chooses the instance.")
+    objective: Literal["latency", "makespan"] = Field(
+        "latency", description="finish-time: keep latencies low, or the end of a batch early."
+    )
+    prefill_depth: int = Field(
+        8,
+        ge=1,
+        le=4096,
+        description="finish-time: most sequences without a first token sent to one instance.",
+    )
     theta: float = Field(2.0, gt=0, description="θ of Eq. (7); 2 in the paper.")
     seed: int = Field(0, ge=0, description="Seed of tie-breaking and of random policies.")
     randomised: bool = Field(
@@ -169,6 +190,7 @@ class SchedulerConfig(_Model):
     reference_output_tokens: int = Field(
         256, ge=1, description="Output of the request that fitted capacities are computed for."
     )
+    queue: QueueConfig = Field(default_factory=QueueConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
     tokens: TokensConfig = Field(default_factory=TokensConfig)
 

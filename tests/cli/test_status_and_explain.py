@@ -32,7 +32,7 @@ async def test_status_shows_a_row_per_instance(capsys: pytest.CaptureFixture[str
             await client.post(f"{running.url}/tokenize", json={"prompt": "x"})
             assert await run("status", running.url) == 0
             lines = capsys.readouterr().out.splitlines()
-            assert lines[0] == "policy min-max, 1 of 2 instances take requests"
+            assert lines[0] == "policy finish-time, 1 of 2 instances take requests; 0 wait"
             assert lines[1].split()[:2] == ["INSTANCE", "STATE"]
             assert lines[2].split()[:2] == ["i0", "up"]
             assert "100.0%" in lines[2]
@@ -51,14 +51,15 @@ async def test_explain_shows_the_candidates_and_the_reason(
     async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
         assert await run("explain", running.url, *QUESTION) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0].startswith("i0 would get it: its load would be ")
+        assert lines[0].startswith("i0 would get it: done in ")
         assert "800 prompt tokens, 200 output tokens predicted" in lines[1]
+        assert lines[2].split()[-4:] == ["LATENCY", "DELAY", "MEMORY", "COST"]
         assert lines[3].startswith("i0")
         assert lines[3].endswith("chosen")
         assert lines[4].startswith("i1")
         assert await run("explain", running.url, *QUESTION, "--model", "m", "--json") == 0
         document = json.loads(capsys.readouterr().out)
-        assert (document["chosen"], document["policy"]) == ("i0", "min-max")
+        assert (document["chosen"], document["policy"]) == ("i0", "finish-time")
         fixed = {"instance", "request_time_s", "kv_usage", "workload", "load_after", "excluded"}
         assert all(fixed <= set(row) for row in document["candidates"])
         assert await run("explain", running.url, *QUESTION, "--model", "zz", "--json") == 0

@@ -98,14 +98,26 @@ def candidates(
 
 def outlook(size: int) -> Outlook:
     """Equal, idle instances, and nobody in the queue."""
-    rows = np.zeros((9, size))
+    rows = np.zeros((6, size))
     rows[SPEED] = 1.0
     constants = np.array([dataclasses.astuple(FAST_CONSTANTS)] * size).T
     stages = np.zeros((size, len(STAGE_TOKENS)))
     residual = np.full(len(STAGE_TOKENS), 256.0)
     each = np.ones(size)
     return Outlook(
-        constants, each * 8e5, each * 256, rows, stages, residual, True, each, 0, 0.0, None
+        constants,
+        kv_capacity_tokens=each * 8e5,
+        max_num_seqs=each * 256,
+        rows=rows,
+        stages=stages,
+        residual=residual,
+        profiled=True,
+        typical_request_time_s=each,
+        queued=0,
+        silent_s=0 * each,
+        idle_s=0.0,
+        mean_gap_s=1.0,
+        mean_request_times_s=None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hetero_gateway.core.cost_model import request_time_s
 from hetero_gateway.core.ledger import Dispatch
 from hetero_gateway.core.length import STAGE_TOKENS
 from hetero_gateway.core.policies import PolicyOptions
-from hetero_gateway.core.policies.finish_time import FinishTime
+from hetero_gateway.core.policies.finish_time import FinishTime, idle_before_drain_s
 from hetero_gateway.core.progress import Outlook
 from hetero_gateway.core.queue import Ticket
 from hetero_gateway.core.scheduler import Decision, Scheduler
@@ -49,10 +50,18 @@ def test_every_policy_but_finish_time_places_at_once() -> None:
     assert s.queued == 0
 
 
-def test_an_instance_gets_eight_requests_without_a_first_token_and_no_more() -> None:
+def test_an_instance_gets_eight_prompts_ahead_and_no_more() -> None:
     s = finish_time(spec("a"))
     assert len(place(s, 30)) == DEPTH
     assert s.queued == 30 - DEPTH
+
+
+def test_it_gets_more_of_short_prompts() -> None:
+    s = finish_time(spec("a"))
+    for _ in range(100):
+        submitted(s, prompt_tokens=100)
+    # Two steps of 2048 tokens keep an engine busy while the next first tokens come back.
+    assert len(s.pump(0.0)) == math.ceil(4096 / 100)
 
 
 def test_a_first_token_makes_room_for_one() -> None:
@@ -121,6 +130,38 @@ def test_a_full_queue_refuses() -> None:
     assert s.queued == 3
 
 
+def test_a_retry_keeps_its_place_in_a_full_queue() -> None:
+    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), max_queued=3)
+    for name in "ab":
+        s.add(spec(name))
+    first = place(s, 1)[0]
+    for _ in range(2 * DEPTH + 2):
+        place(s, 1)
+    assert s.queued == 3
+    s.settle(first.dispatch, Outcome.UPSTREAM_ERROR)
+    retry = s.submit(first.request, 1.0, (first.decision.instance_id,), first=True)
+    assert isinstance(retry, Ticket)
+    assert s.queued == 4
+
+
+def test_a_wake_up_is_always_to_come() -> None:
+    # A timer at a time that is over would pump without end.
+    s = finish_time(spec("a"))
+    place(s, DEPTH + 1)
+    drain_s = s.next_wakeup_s()
+    assert drain_s is not None
+    s.pump(drain_s)
+    assert s.queued == 1
+    following_s = s.next_wakeup_s()
+    assert following_s is not None
+    assert following_s > drain_s
+    s.submit(dataclasses.replace(request(), streams=False), drain_s + 1)
+    s.pump(drain_s + 1)
+    following_s = s.next_wakeup_s()
+    assert following_s is not None
+    assert following_s > drain_s + 1
+
+
 def test_who_can_never_be_served_is_refused_at_once() -> None:
     s = finish_time(spec("a"))
     place(s, 50)
@@ -167,10 +208,12 @@ def test_a_request_that_does_not_stream_leaves_its_place_when_its_prefill_is_pre
     for _ in range(DEPTH + 1):
         s.submit(dataclasses.replace(request(), streams=False), 0.0)
     assert len(s.pump(0.0)) == DEPTH
-    wake_s = s.next_wakeup_s()
-    assert wake_s is not None
-    assert 0 < wake_s < 2
-    assert len(s.pump(wake_s)) == 1
+    while s.queued:
+        wake_s = s.next_wakeup_s()
+        assert wake_s is not None
+        assert wake_s < 2
+        s.pump(wake_s)
+    assert s.ledger.in_flight[0] == DEPTH + 1
 
 
 def test_removing_an_instance_leaves_no_trace_of_its_requests() -> None:
@@ -207,11 +250,50 @@ def test_an_idle_fast_instance_is_preferred() -> None:
     assert place(s, 1)[0].decision.instance_id == "fast"
 
 
-def test_a_slow_instance_helps_when_the_fast_one_is_busy() -> None:
+def streaming(s: Scheduler, count: int, now_s: float = 0.0) -> list[str]:
+    """Place so many, each with its first token at once; returns where they went."""
+    chosen = []
+    for _ in range(count):
+        for ticket in place(s, 1, now_s):
+            s.first_token(ticket.dispatch, now_s)
+            chosen.append(ticket.decision.instance_id)
+    return chosen
+
+
+def test_a_slow_instance_helps_when_the_fast_one_is_full() -> None:
+    s = finish_time(spec("slow", SLOW), spec("fast", profile(max_num_seqs=16)))
+    chosen = streaming(s, 40)
+    assert chosen[0] == "fast"
+    assert chosen.count("fast") == 16 + 8
+    assert chosen.count("slow") == 16
+
+
+def test_equal_instances_do_not_wait_for_each_other() -> None:
+    s = finish_time(spec("a"), spec("b"))
+    chosen = [t.decision.instance_id for t in place(s, 2 * DEPTH)]
+    assert chosen.count("a") == chosen.count("b") == DEPTH
+
+
+def test_a_much_faster_instance_is_worth_the_wait_for_its_next_first_token() -> None:
     s = finish_time(spec("slow", SLOW), spec("fast"))
-    chosen = [t.decision.instance_id for t in place(s, 16)]
-    assert chosen.count("slow") >= 1
-    assert chosen.count("fast") == DEPTH
+    placed = place(s, 2 * DEPTH)
+    assert {t.decision.instance_id for t in placed} == {"fast"}
+    assert s.queued == DEPTH
+    s.first_token(placed[0].dispatch, 0.1)
+    assert [t.decision.instance_id for t in s.pump(0.1)] == ["fast"]
+
+
+def test_an_instance_that_hangs_is_not_worth_any_wait() -> None:
+    s = finish_time(spec("slow", SLOW), spec("hangs"))
+    place(s, DEPTH)
+    submitted(s, 0.5)
+    assert s.pump(0.5) == []
+    wake_s = s.next_wakeup_s()
+    assert wake_s is not None
+    submitted(s, 0.9)  # arrivals do not put it off
+    s.pump(0.9)
+    submitted(s, 1.1)
+    assert [t.decision.instance_id for t in s.pump(1.1)] == ["slow"] * 3
 
 
 def test_an_instance_observed_to_be_slow_gets_less() -> None:
@@ -238,27 +320,40 @@ def test_without_constants_it_counts_by_weight() -> None:
     assert chosen.count("a") == 6
 
 
+CRAWLING = profile(SLOW.constants.scaled(20), 100_000)
+
+
+def full_but_for_the_slow(**changes: object) -> Scheduler:
+    s = finish_time(spec("slow", CRAWLING), spec("fast", profile(max_num_seqs=8)), **changes)
+    assert streaming(s, 16) == ["fast"] * 16
+    return s
+
+
+def test_while_requests_arrive_a_slow_instance_is_better_than_none() -> None:
+    s = full_but_for_the_slow()
+    for arrival in range(1, 20):
+        submitted(s, arrival * 1.0)
+    assert [t.decision.instance_id for t in s.pump(19.1)] == ["slow"] * 8
+
+
 def test_the_drain_rule_keeps_the_end_of_a_batch_from_the_slow_instance() -> None:
-    crawling = profile(SLOW.constants.scaled(20), 100_000)
-    during = finish_time(spec("slow", crawling), spec("fast"))
-    assert len(place(during, DEPTH + 1)) == DEPTH + 1
-    after = finish_time(spec("slow", crawling), spec("fast"))
-    place(after, DEPTH)
-    while after.ledger.in_flight[1] < DEPTH:
-        place(after, 1)
-    submitted(after, 0.0)
-    # On arrival it may go to the slow one; two seconds later the fast one is worth the wait.
-    waiting = [t for t in after.pump(2.5) if t.decision]
-    assert all(t.decision.instance_id == "fast" for t in waiting)
+    s = full_but_for_the_slow()
+    submitted(s, 0.0)
+    assert s.pump(0.1) == []
+    s.settle(next(iter(s.ledger.outstanding(1))), Outcome.COMPLETED, 1.0)
+    assert [t.decision.instance_id for t in s.pump(1.0)] == ["fast"]
 
 
 def test_the_makespan_objective_has_the_drain_rule_always() -> None:
-    crawling = profile(SLOW.constants.scaled(20), 100_000)
-    s = finish_time(
-        spec("slow", crawling), spec("fast"), options=PolicyOptions(objective="makespan")
-    )
-    assert len(place(s, DEPTH + 1)) == DEPTH
-    assert s.queued == 1
+    s = full_but_for_the_slow(options=PolicyOptions(objective="makespan"))
+    for arrival in range(1, 20):
+        submitted(s, arrival * 1.0)
+        assert s.pump(arrival * 1.0) == []
+
+
+@given(st.floats(0, 100))
+def test_the_drain_rule_begins_after_ten_gaps_within_bounds(gap_s: float) -> None:
+    assert idle_before_drain_s(gap_s) == pytest.approx(min(2.0, max(0.02, 10 * gap_s)))
 
 
 def test_the_drain_rule_never_leaves_everything_idle() -> None:
@@ -269,7 +364,12 @@ def test_the_drain_rule_never_leaves_everything_idle() -> None:
 
 def test_explaining_a_full_cluster_says_that_it_waits() -> None:
     s = finish_time(spec("a"), spec("b", SLOW))
-    place(s, 40)
+    place(s, 600)
+    while s.queued and any(s.progress.waiting(slot) for slot in (0, 1)):
+        for slot in (0, 1):
+            for dispatch in s.ledger.outstanding(slot):
+                s.first_token(dispatch, 0.0)
+        s.pump(0.0)
     result = s.explain(request())
     assert isinstance(result, Decision)
     assert result.waits
@@ -370,7 +470,6 @@ def place_one(s: Scheduler, prompt_tokens: int, output_tokens: float) -> Dispatc
 
 def test_the_drain_bound_is_the_queue_over_the_sum_of_the_speeds() -> None:
     s = finish_time(spec("a"), spec("b", SLOW))
-    place(s, 16)
     for _ in range(10):
         submitted(s, 0.0, prompt_tokens=400, output_tokens=100.0)
     expected = 10 / sum(1 / request_time_s(p, 400, 100) for p in (FAST, SLOW))

@@ -42,14 +42,14 @@ def dispatch(
 
 def stream(p: Progress, now_s: float, **lengths: int) -> Dispatch:
     d = dispatch(**lengths)
-    p.placed(d)
+    p.placed(d, 0.0)
     assert p.first_token(d, now_s)
     return d
 
 
 def test_a_request_waits_then_streams_then_is_gone() -> None:
     p, d = progress(), dispatch(1, 100, 50.0, sequences=2)
-    p.placed(d)
+    p.placed(d, 0.0)
     rows = p.rows(SLOTS, 0.0)
     assert rows[[WAITING, STREAMING, WAITING_PROMPT, WAITING_OUTPUT], 1].tolist() == [
         2,
@@ -137,6 +137,26 @@ def test_the_speed_factor_has_bounds_and_forgets() -> None:
     assert p.speed(0) == pytest.approx(1.0, rel=0.05)
 
 
+def test_an_engine_that_hangs_while_it_streams_is_slow() -> None:
+    p = progress()
+    stream(p, 0.0)
+    for second in range(1, 5):
+        p.observe_steps(0, 0, 1.0, float(second))
+    assert p.speed(0) == 10.0
+
+
+def test_a_slot_is_silent_while_it_owes_a_first_token() -> None:
+    p, first, second = progress(), dispatch(), dispatch()
+    assert p.silent_s(SLOTS, 5.0).tolist() == [0, 0]
+    p.placed(first, 5.0)
+    p.placed(second, 6.0)
+    assert p.silent_s(SLOTS, 7.0).tolist() == [2, 0]
+    p.first_token(first, 7.5)
+    assert p.silent_s(SLOTS, 8.0).tolist() == [0.5, 0]
+    p.first_token(second, 8.0)
+    assert p.silent_s(SLOTS, 9.0).tolist() == [0, 0]
+
+
 def test_a_slot_that_is_used_again_knows_nothing_of_the_past() -> None:
     p = progress()
     d = stream(p, 0.0)
@@ -179,7 +199,7 @@ def test_sums_are_those_of_the_requests_and_zero_at_the_end(events: list[tuple])
         now_s += wait_s
         if kind == "place":
             d = dispatch(slot, 10 + pick, 7.0 * pick, sequences)
-            p.placed(d)
+            p.placed(d, now_s)
             waiting.append(d)
         elif kind == "first" and waiting:
             d = waiting.pop(pick % len(waiting))

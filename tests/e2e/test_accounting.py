@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 
+import pytest
+
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
@@ -70,12 +72,26 @@ def request_tasks() -> list[asyncio.Task[object]]:
     ]
 
 
-async def test_two_thousand_mixed_requests_leave_nothing_behind() -> None:
+# A queue that is small enough to be full, to make its requests wait too long, and to be left.
+SMALL_QUEUE = {
+    "policy": "finish-time",
+    "prefill_depth": 2,
+    "queue": {"max_requests": 30, "timeout_s": 0.25},
+}
+
+
+@pytest.mark.parametrize(
+    "scheduler", [SMALL_QUEUE, {"policy": "min-max"}], ids=lambda s: s["policy"]
+)
+async def test_two_thousand_mixed_requests_leave_nothing_behind(
+    scheduler: dict[str, object],
+) -> None:
     rng = random.Random(7)
     timeouts = {"first_byte_s": 0.4, "idle_s": 0.4, "total_s": 5}
     pool = {"idle_expiry_s": 0.5}
     async with fake_instances(4) as fakes:
-        config = config_for(fakes, timeouts=timeouts, retry={"budget_ratio": 1.0}, pool=pool)
+        retry = {"budget_ratio": 1.0}
+        config = config_for(fakes, timeouts=timeouts, retry=retry, pool=pool, scheduler=scheduler)
         async with running_gateway(config) as running:
             gate = asyncio.Semaphore(AT_ONCE)
 
@@ -98,11 +114,18 @@ async def test_two_thousand_mixed_requests_leave_nothing_behind() -> None:
             await eventually(running.settled, within_s=10)
             gateway = running.gateway
             await eventually(lambda: len(gateway.dataplane.open_exchanges) == 0)
+            # No timer of the queue, and no stream that is watched for its speed.
+            await eventually(lambda: gateway.placement.idle)
             # Idle keep-alive connections are closed by the gateway itself, and no task is left.
             pools = [i.pool for i in gateway.fleet.instances.values()]
             await eventually(lambda: all(p.open_connections == 0 for p in pools), within_s=10)
             await eventually(lambda: not request_tasks(), within_s=10)
             text = await running.metrics()
+    if scheduler["policy"] == "finish-time":
+        for reason in ("queue_full", "queue_timeout"):
+            assert f'queue_rejections_total{{reason="{reason}"}}' in text
+        assert 'instance="",model="m",outcome="client_disconnected"' in text
+        assert "hetero_gateway_queue_depth 0.0" in text
     assert "internal_error" not in text
     for outcome in ("completed", "upstream_error", "client_disconnected", "timed_out", "rejected"):
         assert f'outcome="{outcome}"' in text

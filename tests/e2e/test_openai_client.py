@@ -138,10 +138,15 @@ def test_a_killed_instance_hurts_only_its_own_streams(tmp_path: Path) -> None:
     ):
         with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
             long = {"model": MODEL, "messages": HELLO, "stream": True, "max_tokens": 2000}
-            streams = [
-                client.chat.completions.create(**long, extra_body={"ignore_eos": True})  # type: ignore[call-overload]
-                for _ in range(6)
-            ]
+            streams = []
+            for draining in (False, True):  # three on each
+                change = {"draining": draining}
+                httpx.patch(f"{gateway.url}/admin/instances/fast", json=change)
+                streams += [
+                    client.chat.completions.create(**long, extra_body={"ignore_eos": True})  # type: ignore[call-overload]
+                    for _ in range(3)
+                ]
+            httpx.patch(f"{gateway.url}/admin/instances/fast", json={"draining": False})
             victims = [
                 s for s in streams if s.response.headers["x-hetero-gateway-instance"] == "fast"
             ]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from hetero_gateway.config import GatewayConfig
+from hetero_gateway.core.progress import SPEED
 from hetero_gateway.gateway.app import App, create_app
 from hetero_gateway.gateway.server import GatewayServer
 from hetero_gateway.gateway.state import Gateway
@@ -40,8 +43,22 @@ class RunningGateway:
             for s in slots
         ]
 
+    def progress(self) -> list[list[float]]:
+        """What the queue's policy knows of each instance: every sum but the speed factor."""
+        scheduler = self.gateway.fleet.scheduler
+        slots = np.array([scheduler.slot(i) for i in self.gateway.fleet.instances], dtype=np.intp)
+        rows = np.delete(scheduler.progress.rows(slots, time.monotonic()), [SPEED, 7], axis=0)
+        stages = scheduler.progress.stages(slots)
+        return np.concatenate((rows.T, stages), axis=1).tolist()  # type: ignore[no-any-return]
+
     def settled(self) -> bool:
-        return all(load == (0.0, 0, 0) for load in self.loads())
+        """Every load, every count and every sum is exactly 0, and nobody waits."""
+        return (
+            all(load == (0.0, 0, 0) for load in self.loads())
+            and self.gateway.fleet.scheduler.queued == 0
+            and len(self.gateway.placement) == 0
+            and not any(any(row) for row in self.progress())
+        )
 
     async def metrics(self) -> str:
         async with httpx.AsyncClient() as client:

@@ -63,9 +63,13 @@ class FakeInstance:
         """Stop listening and reset every connection, as a killed process would."""
         assert self._server is not None
         self._server.close()
+        self.reset_connections()
+        await asyncio.sleep(0)
+
+    def reset_connections(self) -> None:
+        """Break every connection off and go on listening."""
         for writer in list(self._writers):
             writer.transport.abort()
-        await asyncio.sleep(0)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)

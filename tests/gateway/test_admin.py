@@ -70,7 +70,8 @@ async def test_the_list_shows_load_share_and_both_kv_usages() -> None:
             await eventually(lambda: not running.settled())
             document = (await client.get("/admin/instances")).json()
             await stream
-        assert document["policy"] == "min-max"
+        assert document["policy"] == "finish-time"
+        assert document["queue"] == {"waiting": 0, "oldest_wait_s": 0.0}
         rows = {row["id"]: row for row in document["instances"]}
         assert rows["i0"]["profile"] == FAST
         assert rows["i0"]["engine_kv_usage"] == 0.25
@@ -78,6 +79,7 @@ async def test_the_list_shows_load_share_and_both_kv_usages() -> None:
         assert (rows["i1"]["profile"], rows["i1"]["kv_usage"]) == ("unprofiled", None)
         busy = [row for row in rows.values() if row["in_flight"]]
         assert len(busy) == 1
+        assert (busy[0]["waiting_first_token"], busy[0]["speed_factor"]) == (1, 1.0)
         assert busy[0]["workload"] > 0
         assert sum(row["requests"] for row in rows.values()) == 1
         assert all(row["up"] and not row["draining"] for row in rows.values())
@@ -183,15 +185,21 @@ async def test_a_removed_instance_leaves_no_series_and_its_stream_ends_well() ->
 
 
 async def test_explain_says_what_would_be_chosen_and_sends_nothing() -> None:
-    async with fake_instances(3) as fakes, admin(config_for(fakes)) as (running, client):
+    scheduler = {"policy": "min-max"}
+    async with (
+        fake_instances(3) as fakes,
+        admin(config_for(fakes, scheduler=scheduler)) as (running, client),
+    ):
         await client.patch("/admin/instances/i2", json={"draining": True})
         query = {"prompt_tokens": 800, "max_tokens": 200, "model": "m"}
         document = (await client.get("/admin/explain", params=query)).json()
         assert (document["chosen"], document["policy"]) == ("i0", "min-max")
         assert document["predicted_output_tokens"] == 200
+        assert document["waits"] is False
         rows = {row["instance"]: row for row in document["candidates"]}
         for row in rows.values():
             assert {"request_time_s", "kv_usage", "workload", "load_after", "excluded"} <= set(row)
+            assert "cost_s" not in row  # finish-time's alone
         assert rows["i0"]["load_after"] < rows["i1"]["load_after"]
         assert rows["i2"]["excluded"] == "draining"
         assert rows["i2"]["load"] is None
@@ -248,9 +256,13 @@ async def test_decisions_come_newest_first_each_with_its_reason() -> None:
         assert [d["request_id"] for d in document["decisions"]] == ["r2", "r1"]
         for decision in document["decisions"]:
             rows = {row["instance"]: row for row in decision["candidates"]}
-            lowest = min(rows.values(), key=lambda row: row["load_after"])
+            lowest = min(rows.values(), key=lambda row: row["cost_s"])
             assert decision["chosen"] == lowest["instance"]
-            assert decision["reason"].startswith(f"{decision['chosen']} got it: its load would be")
+            assert all(row["room"] for row in rows.values())
+            parts = ("latency_s", "delay_s", "memory_price_s")
+            assert lowest["cost_s"] == pytest.approx(sum(lowest[part] for part in parts))
+            assert decision["reason"].startswith(f"{decision['chosen']} got it: done in ")
+            assert decision["waited_s"] == 0
             assert abs(decision["time"] - time.time()) < 60
         brief = (await client.get("/admin/decisions?candidates=false")).json()["decisions"]
         assert len(brief) == 3

@@ -18,7 +18,8 @@ EXPECTED = {
     "time_per_output_token_seconds", "input_tokens", "output_tokens", "in_flight_requests",
     "instance_workload", "instance_kv_usage_ratio", "instance_up", "routing_decisions",
     "scheduler_decision_seconds", "prediction_error", "retries", "upstream_errors",
-    "client_disconnects", "overhead_seconds", "build_info",
+    "client_disconnects", "overhead_seconds", "build_info", "queue_depth", "queue_wait_seconds",
+    "queue_rejections", "instance_speed_factor", "instance_waiting_first_token",
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ async def test_one_request_is_counted_everywhere_once() -> None:
     assert found[key("time_per_output_token_seconds_count", **where)] == 1
     assert found[key("input_tokens_total", **where)] == 10
     assert found[key("output_tokens_total", **where)] == 4
-    assert found[key("routing_decisions_total", policy="min-max", instance="i0")] == 1
+    assert found[key("routing_decisions_total", policy="finish-time", instance="i0")] == 1
     assert found[key("scheduler_decision_seconds_count")] == 1
     assert found[key("overhead_seconds_count")] == 1
     assert found[key("prediction_error_count", quantity="output_tokens")] == 1
@@ -60,6 +61,10 @@ async def test_one_request_is_counted_everywhere_once() -> None:
     assert found[key("in_flight_requests", instance="i0")] == 0
     assert found[key("instance_workload", instance="i0")] == 0
     assert found[key("instance_up", instance="i0")] == 1
+    assert found[key("queue_depth")] == 0
+    assert found[key("queue_wait_seconds_count")] == 1
+    assert found[key("instance_speed_factor", instance="i0")] == 1
+    assert found[key("instance_waiting_first_token", instance="i0")] == 0
     names = {
         family.name.removeprefix("hetero_gateway_")
         for family in text_string_to_metric_families(text)

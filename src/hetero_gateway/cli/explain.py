@@ -8,6 +8,9 @@ from typing import Any
 from hetero_gateway.cli import admin_client
 from hetero_gateway.cli.admin_client import figure, percent
 
+# finish-time's; without any profile its cost has no unit.
+_ESTIMATES = (("latency_s", " s"), ("delay_s", " s"), ("memory_price_s", " s"), ("cost_s", ""))
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -56,15 +59,23 @@ def run(args: argparse.Namespace) -> int:
         f"{figure(document['predicted_output_tokens'])} output tokens predicted"
     )
     if document["candidates"]:
+        best = "best" if document["waits"] else "chosen"
+        estimated = any("cost_s" in c for c in document["candidates"])
+        heads = ("INSTANCE", "T", "KV", "W", "LOAD", "LOAD AFTER", "IN FLIGHT")
         admin_client.print_table(
-            ("INSTANCE", "T", "KV", "W", "LOAD", "LOAD AFTER", "IN FLIGHT", ""),
-            [_row(c, document["chosen"]) for c in document["candidates"]],
+            (*heads, *(("LATENCY", "DELAY", "MEMORY", "COST") if estimated else ()), ""),
+            [_row(c, document["chosen"], best, estimated) for c in document["candidates"]],
         )
     return 0
 
 
-def _row(candidate: dict[str, Any], chosen: str | None) -> tuple[str, ...]:
-    note = "chosen" if candidate["instance"] == chosen else candidate["excluded"] or ""
+def _row(
+    candidate: dict[str, Any], chosen: str | None, best: str, estimated: bool
+) -> tuple[str, ...]:
+    note = best if candidate["instance"] == chosen else candidate["excluded"] or ""
+    if estimated and candidate["room"] is False:
+        note += ", no room" if note else "no room"
+    estimates = [figure(candidate[n], unit) for n, unit in _ESTIMATES] if estimated else []
     return (
         candidate["instance"],
         figure(candidate["request_time_s"], " s"),
@@ -73,5 +84,6 @@ def _row(candidate: dict[str, Any], chosen: str | None) -> tuple[str, ...]:
         figure(candidate["load"]),
         figure(candidate["load_after"]),
         figure(candidate["in_flight"]),
+        *estimates,
         note,
     )

@@ -28,18 +28,24 @@ def run(args: argparse.Namespace) -> int:
     instances = document["instances"]
     up = sum(i["up"] and not i["draining"] for i in instances)
     note = ", the gateway is draining" if document["draining"] else ""
+    if (queue := document["queue"]) is not None:
+        note += f"; {queue['waiting']} wait"
+        if queue["waiting"]:
+            note += f", the first for {figure(queue['oldest_wait_s'])} s"
     print(f"policy {document['policy']}, {up} of {len(instances)} instances take requests{note}")
     if not instances:
         return 0
     total = sum(i["requests"] for i in instances)
     admin_client.print_table(
-        ("INSTANCE", "STATE", "IN FLIGHT", "WORKLOAD", "KV EST", "KV ENGINE", "SHARE", "REQUESTS",
-         "PROFILE", "MODELS"),
+        ("INSTANCE", "STATE", "IN FLIGHT", "NO TOKEN", "SPEED", "WORKLOAD", "KV EST",
+         "KV ENGINE", "SHARE", "REQUESTS", "PROFILE", "MODELS"),
         [
             (
                 i["id"],
                 _state(i),
                 str(i["in_flight"]),
+                figure(i["waiting_first_token"]),
+                figure(i["speed_factor"]),
                 figure(i["workload"]),
                 percent(i["kv_usage"]),
                 percent(i["engine_kv_usage"]),

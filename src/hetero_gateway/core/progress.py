@@ -37,9 +37,10 @@ from hetero_gateway.core.length import STAGE_TOKENS
 from hetero_gateway.core.profile import Constants
 
 WAITING, STREAMING, WAITING_PROMPT, WAITING_OUTPUT, CONTEXT, SPEED = range(6)
-# Rows after those are the step clock's own: the clock, when it was read, and its rate.
-_CLOCK, _READ_S, _STEPS_PER_S = 6, 7, 8
-_ROWS = 9
+# Rows after those are our own: the step clock, when it was read, and its rate; and when the slot
+# last gave a first token, or began to owe one.
+_CLOCK, _READ_S, _STEPS_PER_S, _HEARD_S = 6, 7, 8, 9
+_ROWS = 10
 
 # The speed factor forgets over seconds of observed steps: long enough to average the noise of a
 # network, short enough to notice a slow-down within a few answers. It starts as if 0.2 s of steps
@@ -67,11 +68,12 @@ class Outlook(NamedTuple):
     """What a policy sees of a pool's instances at one moment; arrays of one entry per instance.
 
     ``constants`` are p1..p8 as rows, ``rows`` those named in this module, ``stages`` the streaming
-    sequences by stage, ``residual`` the expected further output by stage (tokens); ``queued`` is
-    how many requests wait in the gateway, with their mean lengths, ``idle_s`` the time since the
-    last arrival; ``mean_request_times_s`` computes T of the mean queued request on each instance.
-    ``profiled`` is False when no instance has constants; ``typical_request_time_s`` is T of a
-    request of the lengths that arrive on average.
+    sequences by stage, ``residual`` the expected further output by stage (tokens). ``profiled`` is
+    False when no instance has constants. ``typical_request_time_s`` is T of a request of the
+    lengths that arrive on average. ``queued`` is how many requests wait in the gateway,
+    ``silent_s`` how long each instance has owed a first token without giving any, ``idle_s`` the
+    time since the last arrival, ``mean_gap_s`` that between the arrivals before;
+    ``mean_request_times_s`` computes T of the mean queued request on each instance.
     """
 
     constants: FloatArray
@@ -83,7 +85,9 @@ class Outlook(NamedTuple):
     profiled: bool
     typical_request_time_s: FloatArray
     queued: int
+    silent_s: FloatArray
     idle_s: float
+    mean_gap_s: float
     mean_request_times_s: Callable[[], FloatArray] | None
 
 
@@ -151,13 +155,15 @@ class Progress:
 
     # Events
 
-    def placed(self, dispatch: Dispatch) -> None:
+    def placed(self, dispatch: Dispatch, now_s: float) -> None:
         """A request was sent: it is in U."""
         request = dispatch.request
         n = request.sequences
         stay = _Stay(n, n * request.prompt_tokens, n * request.predicted_output_tokens)
         self._stays[dispatch] = stay
         rows, slot = self._rows, dispatch.slot
+        if rows[WAITING, slot] == 0:
+            rows[_HEARD_S, slot] = now_s
         rows[WAITING, slot] += n
         rows[WAITING_PROMPT, slot] += stay.prompt_tokens
         rows[WAITING_OUTPUT, slot] += stay.output_tokens
@@ -174,6 +180,7 @@ class Progress:
         stay.stage = 0
         stay.joined = clock
         rows, n = self._rows, stay.sequences
+        rows[_HEARD_S, slot] = now_s
         rows[STREAMING, slot] += n
         # The first token is out: each sequence holds its prompt and that one.
         rows[CONTEXT, slot] += stay.prompt_tokens + n
@@ -216,7 +223,8 @@ class Progress:
         prompts, tokens = self._prefills[slot]
         self._prefills[slot] = (0, 0.0)
         clock = self._read_clock(slot, now_s)
-        if self._rows[STREAMING, slot] >= 1 and steps > 0 and duration_s > 0:
+        if self._rows[STREAMING, slot] >= 1 and duration_s > 0:
+            # No step at all counts as well: that is an engine that hangs.
             if c is not None:
                 modelled_s = steps * self._step_s(slot, c) + c.p1 * tokens + c.p2 * prompts
                 self._set_speed(slot, duration_s, modelled_s)
@@ -241,6 +249,12 @@ class Progress:
         elapsed_s = np.maximum(now_s - rows[_READ_S], 0.0)
         rows[CONTEXT] += rows[STREAMING] * elapsed_s * rows[_STEPS_PER_S]
         return rows
+
+    def silent_s(self, slots: NDArray[np.intp], now_s: float) -> FloatArray:
+        """How long each slot has owed a first token without giving any, s; 0 where it owes none."""
+        rows = self._rows
+        result: FloatArray = np.where(rows[WAITING, slots] > 0, now_s - rows[_HEARD_S, slots], 0.0)
+        return result
 
     def stages(self, slots: NDArray[np.intp]) -> FloatArray:
         """Streaming sequences by stage, shape (slots, stages), as of each slot's last event."""

@@ -15,6 +15,8 @@ from hetero_gateway.core.types import InstanceId, Reject, Request
 
 # What is typical of a model's requests changes over minutes, not from one to the next.
 _MEAN_OVER_REQUESTS = 1000
+# A burst must be known for one while it lasts.
+_MEAN_OVER_GAPS = 16
 
 
 class Ticket:
@@ -42,13 +44,15 @@ class Ticket:
 class ModelQueue:
     """What waits for one model: the sums of its lengths (tokens), its last arrival, and the means.
 
-    ``mean_prompt_tokens`` and ``mean_output_tokens`` (predicted) are of what arrived lately.
+    ``mean_prompt_tokens``, ``mean_output_tokens`` (predicted) and ``mean_gap_s`` are of what
+    arrived lately.
     """
 
     __slots__ = (
         "_tickets",
         "arrivals",
         "last_arrival_s",
+        "mean_gap_s",
         "mean_output_tokens",
         "mean_prompt_tokens",
         "output_tokens",
@@ -61,6 +65,7 @@ class ModelQueue:
         self.output_tokens = 0.0
         self.last_arrival_s = 0.0
         self.arrivals = 0
+        self.mean_gap_s = 0.0
         self.mean_prompt_tokens = 0.0
         self.mean_output_tokens = 0.0
 
@@ -82,6 +87,9 @@ class ModelQueue:
         self.output_tokens += ticket.request.predicted_output_tokens
 
     def _note_arrival(self, ticket: Ticket) -> None:
+        if self.arrivals:
+            gap_s = ticket.enqueued_s - self.last_arrival_s
+            self.mean_gap_s += (gap_s - self.mean_gap_s) / _MEAN_OVER_GAPS
         self.last_arrival_s = ticket.enqueued_s
         self.arrivals += 1
         request, share = ticket.request, 1 / min(self.arrivals, _MEAN_OVER_REQUESTS)

@@ -29,7 +29,7 @@ from hetero_gateway.core.cost_model import FloatArray
 from hetero_gateway.core.ledger import Dispatch, Ledger
 from hetero_gateway.core.length import ResidualLives
 from hetero_gateway.core.policies import Candidates, Policy
-from hetero_gateway.core.policies.finish_time import IDLE_BEFORE_DRAIN_S
+from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.pool import Pool
 from hetero_gateway.core.profile import Constants
 from hetero_gateway.core.progress import Outlook, Progress
@@ -114,6 +114,7 @@ class Scheduler:
         # (when, tie-break, dispatch): first tokens that nobody will see, by prediction.
         self._unseen: list[tuple[float, int, Dispatch]] = []
         self._dispatched = 0
+        self._pumped_s = -math.inf
 
     # Membership
 
@@ -191,7 +192,8 @@ class Scheduler:
         pool = self._pool(request.model)
         if not pool.ids:
             return self._no_instance(request.model, pool)
-        if self.queued >= self._max_queued:
+        # A retry was let in before: it does not lose its place to those who came after it.
+        if self.queued >= self._max_queued and not first:
             return Reject(
                 RejectReason.QUEUE_FULL, f"{self.queued} requests wait for an instance already."
             )
@@ -221,6 +223,7 @@ class Scheduler:
         A queue's head waits for its turn, and those behind it wait for the head. Where queues share
         instances, the head that has waited longest goes first.
         """
+        self._pumped_s = now_s
         if self._unseen:
             self._pass_unseen(now_s)
         if not self.queued:
@@ -243,12 +246,23 @@ class Scheduler:
         return done
 
     def next_wakeup_s(self) -> float | None:
-        """When to pump next although nothing happens; None: never."""
+        """When to pump next although nothing happens, after the last pump; None: never."""
         times = [self._unseen[0][0]] if self._unseen else []
         if self.queued:
-            # The drain rule begins; only then does a queue change with time alone.
-            times += [q.last_arrival_s + IDLE_BEFORE_DRAIN_S for q in self._queues.values() if q]
-        return min(times, default=None)
+            # The drain rule begins, or patience ends: what a queue does with time alone.
+            times.append(self._pumped_s + MOST_PATIENCE_S)
+            times += [
+                q.last_arrival_s + idle_before_drain_s(q.mean_gap_s)
+                for q in self._queues.values()
+                if q
+            ]
+        # What the last pump has seen is over: a timer at it would never rest.
+        return min((t for t in times if t > self._pumped_s), default=None)
+
+    def queued_for(self, model: str) -> int:
+        """How many requests wait for this model."""
+        queue = self._queues.get(model)
+        return 0 if queue is None else len(queue)
 
     def drain_time_s(self, model: str) -> float:
         """How long the model's queue would take at full speed, in seconds, by the cost model."""
@@ -379,7 +393,9 @@ class Scheduler:
             pool.profiled,
             self._typical_request_time_s(pool, queue, kept),
             0 if queue is None else len(queue),
+            self.progress.silent_s(candidates.slots, now_s),
             0.0 if queue is None else now_s - queue.last_arrival_s,
+            math.inf if queue is None else queue.mean_gap_s,
             mean_times,
         )
 
@@ -412,7 +428,7 @@ class Scheduler:
         request = decision.request
         dispatch = self.ledger.dispatch(request, decision.instance_id, slot, decision.charge)
         if self._policy.queues:
-            self.progress.placed(dispatch)
+            self.progress.placed(dispatch, now_s)
             if not request.streams and candidates.estimates is not None:
                 self._dispatched += 1
                 due_s = now_s + float(candidates.estimates.ttft_s[position])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import itertools
+import time
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -27,12 +28,14 @@ from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.core.types import Request as CoreRequest
 from hetero_gateway.errors import ClientError, ConfigError
 from hetero_gateway.gateway.fleet import Instance
-from hetero_gateway.gateway.reasons import decision_reason
+from hetero_gateway.gateway.reasons import decision_reason, waiting_reason
 from hetero_gateway.gateway.state import Gateway
 
 # Far above any engine's context, and small enough for every formula.
 _MOST_TOKENS = 10**8
 _MAX_BODY_BYTES = 2**20
+# What finish-time tells of a candidate beside the figures that every policy has.
+_ESTIMATES = ("latency_s", "delay_s", "memory_price_s", "cost_s", "room")
 
 
 class InstancePatch(BaseModel):
@@ -122,6 +125,7 @@ async def list_instances(request: Request) -> Response:
         {
             "policy": gateway.config.scheduler.policy,
             "draining": gateway.draining,
+            "queue": gateway.placement.describe(),
             "instances": [describe_instance(gateway, i) for i in gateway.fleet.instances.values()],
         }
     )
@@ -186,19 +190,27 @@ async def explain(
             raise ClientError(400, "missing_model", f"say which model; served: {names}")
         model = next(iter(served))
     predicted = gateway.predict_output_tokens(model, prompt_tokens, max_tokens)
-    result = gateway.fleet.scheduler.explain(CoreRequest(model, prompt_tokens, predicted))
+    scheduler = gateway.fleet.scheduler
+    wanted = CoreRequest(model, prompt_tokens, predicted)
+    result = scheduler.explain(wanted, time.monotonic())
     policy = gateway.config.scheduler.policy
     document: dict[str, Any] = {
         "policy": policy,
         "model": model,
         "prompt_tokens": prompt_tokens,
         "predicted_output_tokens": predicted,
+        "waits": False,
     }
     if isinstance(result, Reject):
         candidates = _refusals(gateway, model)
         return _json(document | {"chosen": None, "reason": result.detail, "candidates": candidates})
-    reason = decision_reason(policy, result, "would get it")
-    document |= {"chosen": result.instance_id, "reason": reason}
+    waiting = scheduler.queued_for(model)
+    waits = result.waits or waiting > 0
+    if waits:
+        reason = waiting_reason(policy, result, waiting)
+    else:
+        reason = decision_reason(policy, result, "would get it")
+    document |= {"chosen": result.instance_id, "reason": reason, "waits": waits}
     return _json(document | {"candidates": describe_decision(result)})
 
 
@@ -233,7 +245,8 @@ async def list_decisions(
                 "predicted_output_tokens": wanted.predicted_output_tokens,
                 "sequences": wanted.sequences,
                 "chosen": decision.instance_id,
-                "reason": decision_reason(policy, decision),
+                "reason": decision_reason(policy, decision, waited_s=record.waited_s),
+                "waited_s": record.waited_s,
             }
             | ({"candidates": describe_decision(decision)} if candidates else {})
         )
@@ -254,8 +267,12 @@ async def reload(request: Request) -> Response:
 
 
 def describe_decision(decision: Decision) -> list[dict[str, Any]]:
-    """The candidates of a decision as JSON; figures that an excluded one never had are null."""
-    return [
+    """The candidates of a decision as JSON; figures that an excluded one never had are null.
+
+    A policy that estimates (finish-time) adds its estimates; without any profile they are no
+    times, and of them only the cost is told: sequences per weight.
+    """
+    rows = [
         {
             "instance": row.instance_id,
             "request_time_s": row.request_time_s,
@@ -268,6 +285,20 @@ def describe_decision(decision: Decision) -> list[dict[str, Any]]:
         }
         for row in decision.explain()
     ]
+    estimates, outlook = decision.candidates.estimates, decision.candidates.outlook
+    if estimates is None or outlook is None:
+        return rows
+    for i, row in enumerate(rows):
+        figures: dict[str, Any] = dict.fromkeys(_ESTIMATES)
+        if i < len(decision.candidates.ids):
+            if outlook.profiled:
+                figures["latency_s"] = float(estimates.latency_s[i])
+                figures["delay_s"] = float(estimates.delay_s[i])
+                figures["memory_price_s"] = float(estimates.memory_price_s[i])
+            figures["cost_s"] = float(estimates.cost_s[i])
+            figures["room"] = bool(estimates.room[i])
+        row |= figures
+    return rows
 
 
 def _refusals(gateway: Gateway, model: str) -> list[dict[str, Any]]:
@@ -285,7 +316,8 @@ def _refusals(gateway: Gateway, model: str) -> list[dict[str, Any]]:
 
 def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
     """An instance as JSON; never its key."""
-    ledger = gateway.fleet.scheduler.ledger
+    ledger, progress = gateway.fleet.scheduler.ledger, gateway.fleet.scheduler.progress
+    queues = gateway.placement.queues
     slot = gateway.fleet.scheduler.slot(instance.id)
     profile = gateway.fleet.scheduler.spec(instance.id).profile
     kv_tokens = int(ledger.kv_tokens[slot])
@@ -306,6 +338,8 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "kv_capacity_tokens": profile.kv_capacity_tokens if profile else None,
         "kv_usage": kv_tokens / profile.kv_capacity_tokens if profile else None,
         "engine_kv_usage": instance.engine_kv_usage,
+        "speed_factor": progress.speed(slot) if queues else None,
+        "waiting_first_token": progress.waiting(slot) if queues else None,
         "connections": instance.pool.open_connections,
         "requests": gateway.metrics.decisions[instance.id],
     }

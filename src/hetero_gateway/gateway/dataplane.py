@@ -1,4 +1,4 @@
-"""The hot path: a plain ASGI application that reads a request, chooses, relays and settles.
+"""The hot path: a plain ASGI application that reads a request, has it placed, relays, settles.
 
 It stands ahead of FastAPI: no Request or Response objects and no middleware. Per request there is
 one pass through the policy, the ledger and the metrics; per chunk there is none.
@@ -6,6 +6,7 @@ one pass through the policy, the ledger and the metrics; per chunk there is none
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import itertools
 import logging
@@ -13,19 +14,23 @@ import os
 import re
 import time
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from hetero_gateway.config import GatewayConfig, RetryConfig, secret
-from hetero_gateway.core.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.length import (
     BytesPerToken,
     OutputLengthPredictor,
     capped_output_tokens,
 )
-from hetero_gateway.core.scheduler import Decision
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.errors import ClientError, InstanceError
+from hetero_gateway.gateway.answers import (
+    answer,
+    client_error,
+    rejection,
+    shutting_down,
+    too_large,
+)
 from hetero_gateway.gateway.downstream import (
     AsgiDownstream,
     Downstream,
@@ -37,7 +42,9 @@ from hetero_gateway.gateway.downstream import (
 from hetero_gateway.gateway.fleet import Fleet, Instance
 from hetero_gateway.gateway.health import HealthMonitor
 from hetero_gateway.gateway.metrics import Metrics
-from hetero_gateway.gateway.openai import ParsedRequest, Work, error_body, parse_body
+from hetero_gateway.gateway.openai import ParsedRequest, Work, parse_body
+from hetero_gateway.gateway.placement import ClientGone, Placed, Placement
+from hetero_gateway.gateway.records import DecisionRecord, Job, Recorder, outcome_of
 from hetero_gateway.gateway.relay import Deadlines, Exchange
 from hetero_gateway.gateway.tokenizer import Tokenizer
 
@@ -65,39 +72,7 @@ _DROPPED_REQUEST_HEADERS = frozenset(
 # It goes into logs, headers and the dashboard: visible ASCII only.
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _RETRYABLE = frozenset(("connect", "reset", "pool", "protocol"))
-_OUTCOME_BY_ERROR = {
-    "first_byte_timeout": Outcome.TIMED_OUT,
-    "idle_timeout": Outcome.TIMED_OUT,
-    "total_timeout": Outcome.TIMED_OUT,
-}
-_RETRY_AFTER_S = 2
 _RETRY_WINDOW_S = 10.0
-
-
-class ClientGone(Exception):
-    """The client left while its request was being read."""
-
-
-class DecisionRecord(NamedTuple):
-    """One line of /admin/decisions."""
-
-    unix_s: float
-    request_id: str
-    decision: Decision
-
-
-@dataclass(slots=True)
-class _Job:
-    """One client's request, through all of its attempts."""
-
-    path: str
-    target: bytes
-    headers: list[tuple[bytes, bytes]]
-    request_id: bytes
-    body: bytes
-    parsed: ParsedRequest
-    request: Request
-    received_s: float
 
 
 class RetryBudget:
@@ -131,6 +106,7 @@ class DataPlane:
         config, fleet, health, metrics: of the gateway.
         predictor, bytes_per_token, tokenizer: the length estimates; the last one may be None.
         deadlines: watches the exchanges.
+        placement: finds each request its instance.
     """
 
     def __init__(
@@ -143,21 +119,24 @@ class DataPlane:
         bytes_per_token: BytesPerToken,
         tokenizer: Tokenizer | None,
         deadlines: Deadlines,
+        placement: Placement,
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._scheduler = fleet.scheduler
-        self._health = health
         self._metrics = metrics
         self._predictor = predictor
         self._bytes_per_token = bytes_per_token
         self._tokenizer = tokenizer
         self.open_exchanges = deadlines
+        self._placement = placement
+        self._recorder = Recorder(fleet, health, metrics, predictor, bytes_per_token)
         self._budget = RetryBudget(config.retry)
         key = secret(config.server.api_key_env, "server.api_key_env")
         self._api_key = key.encode() if key else None
-        # Each entry holds a few arrays of one entry per instance.
-        size = max(16, min(256, 100_000 // max(1, len(config.instances))))
+        # Each entry holds arrays of one entry per instance: about 8, or 30 with an outlook.
+        entries = 25_000 if placement.queues else 100_000
+        size = max(16, min(256, entries // max(1, len(config.instances))))
         self.decisions: deque[DecisionRecord] = deque(maxlen=size)
         self._request_ids = itertools.count()
         self._request_id_prefix = os.urandom(6).hex()
@@ -174,14 +153,18 @@ class DataPlane:
                 raise
             await self._run(job, downstream)
         except ClientError as error:
-            self._answer(downstream, error, scope["path"], request_id)
+            answer(downstream, error, scope["path"], request_id)
         except ClientGone:
             return
+        except asyncio.CancelledError:
+            # The server ends, and this request was not done in the time that it gave.
+            answer(downstream, shutting_down(), scope["path"], request_id)
+            raise
         except Exception:
             _log.exception("request %s failed inside the gateway", request_id.decode())
             self._metrics.series("", "").outcomes["internal_error"] += 1
             failed = ClientError(500, "internal_error", "The gateway failed.", kind="server_error")
-            self._answer(downstream, failed, scope["path"], request_id)
+            answer(downstream, failed, scope["path"], request_id)
         if isinstance(downstream, AsgiDownstream):
             await downstream.close()
 
@@ -200,7 +183,7 @@ class DataPlane:
 
     # Reading
 
-    async def _read(self, scope: Scope, receive: Receive, work: Work, request_id: bytes) -> _Job:
+    async def _read(self, scope: Scope, receive: Receive, work: Work, request_id: bytes) -> Job:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.check_key(headers)
         content_type = b""
@@ -209,7 +192,7 @@ class DataPlane:
             if name == b"content-type":
                 content_type = value
             elif name == b"content-length" and int(value) > limit:
-                raise _too_large(limit)
+                raise too_large(limit)
         message = await receive()
         body: bytes = message.get("body", b"")
         if message["type"] == "http.disconnect":
@@ -217,14 +200,17 @@ class DataPlane:
         if message.get("more_body"):
             body = await _read_rest(receive, body, limit)
         if len(body) > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         received_s = time.monotonic()
         path = scope["path"]
         parsed = parse_body(body, content_type)
-        request = await self._describe(parsed, work, self._model(parsed, path))
+        # /v1/responses sends its first events before any token is made.
+        streams = parsed.stream and work is Work.GENERATE and path != "/v1/responses"
+        request = await self._describe(parsed, work, self._model(parsed, path), streams)
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        return _Job(path, target, headers, request_id, body, parsed, request, received_s)
+        queues = self._placement.queues and work is not Work.LIGHT
+        return Job(path, target, headers, request_id, body, parsed, request, queues, received_s)
 
     def _model(self, parsed: ParsedRequest, path: str) -> str:
         if parsed.model:
@@ -238,10 +224,12 @@ class DataPlane:
             400, "missing_required_parameter", "you must provide a model parameter", param="model"
         )
 
-    async def _describe(self, parsed: ParsedRequest, work: Work, model: str) -> Request:
+    async def _describe(
+        self, parsed: ParsedRequest, work: Work, model: str, streams: bool
+    ) -> Request:
         """What the scheduler needs: the lengths of prompt and output, exact or estimated."""
         if work is Work.LIGHT:
-            return Request(model, 1, 0.0)
+            return Request(model, 1, 0.0, streams=False)
         tokens = parsed.exact_prompt_tokens
         if tokens is None and self._tokenizer is not None and parsed.text_bytes:
             tokens = await self._tokenizer.count(parsed.messages or parsed.prompt)
@@ -250,14 +238,14 @@ class DataPlane:
         tokens += parsed.media_parts * self._config.scheduler.tokens.image_tokens
         prompt_tokens = max(1, -(-tokens // parsed.prompt_count))
         if work is Work.PREFILL:
-            return Request(model, prompt_tokens, 0.0, parsed.sequences)
+            return Request(model, prompt_tokens, 0.0, parsed.sequences, streams=False)
         output_tokens = capped_output_tokens(
             self._predictor.predict(model, prompt_tokens),
             parsed.max_output_tokens,
             self._scheduler.context_tokens(model),
             prompt_tokens,
         )
-        return Request(model, prompt_tokens, output_tokens, parsed.sequences)
+        return Request(model, prompt_tokens, output_tokens, parsed.sequences, streams)
 
     def _request_id(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         for name, value in headers:
@@ -267,80 +255,98 @@ class DataPlane:
 
     # Choosing and relaying
 
-    async def _run(self, job: _Job, downstream: Downstream) -> None:
+    async def _run(self, job: Job, downstream: Downstream) -> None:
         now_s = job.received_s
         self._budget.note_request(now_s)
         deadline_s = now_s + self._config.timeouts.total_s
         tried: list[InstanceId] = []
         failure: InstanceError | None = None
         while True:
-            decision = self._choose(job, tried, failure)
-            instance = self._fleet.instances[decision.instance_id]
+            placed = await self._place(job, tried, failure, downstream, deadline_s)
+            instance = placed.instance
+            outcome = Outcome.CLIENT_DISCONNECTED  # also when this task is cancelled
             extra = [
                 (b"x-request-id", job.request_id),
                 (b"x-hetero-gateway-instance", instance.id.encode()),
             ]
-            exchange = Exchange(downstream, job.path, extra, deadline_s)
-            outcome = Outcome.CLIENT_DISCONNECTED  # also when this task is cancelled
+            on_stream = self._placement.watch(placed)
+            exchange = Exchange(downstream, job.path, extra, deadline_s, on_stream)
             retry = False
-            dispatch = self._scheduler.dispatch(decision)
             self.open_exchanges.add(exchange)
             try:
-                await self._attempt(job, instance, exchange, first=not tried)
-                outcome = _outcome(exchange, downstream)
+                await self._attempt(job, placed, exchange, first=not tried)
+                outcome = outcome_of(exchange, downstream)
                 tried.append(instance.id)
                 retry = self._may_retry(exchange, len(tried))
             finally:
                 self.open_exchanges.discard(exchange)
-                self._scheduler.settle(dispatch, outcome)
-                self._record(job, decision, instance, exchange, outcome, final=not retry)
+                self._placement.settle(placed.dispatch, outcome, exchange)
+                self._recorder.record(job, placed, exchange, outcome, final=not retry)
             failure = exchange.error
             if failure is None:
                 return
             if exchange.head_sent:
-                exchange.break_off(_client_error(failure, instance))
+                exchange.break_off(client_error(failure, instance))
                 return
             if not retry:
-                raise _client_error(failure, instance)
+                raise client_error(failure, instance)
             self._metrics.retries[failure.reason] += 1
 
-    def _choose(
-        self, job: _Job, tried: list[InstanceId], failure: InstanceError | None
-    ) -> Decision:
-        started_s = time.perf_counter()
-        result = self._scheduler.choose(job.request, tried)
-        if (
-            isinstance(result, Reject)
-            and result.reason is RejectReason.FITS_NO_INSTANCE
-            and job.parsed.exact_prompt_tokens is None
-        ):
-            # The length is an estimate: when half of it fits, the engine is to judge.
-            smaller = replace(job.request, prompt_tokens=-(-job.request.prompt_tokens // 2))
-            result = self._scheduler.choose(smaller, tried)
-        metrics = self._metrics
-        metrics.decision_s.observe(time.perf_counter() - started_s)
-        if isinstance(result, Reject):
+    async def _place(
+        self,
+        job: Job,
+        tried: list[InstanceId],
+        failure: InstanceError | None,
+        downstream: Downstream,
+        deadline_s: float,
+    ) -> Placed:
+        """The request's instance, now or when one has room. Raises what the client is told."""
+        placement, request = self._placement, job.request
+        outcomes = self._metrics.series
+        try:
+            while True:
+                if job.queues:
+                    placed = await placement.place(request, tried, downstream, deadline_s)
+                else:
+                    placed = placement.place_now(request, tried)
+                if (
+                    not isinstance(placed, Reject)
+                    or placed.reason is not RejectReason.FITS_NO_INSTANCE
+                    or job.parsed.exact_prompt_tokens is not None
+                    or request is not job.request
+                ):
+                    break
+                # The length is an estimate: when half of it fits, the engine is to judge.
+                request = replace(request, prompt_tokens=-(-request.prompt_tokens // 2))
+        except ClientGone:
+            outcomes(request.model, "").outcomes["client_disconnected"] += 1
+            raise
+        except ClientError as error:
+            outcome = "timed_out" if error.status == 504 else "unavailable"
+            outcomes(request.model, "").outcomes[outcome] += 1
+            raise
+        if isinstance(placed, Reject):
             # A name that nobody serves is the client's invention: it must not become a label.
-            model = job.request.model
-            model = model if self._scheduler.knows(model) else "unknown"
-            ours = result.reason is RejectReason.NO_AVAILABLE_INSTANCE
-            metrics.series(model, "").outcomes["unavailable" if ours else "rejected"] += 1
-            raise _rejection(result, failure, job.path)
-        metrics.decisions[result.instance_id] += 1
-        self.decisions.append(DecisionRecord(time.time(), job.request_id.decode(), result))
-        return result
+            model = request.model if self._scheduler.knows(request.model) else "unknown"
+            ours = placed.reason is RejectReason.NO_AVAILABLE_INSTANCE
+            outcomes(model, "").outcomes["unavailable" if ours else "rejected"] += 1
+            raise rejection(placed, failure, job.path)
+        self._metrics.decisions[placed.instance.id] += 1
+        self.decisions.append(
+            DecisionRecord(time.time(), job.request_id.decode(), placed.decision, placed.waited_s)
+        )
+        return placed
 
-    async def _attempt(
-        self, job: _Job, instance: Instance, exchange: Exchange, *, first: bool
-    ) -> None:
-        pool = instance.pool
-        payload = self._upstream_request(job, instance)
+    async def _attempt(self, job: Job, placed: Placed, exchange: Exchange, *, first: bool) -> None:
+        pool = placed.instance.pool
+        payload = self._upstream_request(job, placed.instance)
         connection = pool.take_idle()
         try:
             if connection is None:
                 connection = await pool.connect()
             if first:
-                self._metrics.overhead_s.observe(time.monotonic() - job.received_s)
+                overhead_s = time.monotonic() - job.received_s - placed.waited_s
+                self._metrics.overhead_s.observe(overhead_s)
             await exchange.run(connection, payload)
             error = exchange.error
             if error is None or connection.got_bytes or not connection.reused:
@@ -352,7 +358,7 @@ class DataPlane:
         except InstanceError as error:
             exchange.error = error
 
-    def _upstream_request(self, job: _Job, instance: Instance) -> bytes:
+    def _upstream_request(self, job: Job, instance: Instance) -> bytes:
         pool = instance.pool
         parts = [
             b"POST ", pool.path_prefix, job.target, b" HTTP/1.1\r\nhost: ", pool.host_header,
@@ -379,106 +385,6 @@ class DataPlane:
             and self._budget.take()
         )
 
-    # Afterwards
-
-    def _record(
-        self,
-        job: _Job,
-        decision: Decision,
-        instance: Instance,
-        exchange: Exchange,
-        outcome: Outcome,
-        *,
-        final: bool,
-    ) -> None:
-        """Count, learn, tell the health monitor; once per attempt, the last of them ``final``."""
-        now_s = time.monotonic()
-        metrics = self._metrics
-        if self._fleet.instances.get(instance.id) is not instance:
-            return  # removed meanwhile: its series are gone for good
-        error = exchange.error
-        if error is not None:
-            metrics.upstream_errors[instance.id, error.reason] += 1
-            if error.reason in ("connect", "reset", "first_byte_timeout"):
-                self._health.suspect(instance, str(error), down=error.reason == "connect")
-        elif outcome is Outcome.UPSTREAM_ERROR:
-            # The stream ended well in HTTP, but its server said that the engine is gone.
-            metrics.upstream_errors[instance.id, "engine"] += 1
-            self._health.suspect(instance, "its engine broke off", down=False)
-        if not final:
-            return
-        series = metrics.series(job.request.model, instance.id)
-        label = outcome.value
-        if outcome is Outcome.COMPLETED and exchange.status >= 400:
-            label = "client_error" if exchange.status < 500 else "upstream_error"
-        series.outcomes[label] += 1
-        if outcome is Outcome.CLIENT_DISCONNECTED:
-            metrics.client_disconnects[instance.id] += 1
-        duration_s = now_s - job.received_s
-        series.duration.observe(duration_s)
-        if exchange.first_body_at_s is not None and exchange.status < 400:
-            self._record_tokens(job, decision, instance, exchange, outcome, now_s)
-
-    def _record_tokens(
-        self,
-        job: _Job,
-        decision: Decision,
-        instance: Instance,
-        exchange: Exchange,
-        outcome: Outcome,
-        now_s: float,
-    ) -> None:
-        request, parsed = job.request, job.parsed
-        metrics = self._metrics
-        series = metrics.series(request.model, instance.id)
-        first_s = exchange.first_body_at_s
-        assert first_s is not None
-        told_prompt, told_output = exchange.usage()
-        # Without usage: the events, less the role chunk and [DONE].
-        output = told_output if told_output is not None else max(0, exchange.events - 2)
-        series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
-        series.output_tokens += output
-        if parsed.stream:
-            series.ttft.observe(first_s - job.received_s)
-            per_sequence = output / request.sequences
-            if per_sequence > 1:
-                series.tpot.observe((now_s - first_s) / (per_sequence - 1))
-        if outcome is not Outcome.COMPLETED:
-            return  # cut short: its length says nothing
-        if told_prompt and parsed.exact_prompt_tokens is None and not parsed.media_parts:
-            self._bytes_per_token.observe(request.model, parsed.text_bytes, told_prompt)
-        predicted = request.predicted_output_tokens
-        if output and predicted:
-            actual = output / request.sequences
-            self._predictor.observe(request.model, request.prompt_tokens, actual)
-            metrics.output_prediction.observe(actual / predicted)
-            if instance.profile is not None:
-                c = instance.profile.constants
-                batch = float(decision.candidates.in_flight[decision.position]) + 1
-                batch = min(batch, instance.profile.max_num_seqs)
-                expected_s = prefill_time_s(c, 1, request.prompt_tokens)
-                expected_s += decode_time_s(c, batch, request.prompt_tokens, predicted)
-                metrics.latency_prediction.observe((now_s - job.received_s) / expected_s)
-
-    def _answer(
-        self, downstream: Downstream, error: ClientError, path: str, request_id: bytes
-    ) -> None:
-        if downstream.started:
-            downstream.cut()  # a second head would be taken for a part of the body
-            return
-        body = error_body(error, path)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"x-request-id", request_id),
-        ]
-        if error.retry_after_s is not None:
-            headers.append((b"retry-after", b"%d" % error.retry_after_s))
-        # After a 413 the connection stays open: uvicorn discards the rest of the body. Closing with
-        # unread bytes would reset it, and the client might never see the answer.
-        downstream.write(downstream.start(error.status, headers, chunked=False) + body)
-        downstream.finish()
-
 
 async def _read_rest(receive: Receive, first: bytes, limit: int) -> bytes:
     parts, size, more = [first], len(first), True
@@ -490,46 +396,6 @@ async def _read_rest(receive: Receive, first: bytes, limit: int) -> bytes:
         parts.append(part)
         size += len(part)
         if size > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         more = message.get("more_body", False)
     return b"".join(parts)
-
-
-def _too_large(limit: int) -> ClientError:
-    return ClientError(413, "request_too_large", f"The request body is larger than {limit} bytes.")
-
-
-def _outcome(exchange: Exchange, downstream: Downstream) -> Outcome:
-    if exchange.error is not None:
-        return _OUTCOME_BY_ERROR.get(exchange.error.reason, Outcome.UPSTREAM_ERROR)
-    if not exchange.complete:
-        return Outcome.CLIENT_DISCONNECTED
-    return Outcome.UPSTREAM_ERROR if exchange.engine_failed() else Outcome.COMPLETED
-
-
-def _rejection(reject: Reject, failure: InstanceError | None, path: str) -> ClientError:
-    """The client's error for a request that no instance can take."""
-    if reject.reason is RejectReason.UNKNOWN_MODEL:
-        return ClientError(404, "model_not_found", reject.detail, param="model")
-    if reject.reason is RejectReason.FITS_NO_INSTANCE:
-        param = "prompt" if path == "/v1/completions" else "messages"
-        return ClientError(400, "context_length_exceeded", reject.detail, param=param)
-    if failure is not None and failure.reason != "connect":
-        return ClientError(502, "upstream_error", f"{failure}", kind="server_error")
-    return _unavailable("no_healthy_instance", reject.detail)
-
-
-def _client_error(failure: InstanceError, instance: Instance) -> ClientError:
-    """The client's error for an attempt that failed and is not tried again."""
-    message = f"instance {instance.id}: {failure}"
-    if failure.reason.endswith("_timeout"):
-        return ClientError(504, "upstream_timeout", message, kind="server_error")
-    if failure.reason == "pool":
-        return _unavailable("no_free_connection", message)
-    if failure.reason == "connect":
-        return _unavailable("no_healthy_instance", message)
-    return ClientError(502, "upstream_error", message, kind="server_error")
-
-
-def _unavailable(code: str, message: str) -> ClientError:
-    return ClientError(503, code, message, kind="server_error", retry_after_s=_RETRY_AFTER_S)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import ssl
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -81,12 +81,19 @@ class Fleet:
         options = PolicyOptions(
             randomised=scheduling.randomised,
             single_instance=None if single is None else InstanceId(single),
+            objective=scheduling.objective,
+            prefill_depth=scheduling.prefill_depth,
         )
+        policy = make_policy(scheduling.policy, options)
+        self.queues = policy.queues
+        # Called after every change that may make room: set by who drives the queue.
+        self.on_change: Callable[[], None] | None = None
         self.scheduler = Scheduler(
-            make_policy(scheduling.policy, options),
+            policy,
             rng,
             scheduling.theta,
             (scheduling.reference_prompt_tokens, scheduling.reference_output_tokens),
+            scheduling.queue.max_requests,
         )
         self.instances: dict[InstanceId, Instance] = {}
         for instance in config.instances:
@@ -102,6 +109,7 @@ class Fleet:
             raise ConfigError(f"instance {instance.id!r} exists already")
         self.instances[instance.id] = instance
         self.scheduler.add(instance.spec())
+        self._changed()
 
     def remove(self, instance_id: InstanceId) -> int:
         """Forget an instance; returns how many requests its load counted. They go on to their end.
@@ -110,12 +118,19 @@ class Fleet:
         """
         instance = self.instances.pop(instance_id)
         instance.pool.close()
-        return len(self.scheduler.remove(instance_id))
+        orphans = self.scheduler.remove(instance_id)
+        self._changed()
+        return len(orphans)
 
     def publish(self, instance: Instance) -> None:
         """Tell the scheduler what changed."""
         if self.instances.get(instance.id) is instance:
             self.scheduler.replace(instance.spec())
+            self._changed()
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def mark_up(self, instance: Instance) -> None:
         instance.failed_probes = 0
@@ -151,7 +166,7 @@ class Fleet:
 
     def gauges(self) -> list[InstanceGauges]:
         """Every instance as metrics show it."""
-        ledger = self.scheduler.ledger
+        ledger, progress = self.scheduler.ledger, self.scheduler.progress
         result = []
         for instance in self.instances.values():
             slot = self.scheduler.slot(instance.id)
@@ -165,6 +180,8 @@ class Fleet:
                     workload=float(ledger.load[slot]),
                     kv_usage_estimated=tokens / profile.kv_capacity_tokens if profile else None,
                     kv_usage_engine=instance.engine_kv_usage,
+                    speed_factor=progress.speed(slot) if self.queues else None,
+                    waiting_first_token=progress.waiting(slot) if self.queues else None,
                 )
             )
         return result

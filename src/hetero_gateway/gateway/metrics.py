@@ -53,6 +53,10 @@ OVERHEAD_BOUNDS_S = (
     2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1.0,
 )  # fmt: skip
 DECISION_BOUNDS_S = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2)
+QUEUE_WAIT_BOUNDS_S = (
+    0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0,
+    600.0, 1800.0,
+)  # fmt: skip
 # Actual over predicted: 1 is right.
 PREDICTION_BOUNDS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
@@ -105,6 +109,8 @@ class InstanceGauges:
     workload: float
     kv_usage_estimated: float | None
     kv_usage_engine: float | None
+    speed_factor: float | None = None
+    waiting_first_token: int | None = None
 
 
 class Metrics(Collector):
@@ -113,16 +119,25 @@ class Metrics(Collector):
     Args:
         policy: name of the policy, a label.
         gauges: called on each scrape for the instances' present state.
+        queued: called on each scrape for how many requests wait now.
     """
 
-    def __init__(self, policy: str, gauges: Callable[[], Iterable[InstanceGauges]]) -> None:
+    def __init__(
+        self,
+        policy: str,
+        gauges: Callable[[], Iterable[InstanceGauges]],
+        queued: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._policy = policy
         self._gauges = gauges
+        self._queued = queued
         self._series: dict[tuple[str, str], Series] = {}
         self.decisions: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
         self.upstream_errors: Counter[tuple[str, str]] = Counter()
         self.client_disconnects: Counter[str] = Counter()
+        self.queue_rejections: Counter[str] = Counter()
+        self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)
         self.decision_s = Histogram(DECISION_BOUNDS_S)
         self.overhead_s = Histogram(OVERHEAD_BOUNDS_S)
         self.output_prediction = Histogram(PREDICTION_BOUNDS)
@@ -206,6 +221,16 @@ class Metrics(Collector):
             "KV-cache usage: estimated from outstanding requests, or told by the engine.",
             labels=("instance", "source"),
         )
+        speed = GaugeMetricFamily(
+            PREFIX + "instance_speed_factor",
+            "Observed over modelled time of a decode step; above 1 it is slower than its profile.",
+            labels=["instance"],
+        )
+        unseen = GaugeMetricFamily(
+            PREFIX + "instance_waiting_first_token",
+            "Sequences that were sent and have no first token yet.",
+            labels=["instance"],
+        )
         for gauges in self._gauges():
             up.add_metric([gauges.instance_id], float(gauges.up))
             in_flight.add_metric([gauges.instance_id], gauges.in_flight)
@@ -214,7 +239,11 @@ class Metrics(Collector):
                 kv.add_metric((gauges.instance_id, "estimated"), gauges.kv_usage_estimated)
             if gauges.kv_usage_engine is not None:
                 kv.add_metric((gauges.instance_id, "engine"), gauges.kv_usage_engine)
-        yield from (up, in_flight, load, kv)
+            if gauges.speed_factor is not None:
+                speed.add_metric([gauges.instance_id], gauges.speed_factor)
+            if gauges.waiting_first_token is not None:
+                unseen.add_metric([gauges.instance_id], gauges.waiting_first_token)
+        yield from (up, in_flight, load, kv, speed, unseen)
 
     def _gateway_families(self) -> Iterator[Metric]:
         yield _counter("routing_decisions", "Requests sent, by policy.", ("policy", "instance"),
@@ -225,9 +254,19 @@ class Metrics(Collector):
                        self.upstream_errors)  # fmt: skip
         yield _counter("client_disconnects", "Clients that left early.", ("instance",),
                        {(k,): v for k, v in self.client_disconnects.items()})  # fmt: skip
+        depth = GaugeMetricFamily(PREFIX + "queue_depth", "Requests that wait for an instance.")
+        depth.add_metric([], self._queued())
+        yield depth
+        yield _counter("queue_rejections", "Requests that the queue turned away.", ("reason",),
+                       {(k,): v for k, v in self.queue_rejections.items()})  # fmt: skip
+        yield _histogram(
+            "queue_wait_seconds", "From the request to its place on an instance, per attempt.", (),
+            {(): self.queue_wait_s},
+        )  # fmt: skip
         yield _histogram("scheduler_decision_seconds", "One decision.", (), {(): self.decision_s})
         yield _histogram(
-            "overhead_seconds", "From the request's last byte in to sending it on.", (),
+            "overhead_seconds",
+            "From the request's last byte in to sending it on, less its wait in the queue.", (),
             {(): self.overhead_s},
         )  # fmt: skip
         yield _histogram(

@@ -19,9 +19,32 @@ _BLIND = frozenset(("round-robin", "weighted-round-robin"))
 _MOST_NAMED = 3
 
 
-def decision_reason(policy: str, decision: Decision, got: str = "got it") -> str:
-    """Why ``policy`` chose what it chose, in one sentence; ``got`` is its verb."""
-    return f"{decision.instance_id} {got}: {_because(policy, decision)}."
+# Shorter waits in the gateway are not worth a word.
+_NO_WAIT_S = 0.01
+
+
+def decision_reason(
+    policy: str, decision: Decision, got: str = "got it", waited_s: float = 0.0
+) -> str:
+    """Why ``policy`` chose what it chose, in one sentence; ``got`` is its verb.
+
+    ``waited_s``: how long the request was in the gateway's queue before.
+    """
+    after = f" after {number(waited_s)} s in the queue" if waited_s >= _NO_WAIT_S else ""
+    return f"{decision.instance_id} {got}{after}: {_because(policy, decision)}."
+
+
+def waiting_reason(policy: str, decision: Decision, waiting: int) -> str:
+    """Why a request would wait in the gateway, in one sentence; ``waiting``: how many do now."""
+    estimates = decision.candidates.estimates
+    assert estimates is not None
+    if decision.waits and not estimates.room.any():
+        why = "no instance has room now"
+    elif decision.waits:
+        why = "no instance that has room would be done as soon as one that has none"
+    else:
+        why = f"{waiting} request{'s' * (waiting != 1)} came before it"
+    return f"It would wait: {why}; {decision.instance_id} is the best for it as things are."
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -45,6 +68,8 @@ def _because(policy: str, decision: Decision) -> str:
         ours = "the highest load of all would then be {}, the lowest possible"
         tie = "of equals the first in the list gets it"
         return _lowest(decision, _highest_load(c.load, after), ours, "{} would make it {}", tie=tie)
+    if policy == "finish-time":
+        return _soonest(decision)
     if policy == "least-requests":
         ours = "it had {} requests in flight, the fewest"
         return _lowest(decision, c.in_flight, ours, "{} had {}", whole=True)
@@ -58,6 +83,32 @@ def _because(policy: str, decision: Decision) -> str:
     if policy == "single-instance":
         return "single-instance sends everything to one instance"
     return f"policy {policy} chose it; its load would be {number(after[decision.position])}"
+
+
+def _soonest(decision: Decision) -> str:
+    """finish-time: the lowest cost among those with room."""
+    estimates, position = decision.candidates.estimates, decision.position
+    assert estimates is not None
+    if not estimates.room.any():
+        return "no instance has room"
+    if estimates.room.sum() == 1 and estimates.room[position]:
+        return "no other instance has room"
+    cost = np.where(estimates.room, estimates.cost_s, math.inf)
+    outlook = decision.candidates.outlook
+    if outlook is not None and not outlook.profiled:
+        ours = "it would have {} sequences for its weight, the fewest"
+        return _lowest(decision, cost, ours, "{} would have {}")
+    if cost.min() < cost[position]:
+        late = decision.candidates.ids[int(cost.argmin())]
+        return f"it will be done soonest; {late} is left out, as the end of a batch is near"
+    mine_s = number(float(estimates.latency_s[position]))
+    delay_s = number(float(estimates.delay_s[position]))
+    price_s = float(estimates.memory_price_s[position])
+    memory = f", with {number(price_s)} s for scarce memory," if price_s else ""
+    ours = (
+        f"done in {mine_s} s and holding others up for {delay_s} s{memory} costs {{}} s, the lowest"
+    )
+    return _lowest(decision, cost, ours, "{} would cost {} s")
 
 
 def _lowest(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 
 from hetero_gateway.config import TimeoutsConfig
 from hetero_gateway.errors import ClientError, InstanceError
@@ -44,6 +45,13 @@ class Exchange:
 
     Times are of the monotonic clock, in seconds, and None until they happen (uvloop's own clock has
     milliseconds only).
+
+    Args:
+        downstream: where the response goes.
+        path: the request's; errors look different on some.
+        extra_headers: added to the response's.
+        total_deadline_s: monotonic.
+        on_stream: called once, with the exchange, when a good stream's first bytes are here.
     """
 
     __slots__ = (
@@ -51,6 +59,7 @@ class Exchange:
         "_downstream",
         "_extra_headers",
         "_flow",
+        "_on_stream",
         "_path",
         "_pending",
         "_rechunk",
@@ -77,8 +86,10 @@ class Exchange:
         path: str,
         extra_headers: Headers,
         total_deadline_s: float,
+        on_stream: Callable[[Exchange], None] | None = None,
     ) -> None:
         self._downstream = downstream
+        self._on_stream = on_stream
         # Bound once: they are used for every chunk.
         self._write = downstream.write
         self._flow = downstream.flow
@@ -140,6 +151,8 @@ class Exchange:
             self.first_body_at_s = time.monotonic()
             data = self._pending + data
             self._pending = b""
+            if self._on_stream is not None and self.streams and self.status < 400:
+                self._on_stream(self)
         self._write(data)
         if self._flow.write_paused and not self.congested:
             # The client is slow: stop reading, so that the instance's socket fills in turn.
@@ -183,6 +196,11 @@ class Exchange:
             if not self.complete:
                 connection.abort()
 
+    @property
+    def streams(self) -> bool:
+        """Whether the response, as far as its head is here, is one of server-sent events."""
+        return self.content_type.startswith(b"text/event-stream")
+
     def fail(self, error: InstanceError) -> None:
         """End the exchange from outside: a time-out."""
         if self.connection is not None:
@@ -196,7 +214,7 @@ class Exchange:
         chunk; anything else is cut, so that the client sees an incomplete body.
         """
         downstream = self._downstream
-        if self.content_type.startswith(b"text/event-stream"):
+        if self.streams:
             event = sse_error_event(error, self._path)
             last = self._tail[-1] if self._tail else b""
             if self._decode:
@@ -217,7 +235,7 @@ class Exchange:
 
     def engine_failed(self) -> bool:
         """The HTTP response is complete, but it says that the engine broke off."""
-        return self.content_type.startswith(b"text/event-stream") and failed_in_tail(self.tail())
+        return self.streams and failed_in_tail(self.tail())
 
 
 class Deadlines:

@@ -23,6 +23,7 @@ from hetero_gateway.gateway.dataplane import DataPlane
 from hetero_gateway.gateway.fleet import Fleet, Instance
 from hetero_gateway.gateway.health import HealthMonitor
 from hetero_gateway.gateway.metrics import Metrics
+from hetero_gateway.gateway.placement import Placement
 from hetero_gateway.gateway.relay import Deadlines
 from hetero_gateway.gateway.tokenizer import Tokenizer
 
@@ -43,7 +44,8 @@ class Gateway:
         self.known_key_names = {None, *(i.api_key_env for i in config.instances)}
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
         self.fleet = Fleet(config, config_path.parent if config_path else Path())
-        self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges)
+        scheduler = self.fleet.scheduler
+        self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
         self.predictor = _predictor(config)
         tokens = config.scheduler.tokens
         self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
@@ -54,6 +56,7 @@ class Gateway:
         )
         self._stack = AsyncExitStack()
         self.dataplane: DataPlane
+        self.placement: Placement
         self.health: HealthMonitor
 
     async def start(self) -> None:
@@ -64,6 +67,8 @@ class Gateway:
         deadlines = Deadlines(self.config.timeouts)
         self._stack.callback(deadlines.close)
         self._stack.callback(self.fleet.close)
+        self.placement = Placement(self.fleet, self.metrics, self.config.scheduler.queue)
+        self._stack.callback(self.placement.close)
         expiry = tasks.create_task(self._close_idle_connections())
         self._stack.callback(expiry.cancel)
         self.dataplane = DataPlane(
@@ -75,6 +80,7 @@ class Gateway:
             self.bytes_per_token,
             self._tokenizer,
             deadlines,
+            self.placement,
         )
         await self.health.start()
 

@@ -44,12 +44,29 @@ BoolArray = NDArray[np.bool_]
 
 # Sent beyond max_num_seqs, so that the engine has the next request at hand when one finishes.
 _BEYOND_MAX_NUM_SEQS = 8
-# Nothing has arrived for so long: what waits is the end of a batch.
-IDLE_BEFORE_DRAIN_S = 2.0
+# Prompt tokens without a first token that are always allowed: two steps of vLLM's default budget
+# (vllm/engine/arg_utils.py). One is being computed, one must lie ready: where prompts are short, a
+# few requests are not enough for that.
+_PREFILL_TOKENS = 4096
+# An instance that has slots, but too many prompts to begin with, will take the next one within a
+# few steps. It is worth that wait when the best of the others would cost so many times more.
+_WORTH_WAITING = 1.25
+# But not when it has been silent for so long: an engine that hangs must not hold everybody up.
+MOST_PATIENCE_S = 1.0
+# The drain rule: what waits is the end of a batch when nothing has arrived for so many mean gaps
+# between arrivals, within these bounds (s). Poisson arrivals pause that long once in 20 000.
+_GAPS_BEFORE_DRAIN = 10.0
+_IDLE_BOUNDS_S = (0.02, 2.0)
 # Of the wait that draining the queue takes, how much later than elsewhere a request may finish.
 _DRAIN_FACTOR = 2.0
 # The predicted usage may be far above 1; how far is noise, that it is above is what counts.
 _MOST_USAGE = 1.5
+
+
+def idle_before_drain_s(mean_gap_s: float) -> float:
+    """How long nothing must arrive for the drain rule to begin, given the mean gap before."""
+    low, high = _IDLE_BOUNDS_S
+    return min(high, max(low, _GAPS_BEFORE_DRAIN * mean_gap_s))
 
 
 class FinishTime(WorkloadCharge):
@@ -57,7 +74,7 @@ class FinishTime(WorkloadCharge):
 
     Args:
         options: ``objective`` "makespan" has the drain rule always, "latency" only when nothing
-            has arrived for ``IDLE_BEFORE_DRAIN_S``; and ``prefill_depth``.
+            has arrived for ``idle_before_drain_s``; and ``prefill_depth``.
     """
 
     queues = True
@@ -71,44 +88,53 @@ class FinishTime(WorkloadCharge):
     ) -> int | None:
         outlook = candidates.outlook
         assert outlook is not None
-        room = self.room(outlook)
+        waiting, streaming, waiting_prompt = outlook.rows[:3]
+        slots = waiting + streaming < outlook.max_num_seqs + _BEYOND_MAX_NUM_SEQS
+        room = slots & ((waiting < self._prefill_depth) | (waiting_prompt < _PREFILL_TOKENS))
         if outlook.profiled:
             estimates = _estimates(request, candidates, outlook, room)
         else:
             estimates = _counts(candidates, outlook, room)
         candidates.estimates = estimates
-        open_to = room & self._worth_it(outlook, estimates) if self._drains(outlook) else room
-        if not open_to.any():
-            return None
-        cost = np.where(open_to, estimates.cost_s, np.inf)
-        lowest = cost.min()
-        ties = (cost == lowest).nonzero()[0]
-        if ties.size == 1:
-            return int(ties[0])
-        return int(ties[argmin_with_random_ties(estimates.latency_s[ties], rng)])
-
-    def room(self, outlook: Outlook) -> BoolArray:
-        """Who may be sent a request: few without a first token, few beyond max_num_seqs."""
-        waiting, streaming = outlook.rows[WAITING], outlook.rows[STREAMING]
-        result: BoolArray = (waiting < self._prefill_depth) & (
-            waiting + streaming < outlook.max_num_seqs + _BEYOND_MAX_NUM_SEQS
-        )
-        return result
+        if self._drains(outlook):
+            slots &= _worth_it(outlook, estimates)
+        slots &= room | (outlook.silent_s < MOST_PATIENCE_S)
+        return _cheapest(estimates, slots, rng)
 
     def _drains(self, outlook: Outlook) -> bool:
         if outlook.mean_request_times_s is None:
             return False
-        return self._objective == "makespan" or outlook.idle_s >= IDLE_BEFORE_DRAIN_S
+        idle_s = idle_before_drain_s(outlook.mean_gap_s)
+        return self._objective == "makespan" or outlook.idle_s >= idle_s
 
-    def _worth_it(self, outlook: Outlook, estimates: Estimates) -> BoolArray:
-        """The drain rule: not where the fastest would be done sooner after the queue is drained."""
-        assert outlook.mean_request_times_s is not None
-        drain_s = outlook.queued / float(
-            (1 / (outlook.rows[SPEED] * outlook.mean_request_times_s())).sum()
-        )
-        later_s = estimates.latency_s - estimates.latency_s.min()
-        result: BoolArray = _DRAIN_FACTOR * later_s <= drain_s
-        return result
+
+def _worth_it(outlook: Outlook, estimates: Estimates) -> BoolArray:
+    """The drain rule: not where the fastest would be done sooner after the queue is drained."""
+    assert outlook.mean_request_times_s is not None
+    times = outlook.rows[SPEED] * outlook.mean_request_times_s()
+    drain_s = outlook.queued / float((1 / times).sum())
+    later_s = estimates.latency_s - estimates.latency_s.min()
+    result: BoolArray = _DRAIN_FACTOR * later_s <= drain_s
+    return result
+
+
+def _cheapest(estimates: Estimates, slots: BoolArray, rng: np.random.Generator) -> int | None:
+    """The cheapest instance with room, unless one that only lacks room is worth waiting for."""
+    if not slots.any():
+        return None
+    cost = np.where(slots, estimates.cost_s, np.inf)
+    lowest = cost.min()
+    open_to = slots & estimates.room
+    if not open_to.all():
+        cost = np.where(open_to, cost, np.inf)
+        best = cost.min()
+        if best == np.inf or best > _WORTH_WAITING * lowest:
+            return None
+        lowest = best
+    ties = (cost == lowest).nonzero()[0]
+    if ties.size == 1:
+        return int(ties[0])
+    return int(ties[argmin_with_random_ties(estimates.latency_s[ties], rng)])
 
 
 def _estimates(

@@ -108,7 +108,7 @@ function makeRow(id) {
       make("div", { className: "kv" },
         "estimated", bar("kv", "estimated"), span("kvValue", "value"),
         "engine", bar("engine", "engine"), span("engineValue", "value"))),
-    cell("in-flight", "In flight", span("inFlight", "value")),
+    cell("in-flight", "In flight", span("inFlight", "value"), span("unseen", "note")),
     cell("share", "Share of requests", span("share", "value"), bar("shareBar", "")));
   return parts;
 }
@@ -130,7 +130,9 @@ function showRow(parts, instance, top, total) {
   parts.why.hidden = reasons.length === 0;
   setText(parts.models, instance.models.join(", ") || "models not known yet");
   const source = instance.profile_source ? ` (${instance.profile_source})` : "";
-  setText(parts.profile, instance.profile + source);
+  const speed = instance.speed_factor;
+  const pace = speed === null || instance.profile === "unprofiled" ? "" : `, steps take ${figure(speed)}× as long as it says`;
+  setText(parts.profile, instance.profile + source + pace);
   setWidth(parts.load, top > 0 ? instance.workload / top : 0);
   setText(parts.loadValue, figure(instance.workload));
   for (const [bar, text, value] of [
@@ -142,6 +144,8 @@ function showRow(parts, instance, top, total) {
     text.classList.toggle("full", value >= 1);
   }
   setText(parts.inFlight, grouped.format(instance.in_flight));
+  const unseen = instance.waiting_first_token;
+  setText(parts.unseen, unseen ? `${grouped.format(unseen)} before a first token` : "");
   setWidth(parts.shareBar, total > 0 ? instance.requests / total : 0);
   const share = total > 0 ? percent(instance.requests / total) : "–";
   setText(parts.share, `${share} of ${grouped.format(total)}`);
@@ -159,7 +163,7 @@ function drawHistory(parts, now, top) {
   parts.path.setAttribute("d", path);
 }
 
-function showInstances(instances) {
+function showInstances(instances, queue) {
   const list = byId("instances");
   const now = Date.now();
   const top = Math.max(0, ...instances.map((instance) => instance.workload));
@@ -186,17 +190,18 @@ function showInstances(instances) {
   // One scale for all, so that the lines can be compared.
   for (const parts of rows.values()) drawHistory(parts, now, highest);
   byId("no-instances").hidden = instances.length > 0;
-  showSummary(instances, total);
+  showSummary(instances, total, queue);
   showModels(instances);
 }
 
-function showSummary(instances, total) {
+function showSummary(instances, total, queue) {
   const ready = instances.filter((instance) => stateOf(instance) === "up");
   const loads = ready.map((instance) => instance.workload);
   const mean = loads.reduce((sum, load) => sum + load, 0) / (loads.length || 1);
   const figures = [
     ["Taking requests", `${ready.length} of ${instances.length}`],
     ["In flight", grouped.format(instances.reduce((sum, instance) => sum + instance.in_flight, 0))],
+    ["Waiting here", waitingText(queue)],
     ["Requests sent", grouped.format(total)],
     ["Highest load ÷ mean", mean > 0 ? `${(Math.max(...loads) / mean).toFixed(2)}×` : "–"],
   ];
@@ -206,6 +211,13 @@ function showSummary(instances, total) {
   }
   figures.forEach(([, value], i) => setText(summary.children[i].lastChild, value));
   document.title = `${ready.length}/${instances.length} up · hetero-gateway`;
+}
+
+/** The gateway's own queue; a policy that places at once has none. */
+function waitingText(queue) {
+  if (!queue) return "no queue";
+  const longest = queue.waiting ? `, longest ${figure(queue.oldest_wait_s)} s` : "";
+  return grouped.format(queue.waiting) + longest;
 }
 
 function showModels(instances) {
@@ -225,10 +237,13 @@ function showModels(instances) {
 const shown = new Map(); // decision key -> its <details>
 
 const COLUMNS = ["Instance", "", "T, s", "KV", "w", "Load before", "Load after", "", "In flight"];
+// What a policy that estimates (finish-time) tells beside, where it does.
+const ESTIMATES = [["Latency, s", "latency_s"], ["Delay, s", "delay_s"], ["Memory, s", "memory_price_s"], ["Cost", "cost_s"]];
 
 /** Every candidate of a decision as a table; the chosen one and the excluded ones are marked. */
-function candidateTable(candidates, chosen) {
+function candidateTable(candidates, chosen, waits = false) {
   const top = Math.max(0, ...candidates.map((candidate) => candidate.load_after ?? 0));
+  const estimates = candidates.some((candidate) => "cost_s" in candidate) ? ESTIMATES : [];
   const body = make("tbody");
   for (const candidate of candidates) {
     const isChosen = candidate.instance === chosen;
@@ -238,8 +253,9 @@ function candidateTable(candidates, chosen) {
     setWidth(added, top > 0 ? candidate.load_after / top : 0);
     setWidth(fill, top > 0 ? candidate.load / top : 0);
     const note = make("td", { className: "verdict" });
-    if (isChosen) note.append(make("span", { className: "pill chosen" }, "chosen"));
+    if (isChosen) note.append(make("span", { className: "pill chosen" }, waits ? "best" : "chosen"));
     if (candidate.excluded !== null) note.append(`left out: ${candidate.excluded}`);
+    if (candidate.room === false) note.append(isChosen ? ", no room" : "no room");
     body.append(make("tr", { className: isChosen ? "chosen" : candidate.excluded !== null ? "excluded" : "" },
       make("th", { scope: "row" }, candidate.instance),
       note,
@@ -249,9 +265,11 @@ function candidateTable(candidates, chosen) {
       make("td", {}, figure(candidate.load)),
       make("td", {}, figure(candidate.load_after)),
       make("td", { className: "load-bar" }, ...(candidate.excluded === null ? [bar] : [])),
-      make("td", {}, candidate.in_flight === null ? "–" : grouped.format(candidate.in_flight))));
+      make("td", {}, candidate.in_flight === null ? "–" : grouped.format(candidate.in_flight)),
+      ...estimates.map(([, key]) => make("td", {}, figure(candidate[key])))));
   }
-  const head = make("tr", {}, ...COLUMNS.map((name) => make(name ? "th" : "td", name ? { scope: "col" } : {}, name)));
+  const names = [...COLUMNS, ...estimates.map(([name]) => name)];
+  const head = make("tr", {}, ...names.map((name) => make(name ? "th" : "td", name ? { scope: "col" } : {}, name)));
   const region = make("div", { className: "scroll", tabIndex: 0 }, make("table", {}, make("thead", {}, head), body));
   region.setAttribute("role", "region");
   region.setAttribute("aria-label", "Candidates");
@@ -324,7 +342,7 @@ byId("explain").addEventListener("submit", async (event) => {
     target.replaceChildren(
       make("p", { className: "sentence" }, answer.reason),
       make("p", { className: "note" }, `${answer.model}, policy ${answer.policy}, ${predicted}`));
-    if (answer.candidates.length) target.append(candidateTable(answer.candidates, answer.chosen));
+    if (answer.candidates.length) target.append(candidateTable(answer.candidates, answer.chosen, answer.waits));
   } catch (error) {
     target.replaceChildren(make("p", { className: "empty" }, `No answer: ${error.message}`));
   }
@@ -357,7 +375,7 @@ function showAnswer(instances, decisions) {
   byId("policy").hidden = false;
   setText(byId("policy"), `policy ${instances.policy}`);
   setLive("live", instances.draining ? "live, the gateway is draining" : "live");
-  showInstances(instances.instances);
+  showInstances(instances.instances, instances.queue);
   showDecisions(decisions.decisions);
 }
 
