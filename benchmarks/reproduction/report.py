@@ -403,7 +403,7 @@ virtual time, on the gateway's own scheduler. This page is the output of
     {command}
 
 and states what came out. It cannot show what the paper's machines did: the paper prints neither its
-constants nor its lengths. It shows under which constants and lengths the claims hold. {summary}
+constants nor its lengths. It shows under which constants and lengths the claims hold.{summary}
 
 - **Constants**: the built-in profiles of V100-32GB and A800-80GB, which are derived from public
   per-layer measurements, with an assumed all-reduce. The paper says "V100-SXM2-32GB (connected over
