@@ -17,11 +17,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hetero_gateway.config import GatewayConfig, load_profile, parse_model, read_yaml
+from hetero_gateway.config import (
+    GatewayConfig,
+    InstanceConfig,
+    load_profile,
+    parse_model,
+    read_yaml,
+)
 from hetero_gateway.core.profile import Profile
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.sim.cluster import SimulatedInstance
+from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
 from hetero_gateway.sim.workload import Fault, FaultKind, LogNormal
 
 # Far more than one machine simulates in an hour; a typing error in ``count`` ends here.
@@ -39,12 +46,12 @@ class ClusterInstanceConfig(_Model):
     count: int = Field(1, ge=1, le=MAX_INSTANCES, description="How many of them.")
     id: str | None = Field(
         None,
-        pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
         description="Name in tables; several get -0, -1, ...; default: from the profile.",
     )
     weight: float = Field(1.0, ge=1e-3, le=1e3, description="For weighted-round-robin.")
     max_num_seqs: int | None = Field(
-        None, ge=1, description="Most sequences in one step; default: the profile's."
+        None, ge=1, le=2**16, description="Most sequences in one step; default: the profile's."
     )
     believed_scale: float = Field(
         1.0,
@@ -163,23 +170,19 @@ def load_cluster(path: Path) -> Cluster:
 def is_cluster(data: Mapping[str, Any]) -> bool:
     """Whether a file's content is meant for ``simulate`` rather than for ``serve``.
 
-    A key that only one of the two has decides. Without any, instances without an id are a
-    cluster's: the gateway's need one.
+    A key that only one of the two has decides; then instances with profiles and no address are
+    a cluster's.
     """
     if set(data) & set(GatewayConfig.model_fields) - {"instances"}:
         return False
     if set(data) & set(ClusterConfig.model_fields) - {"instances"}:
         return True
-    instances = data.get("instances")
-    rows = (
-        [row for row in instances if isinstance(row, dict)] if isinstance(instances, list) else []
-    )
-    keys = {key for row in rows for key in row}
-    if keys & {"base_url", "model", "api_key_env", "ca_file"}:
+    rows = data.get("instances")
+    if not isinstance(rows, list):
         return False
-    if keys & {"count", "max_num_seqs", "believed_scale", "profiled"}:
-        return True
-    return "profile" in keys and "id" not in keys
+    keys = {key for row in rows if isinstance(row, dict) for key in row}
+    only_of_gateways = set(InstanceConfig.model_fields) - set(ClusterInstanceConfig.model_fields)
+    return "profile" in keys and not keys & only_of_gateways
 
 
 def _profile(entry: ClusterInstanceConfig, where: str, base_dir: Path) -> Profile:
@@ -187,6 +190,11 @@ def _profile(entry: ClusterInstanceConfig, where: str, base_dir: Path) -> Profil
         profile = load_profile(entry.profile, base_dir)
     except ConfigError as error:
         raise ConfigError(f"{where}.profile: {error}") from error
+    if profile.kv_capacity_tokens < DEFAULT_BLOCK_TOKENS:
+        raise ConfigError(
+            f"{where}.profile: a KV capacity of {profile.kv_capacity_tokens} tokens is less than "
+            f"one block of {DEFAULT_BLOCK_TOKENS}"
+        )
     if entry.max_num_seqs is None:
         return profile
     return dataclasses.replace(profile, max_num_seqs=entry.max_num_seqs)

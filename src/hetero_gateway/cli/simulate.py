@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from hetero_gateway.cluster_config import Cluster
     from hetero_gateway.load.trace import TraceRequest
     from hetero_gateway.sim.experiment import Bound, Experiment, Moments, Rate
-    from hetero_gateway.sim.result import Cell, Spread
+    from hetero_gateway.sim.result import Cell
     from hetero_gateway.sim.workload import Lengths
 
 DEFAULT_POLICIES = ("finish-time", "min-max", "capacity-weighted", "paper", "round-robin")
@@ -25,7 +23,8 @@ DEFAULT_POLICIES = ("finish-time", "min-max", "capacity-weighted", "paper", "rou
 DEFAULT_LOADS = (0.7, 0.9)
 # Fewer seeds do not tell a difference from chance (docs/simulator.md).
 DEFAULT_SEEDS = 5
-DEFAULT_COUNT = 1000
+# With half of it, filling and emptying the cluster are most of a run (docs/simulator.md).
+DEFAULT_COUNT = 2000
 # The limits of MLPerf Inference's server scenario for Llama-2-70B (v4.0): 2 s and 200 ms.
 DEFAULT_SLO_TTFT_S = 2.0
 DEFAULT_SLO_TPOT_S = 0.2
@@ -123,6 +122,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "knows the true ones",
     )
     parser.add_argument(
+        "--objective",
+        choices=("latency", "makespan"),
+        default="latency",
+        help="what the policy finish-time is to keep low (default: latency)",
+    )
+    parser.add_argument(
         "--randomised",
         action="store_true",
         help="round-robin policies draw at random, as in the paper, instead of taking turns",
@@ -218,6 +223,7 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         max_batched_tokens=args.max_batched_tokens,
         predictor=args.predictor,
         randomised=args.randomised,
+        objective=args.objective,
     )
 
 
@@ -273,6 +279,7 @@ def _compare(
     """All runs, with progress on standard error."""
     from rich.console import Console
 
+    from hetero_gateway.cli.simulation_table import rate_name
     from hetero_gateway.load.progress import progress_bar
     from hetero_gateway.sim.experiment import compare
 
@@ -282,7 +289,7 @@ def _compare(
         task = progress.add_task("simulate", total=runs, note="")
 
         def on_run(policy: str, rate: Rate, seed: int) -> None:
-            note = f"{policy}, {_rate_name(rate.per_s)}"
+            note = f"{policy}, {rate_name(rate.per_s)}"
             progress.update(task, advance=1, note=note, refresh=True)
             if progress.disable and seed == args.seeds - 1:
                 console.print(f"{note}: {args.seeds} runs", soft_wrap=True)
@@ -300,6 +307,8 @@ def _document(
     cells: list[Cell],
 ) -> dict[str, Any]:
     """What ``--json`` prints."""
+    from hetero_gateway.cli.simulation_table import short_runs
+
     return {
         "cluster": str(args.config),
         "instances": [
@@ -323,8 +332,10 @@ def _document(
         "arrival_cv": experiment.arrival_cv,
         "scheduling": experiment.scheduling,
         "predictor": experiment.predictor,
+        "objective": experiment.objective,
         "faults": len(experiment.faults),
         "slo": {"ttft_s": experiment.slo.ttft_s, "tpot_s": experiment.slo.tpot_s},
+        "caution": short_runs(cells),
         "results": [cell.to_dict() for cell in cells],
     }
 
@@ -336,93 +347,21 @@ def _print_tables(
     moments: Moments,
     cells: list[Cell],
 ) -> None:
-    """One table per rate."""
-    from rich.console import Console
+    from hetero_gateway.cli.simulation_table import print_tables, short_runs
 
-    # A pipe has no width; the tables' own is a little more than a hundred columns.
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=140)
-    console.print(
+    print(
         f"{args.config}: {len(experiment.instances)} instances, {experiment.count} requests a "
         f"run, {moments.mean_prompt:.0f} prompt and {moments.mean_output:.0f} output tokens in "
-        f"the mean; bound {bound.tokens_per_s:.0f} output tokens/s",
-        soft_wrap=True,
+        f"the mean; bound {bound.tokens_per_s:.0f} output tokens/s"
     )
-    for rate_per_s, load in dict.fromkeys((c.rate_per_s, c.load) for c in cells):
-        title = _rate_name(rate_per_s) + (f" ({load:.0%} of the bound)" if load else "")
-        console.print(f"\n{title}", soft_wrap=True)
-        rows = [c for c in cells if (c.rate_per_s, c.load) == (rate_per_s, load)]
-        console.print(_table(rows))
-    console.print(
+    print_tables(cells)
+    print(
         f"Output tokens per second; times in seconds, TPOT in milliseconds; mean ± sd over "
-        f"{args.seeds} seeds. Within SLO: TTFT up to {args.slo_ttft:g} s and TPOT up to "
-        f"{args.slo_tpot * 1000:g} ms. Differences under 2 % are noise.",
-        soft_wrap=True,
+        f"{args.seeds} seeds. In SLO: TTFT up to {args.slo_ttft:g} s and TPOT up to "
+        f"{args.slo_tpot * 1000:g} ms. Differences under 2 % are noise."
     )
-
-
-def _table(cells: list[Cell]) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    table.add_column("policy", no_wrap=True)
-    for name in (
-        "tokens/s",
-        "of bound",
-        "steady",
-        "latency",
-        "p99",
-        "TTFT",
-        "p99",
-        "TPOT ms",
-        "in SLO",
-        "done, s",
-        "spread",
-        "evicted",
-    ):
-        table.add_column(name, justify="right")
-    # Rare enough that an empty column every day would only be in the way.
-    failed = any(run.refused or run.lost for cell in cells for run in cell.runs)
-    if failed:
-        table.add_column("refused/lost", justify="right")
-    for cell in cells:
-        n = len(cell.runs)
-        done = [cell.completion_s(i).mean for i in range(len(cell.instance_ids))]
-        row = [
-            cell.policy,
-            _with_sd(cell.throughput_tokens_per_s, 0),
-            f"{cell.share_of_bound.mean:.1%}",
-            f"{cell.spread(lambda run: run.steady_tokens_per_s).mean:.0f}",
-            _with_sd(cell.spread(lambda run: run.latency_s.mean), 2),
-            _figure(cell.spread(lambda run: run.latency_s.p99).mean, 1),
-            _figure(cell.spread(lambda run: run.ttft_s.mean).mean, 2),
-            _figure(cell.spread(lambda run: run.ttft_s.p99).mean, 2),
-            _figure(cell.spread(lambda run: run.tpot_s.mean).mean * 1000, 1),
-            f"{cell.spread(lambda run: run.slo_share).mean:.1%}",
-            f"{min(done):.0f}–{max(done):.0f}",
-            f"{cell.spread(lambda run: run.completion_spread).mean:.1%}",
-            f"{cell.total(lambda run: run.preemptions) / n:g}",
-        ]
-        if failed:
-            refused, lost = cell.total(lambda run: run.refused), cell.total(lambda run: run.lost)
-            row.append(f"{refused / n:g}/{lost / n:g}")
-        table.add_row(*row)
-    return table
-
-
-def _with_sd(spread: Spread, digits: int) -> str:
-    if not math.isfinite(spread.mean):
-        return "–"
-    return f"{spread.mean:.{digits}f} ± {spread.sd:.{digits}f}"
-
-
-def _figure(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else "–"
-
-
-def _rate_name(rate_per_s: float) -> str:
-    return "all at once" if math.isinf(rate_per_s) else f"{rate_per_s:.3g} requests/s"
+    if caution := short_runs(cells):
+        print(caution)
 
 
 def _check_policies(names: tuple[str, ...]) -> None:

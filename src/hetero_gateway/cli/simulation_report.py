@@ -20,6 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from hetero_gateway.cli.simulation_table import COLUMNS, by_rate, rate_name
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.sim.experiment import Bound, Experiment
 from hetero_gateway.sim.result import QUANTILES, Cell, Spread
@@ -75,8 +76,8 @@ def render(
     figures = {
         "throughput": throughput_figure(cells, bound.tokens_per_s),
         "rates": [
-            {"name": rate_name(group[0]), "figures": _rate_figures(group)}
-            for group in _by_rate(cells)
+            {"name": _rate_of(group[0]), "figures": _rate_figures(group)}
+            for group in by_rate(cells)
         ],
     }
     parts = {
@@ -110,8 +111,8 @@ def render(
 
 def throughput_figure(cells: Sequence[Cell], bound_tokens_per_s: float) -> dict[str, Any]:
     """Bars by rate, one colour per policy, and the bound as a line across."""
-    groups = _by_rate(cells)
-    names = [_text(rate_name(group[0])) for group in groups]
+    groups = by_rate(cells)
+    names = [_text(_rate_of(group[0])) for group in groups]
     data: list[dict[str, Any]] = []
     for i, policy in enumerate(_policies(cells)):
         spreads = [
@@ -123,7 +124,7 @@ def throughput_figure(cells: Sequence[Cell], bound_tokens_per_s: float) -> dict[
                 "name": _text(policy),
                 "x": names,
                 "y": [s.mean for s in spreads],
-                "error_y": {"type": "data", "array": [s.sd for s in spreads], "thickness": 1.2},
+                "error_y": _error_bars(spreads),
                 "marker": {"color": _colour(i)},
                 "hovertemplate": "%{fullData.name}<br>%{x}: %{y:.0f} tokens/s<extra></extra>",
             }
@@ -182,7 +183,7 @@ def completion_figure(cells: Sequence[Cell]) -> dict[str, Any]:
                 "name": _text(name),
                 "x": [_text(c.policy) for c in cells],
                 "y": [s.mean for s in spreads],
-                "error_y": {"type": "data", "array": [s.sd for s in spreads], "thickness": 1.2},
+                "error_y": _error_bars(spreads),
                 "marker": {"color": _colour(i)},
                 "hovertemplate": "%{fullData.name}<br>%{x}: %{y:.1f} s<extra></extra>",
             }
@@ -225,11 +226,14 @@ def latency_figure(cells: Sequence[Cell], policies: Sequence[str]) -> dict[str, 
     }
 
 
-def rate_name(cell: Cell) -> str:
-    if math.isinf(cell.rate_per_s):
-        return "all at once"
-    load = f" ({cell.load:.0%} load)" if cell.load else ""
-    return f"{cell.rate_per_s:.3g}/s{load}"
+def _error_bars(spreads: Sequence[Spread]) -> dict[str, Any]:
+    # Grey is seen on both themes and on every bar.
+    deviations = [s.sd for s in spreads]
+    return {"type": "data", "array": deviations, "thickness": 1.2, "color": "#888888"}
+
+
+def _rate_of(cell: Cell) -> str:
+    return rate_name(cell.rate_per_s, cell.load)
 
 
 def _rate_figures(group: Sequence[Cell]) -> dict[str, Any]:
@@ -237,13 +241,6 @@ def _rate_figures(group: Sequence[Cell]) -> dict[str, Any]:
         "completion": completion_figure(group),
         "latency": latency_figure(group, _policies(group)),
     }
-
-
-def _by_rate(cells: Sequence[Cell]) -> list[list[Cell]]:
-    groups: dict[tuple[float, float | None], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.rate_per_s, cell.load), []).append(cell)
-    return list(groups.values())
 
 
 def _policies(cells: Sequence[Cell]) -> list[str]:
@@ -259,47 +256,14 @@ def _colour(position: int) -> str:
 
 def _results_table(cells: Sequence[Cell]) -> str:
     rows = []
-    for group in _by_rate(cells):
+    for group in by_rate(cells):
         best = max(c.throughput_tokens_per_s.mean for c in group)
         for i, c in enumerate(group):
-            n = len(c.runs)
-            rows.append(
-                (
-                    rate_name(c) if i == 0 else "",
-                    c.policy,
-                    _with_sd(c.throughput_tokens_per_s, 0)
-                    + (" ◂" if c.throughput_tokens_per_s.mean == best and len(group) > 1 else ""),
-                    _percent(c.share_of_bound.mean),
-                    _number(c.spread(lambda run: run.steady_tokens_per_s).mean, 0),
-                    _with_sd(c.spread(lambda run: run.latency_s.mean), 2),
-                    _number(c.spread(lambda run: run.latency_s.p50).mean, 2),
-                    _number(c.spread(lambda run: run.latency_s.p99).mean, 2),
-                    _number(c.spread(lambda run: run.ttft_s.mean).mean, 2),
-                    _number(c.spread(lambda run: run.ttft_s.p99).mean, 2),
-                    _number(c.spread(lambda run: run.tpot_s.mean).mean * 1000, 1),
-                    _number(c.spread(lambda run: run.tpot_s.p99).mean * 1000, 1),
-                    _percent(c.spread(lambda run: run.slo_share).mean),
-                    _percent(c.spread(lambda run: run.completion_spread).mean),
-                    f"{c.total(lambda run: run.preemptions) / n:g}",
-                    f"{c.total(lambda run: run.refused) / n:g}",
-                    f"{c.total(lambda run: run.lost) / n:g}",
-                )
-            )
-    head = (
-        *("rate", "policy", "tokens/s", "of bound", "steady tokens/s", "latency, s", "p50", "p99"),
-        *(
-            "TTFT, s",
-            "p99",
-            "TPOT, ms",
-            "p99",
-            "within SLO",
-            "spread",
-            "evicted",
-            "refused",
-            "lost",
-        ),
-    )
-    return _table(head, rows, text_columns=2)
+            is_best = len(group) > 1 and c.throughput_tokens_per_s.mean == best
+            name = c.policy + (" ◂" if is_best else "")
+            figures = (column.text(c) for column in COLUMNS)
+            rows.append((_rate_of(c) if i == 0 else "", name, *figures))
+    return _table(("rate", "policy", *(c.name for c in COLUMNS)), rows, text_columns=2)
 
 
 def _cluster_table(experiment: Experiment, bound: Bound) -> str:
@@ -427,17 +391,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def _number(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else "–"
-
-
-def _percent(value: float) -> str:
-    return f"{value:.1%}" if math.isfinite(value) else "–"
-
-
-def _with_sd(spread: Spread, digits: int) -> str:
-    if not math.isfinite(spread.mean):
-        return "–"
-    return f"{spread.mean:.{digits}f} ± {spread.sd:.{digits}f}"

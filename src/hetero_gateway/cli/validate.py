@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.cluster_config import is_cluster, load_cluster
 from hetero_gateway.config import instance_profile, load_gateway_config, read_yaml
 
 
@@ -25,6 +24,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    # Imported here, as the simulator behind it would slow down every other command's start.
+    from hetero_gateway.cluster_config import is_cluster
+
     if is_cluster(read_yaml(args.config)):
         return _validate_cluster(args)
     config = load_gateway_config(args.config)
@@ -51,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _validate_cluster(args: argparse.Namespace) -> int:
+    from hetero_gateway.cluster_config import load_cluster
     from hetero_gateway.load.trace import read_trace
 
     cluster = load_cluster(args.config)

@@ -6,9 +6,12 @@ Times count from a request's arrival, so that waiting in the gateway's queue is 
                            completion. On a finite run this is a tail metric: a single long
                            request on a slow instance decides it.
     total        tokens/s  prompt and output tokens over the same time (what ``bench`` prints)
-    steady       tokens/s  output tokens generated while the cluster was in its stride: between
-                           the arrivals of the requests at 20 % and 80 %; with everything at once,
-                           until the first instance runs dry
+    steady       tokens/s  output tokens generated while the cluster was in its stride: from when
+                           20 % of the requests had finished to when 80 % had or, if that is
+                           earlier, the first instance ran dry after the last arrival. By
+                           arrivals, an overloaded cluster would be seen while it fills up. With
+                           everything at once: from the start until the first one runs dry;
+                           leaving out the start, which only prefills, would flatter it.
     TTFT         s         first output token
     TPOT         s/token   (last − first) / (output tokens − 1), of outputs of 2 or more
     latency      s         last output token
@@ -34,8 +37,8 @@ from numpy.typing import NDArray
 from hetero_gateway.sim.cluster import Records
 from hetero_gateway.sim.workload import Workload
 
-# Requests by arrival between which the cluster is taken to be in its stride.
-_STEADY_FROM, _STEADY_TO = 0.2, 0.8
+# Shares of finished requests between which the cluster is taken to be in its stride.
+_FROM, _TO = 0.2, 0.8
 # The quantiles that a latency distribution is kept as.
 QUANTILES = np.linspace(0, 1, 201)
 
@@ -114,13 +117,16 @@ def summarise(workload: Workload, records: Records, instances: int, slo: Slo) ->
         its_own_s = finish_s[records.instance[done] == i]
         completion_s = float(its_own_s.max(initial=start_s)) - start_s
         shares.append(InstanceResult(int(its_own_s.size), completion_s))
+    from_s, to_s = _steady(workload, finish_s, shares)
     return RunResult(
         requests=len(workload),
         throughput_tokens_per_s=_per_second(float(output.sum()), duration_s),
         total_tokens_per_s=_per_second(
             float(output.sum() + workload.prompt_tokens[done].sum()), duration_s
         ),
-        steady_tokens_per_s=_steady(workload, records, shares),
+        steady_tokens_per_s=_per_second(
+            tokens_between(workload, records, from_s, to_s), to_s - from_s
+        ),
         latency_s=Statistics.of(latency_s),
         ttft_s=Statistics.of(ttft_s),
         tpot_s=Statistics.of(tpot_s),
@@ -148,16 +154,20 @@ def tokens_between(workload: Workload, records: Records, from_s: float, to_s: fl
     return float(((first_s >= from_s) & (first_s <= to_s)).sum() + (others * share).sum())
 
 
-def _steady(workload: Workload, records: Records, shares: Sequence[InstanceResult]) -> float:
-    start_s = float(workload.arrival_s[0])
-    if workload.all_at_once:
-        from_s = start_s
-        to_s = start_s + min((i.completion_s for i in shares if i.requests), default=0.0)
-    else:
-        last = len(workload) - 1
-        from_s = float(workload.arrival_s[round(_STEADY_FROM * last)])
-        to_s = float(workload.arrival_s[round(_STEADY_TO * last)])
-    return _per_second(tokens_between(workload, records, from_s, to_s), to_s - from_s)
+def _steady(
+    workload: Workload, finish_s: NDArray[np.float64], shares: Sequence[InstanceResult]
+) -> tuple[float, float]:
+    """From when to when the cluster was in its stride; see the module's text. Empty: (0, 0)."""
+    if not finish_s.size:
+        return 0.0, 0.0
+    ends_s = np.sort(finish_s)
+    start_s, last_arrival_s = float(workload.arrival_s[0]), float(workload.arrival_s[-1])
+    dry_s = start_s + min(i.completion_s for i in shares if i.requests)
+    if last_arrival_s == start_s:
+        return start_s, dry_s
+    from_s, to_s = (float(ends_s[round(q * (ends_s.size - 1))]) for q in (_FROM, _TO))
+    to_s = min(to_s, max(last_arrival_s, dry_s))
+    return (from_s if from_s < to_s else start_s), to_s
 
 
 def _per_second(tokens: float, duration_s: float) -> float:

@@ -58,11 +58,6 @@ class Workload:
     def __len__(self) -> int:
         return int(self.arrival_s.size)
 
-    @property
-    def all_at_once(self) -> bool:
-        """Whether every request arrives at the same moment (the paper's rate "inf")."""
-        return bool(self.arrival_s[-1] == self.arrival_s[0])
-
 
 class FaultKind(enum.Enum):
     SLOW = "slow"
@@ -151,6 +146,9 @@ class TraceLengths:
         return self.prompt_tokens[chosen], self.output_tokens[chosen]
 
 
+# Gaps vary by less than this: a clock. Its Gamma distribution's shape, 1/cv², would overflow.
+_CLOCK_CV = 1e-6
+
 # Arrivals. Each is (count,) in seconds, and begins at 0.
 
 
@@ -164,7 +162,7 @@ def gamma_arrivals(count: int, rate_per_s: float, cv: float, rng: np.random.Gene
     ``cv`` 1 is a Poisson process, above 1 comes in bursts, 0 is like a clock. Both parameters
     are finite, the rate above 0, ``cv`` at least 0.
     """
-    if cv > 0:
+    if cv > _CLOCK_CV:
         shape = 1 / cv**2
         gaps = rng.gamma(shape, 1 / shape, count)
     else:

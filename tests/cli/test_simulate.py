@@ -1,0 +1,311 @@
+"""``simulate``: flags, the table, the document, and one-line errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_gateway.cli import main
+
+CLUSTER = """
+instances:
+  - {id: big, profile: V100-32GB-NVLink2/Llama-3-8B/tp4}
+  - {id: small, profile: V100-32GB-NVLink2/Llama-3-8B/tp1}
+"""
+# A mix so short that a run takes little time.
+WORKLOAD = """
+workload:
+  prompt: {median: 64, sigma: 0.5, max: 256}
+  output: {median: 16, sigma: 0.5, max: 64}
+"""
+TRACE = "arrival_s,input_tokens,output_tokens\n1,20,5\n2,30,6\n4,40,7\n9,50,8\n"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER + WORKLOAD, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRACE, encoding="utf-8")
+    return path
+
+
+def simulate(cluster: Path, *flags: str) -> int:
+    small = () if "--count" in flags or "--requests" in flags else ("--count", "40")
+    seeds = () if "--seeds" in flags else ("--seeds", "2")
+    return main(["simulate", "-c", str(cluster), *small, *seeds, *flags])
+
+
+def document(
+    capsys: pytest.CaptureFixture[str], cluster: Path, *flags: str, code: int = 0
+) -> dict[str, Any]:
+    assert simulate(cluster, "--json", *flags) == code
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def error(capsys: pytest.CaptureFixture[str], cluster: Path, *flags: str) -> str:
+    assert simulate(cluster, *flags) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("hetero-gateway: ")
+    return err
+
+
+# What comes out
+
+
+def test_the_document_has_its_fixed_keys(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = document(capsys, cluster, "--policy", "round-robin,capacity-weighted", "--rate", "8,inf")
+    assert [(r["policy"], r["rate"]) for r in told["results"]] == [
+        ("round-robin", 8.0),
+        ("capacity-weighted", 8.0),
+        ("round-robin", "inf"),
+        ("capacity-weighted", "inf"),
+    ]
+    for result in told["results"]:
+        assert result["seeds"] == 2
+        assert result["throughput_tokens_per_s"]["mean"] > 0
+        assert result["throughput_tokens_per_s"]["sd"] >= 0
+        for key in ("latency_s", "ttft_s", "tpot_s"):
+            assert 0 < result[key]["p50"] <= result[key]["p99"]
+        assert result["ttft_s"]["mean"] < result["latency_s"]["mean"]
+        assert 0 < result["share_of_bound"] < 1.2
+        assert [i["id"] for i in result["instances"]] == ["big", "small"]
+        assert sum(i["requests"] for i in result["instances"]) == 40
+        assert max(i["completion_s"] for i in result["instances"]) > 0
+    assert told["bound_tokens_per_s"] == pytest.approx(
+        sum(i["bound_tokens_per_s"] for i in told["instances"])
+    )
+
+
+def test_the_tables_go_to_stdout_and_the_progress_to_stderr(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(cluster, "--policy", "round-robin,min-max", "--rate", "5") == 0
+    out, err = capsys.readouterr()
+    for word in ("2 instances", "5 requests/s", "tokens/s", "of bound", "TTFT", "TPOT", "spread"):
+        assert word in out
+    assert out.count("round-robin") == out.count("min-max") == 1
+    assert "refused" not in out
+    assert err.splitlines() == [
+        "round-robin, 5 requests/s: 2 runs",
+        "min-max, 5 requests/s: 2 runs",
+    ]
+
+
+def test_the_same_seeds_give_the_same_document(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--policy", "min-max,paper", "--rate", "6")
+    assert document(capsys, cluster, *flags) == document(capsys, cluster, *flags)
+
+
+def test_single_instance_means_the_first_one(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = document(capsys, cluster, "--policy", "single-instance", "--rate", "inf")
+    assert [i["requests"] for i in told["results"][0]["instances"]] == [40, 0]
+    assert told["results"][0]["completion_spread"]["mean"] == 1
+
+
+# Rates
+
+
+def test_without_rates_two_loads_and_everything_at_once_are_run(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = document(capsys, cluster, "--policy", "round-robin")
+    assert [(r["load"], r["rate"] == "inf") for r in told["results"]] == [
+        (0.7, False),
+        (0.9, False),
+        (None, True),
+    ]
+
+
+def test_a_load_is_a_rate_whose_output_is_that_share_of_the_bound(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = document(capsys, cluster, "--policy", "round-robin", "--load", "0.5", "--rate", "3")
+    by_load, by_rate = told["results"]
+    offered = by_load["rate"] * told["mix"]["mean_output_tokens"]
+    assert offered == pytest.approx(0.5 * told["bound_tokens_per_s"])
+    assert (by_rate["rate"], by_rate["load"]) == (3.0, None)
+
+
+def test_a_traces_own_times_are_kept_unless_a_rate_is_given(
+    cluster: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_mix = tmp_path / "plain.yaml"
+    without_mix.write_text(CLUSTER, encoding="utf-8")
+    flags = ("--policy", "round-robin", "--requests", str(trace))
+    own = document(capsys, without_mix, *flags)
+    assert own["arrivals"] == "trace"
+    assert own["mix"]["requests"] == 4
+    assert own["results"][0]["rate"] == pytest.approx(3 / 8)
+    assert max(i["completion_s"] for i in own["results"][0]["instances"]) > 8
+    first = document(capsys, without_mix, *flags, "--count", "2")
+    assert (first["mix"]["requests"], first["results"][0]["rate"]) == (2, 1.0)
+    stretched = document(capsys, without_mix, *flags, "--arrivals", "trace", "--rate", "100")
+    assert stretched["results"][0]["rate"] == 100
+    assert stretched["arrivals"] == "trace"
+    drawn = document(capsys, without_mix, *flags, "--rate", "100", "--count", "30")
+    assert drawn["arrivals"] == "random"
+    assert drawn["mix"]["requests"] == 30
+
+
+def test_the_flag_wins_over_the_files_trace(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.csv"
+    other.write_text("input_tokens,output_tokens\n9,3\n", encoding="utf-8")
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text(CLUSTER + "workload: {requests: other.csv}\n", encoding="utf-8")
+    flags = ("--policy", "round-robin", "--rate", "9")
+    assert document(capsys, cluster, *flags)["mix"]["mean_output_tokens"] == 3
+    flags += ("--requests", str(trace))
+    assert document(capsys, cluster, *flags)["mix"]["mean_output_tokens"] == pytest.approx(
+        6.5, rel=0.02
+    )
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--policy", "min-mx"), "no policy is named 'min-mx'; did you mean min-max?"),
+        (("--policy", "zzz"), "there are "),
+        (("--requests", "nowhere.csv"), "nowhere.csv: cannot be read"),
+        (("--arrivals", "trace"), "there is no trace; give --requests"),
+        (("--max-batched-tokens", "100"), "raise --max-batched-tokens"),
+        (("--report", "no/such/folder/r.html"), "its folder does not exist"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(
+    cluster: Path, flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in error(capsys, cluster, *flags)
+
+
+def test_a_trace_without_times_cannot_give_them(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("input_tokens,output_tokens\n9,3\n", encoding="utf-8")
+    flags = ("--requests", str(trace), "--arrivals", "trace")
+    assert f"{trace}: --arrivals trace: it has no column arrival_s" in error(
+        capsys, cluster, *flags
+    )
+
+
+def test_a_wrong_cluster_file_names_the_file_and_the_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("instances: [{profile: no-such-gpu}]\n", encoding="utf-8")
+    assert f"{path}: instances.0.profile: no profile is named" in error(capsys, path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--rate", "0"),
+        ("--rate", "nan"),
+        ("--rate", "x"),
+        ("--rate", ""),
+        ("--load", "inf"),
+        ("--load", "-1"),
+        ("--policy", "a,,b"),
+        ("--seeds", "0"),
+        ("--count", "0"),
+        ("--slo-ttft", "0"),
+        ("--scheduling", "static"),
+        ("--predictor", "magic"),
+    ],
+)
+def test_a_flag_out_of_range_is_a_usage_error(
+    cluster: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["simulate", "-c", str(cluster), *flags])
+    assert caught.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["simulate", "--help"])
+    assert caught.value.code == 0
+    assert "hetero-gateway simulate -c" in capsys.readouterr().out
+
+
+# What the real engines and the real scheduler do with it
+
+
+def test_requests_that_fit_nowhere_are_refused_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("input_tokens,output_tokens\n900000,5\n10,5\n", encoding="utf-8")
+    path = tmp_path / "c.yaml"
+    path.write_text(CLUSTER, encoding="utf-8")
+    flags = ("--requests", str(trace), "--in-order", "--count", "10", "--rate", "20")
+    told = document(capsys, path, *flags, "--policy", "min-max", "--predictor", "oracle")
+    assert told["results"][0]["refused"] == 5
+    assert simulate(path, *flags, "--policy", "min-max", "--predictor", "oracle") == 0
+    assert "refused" in capsys.readouterr().out
+
+
+def test_when_nothing_finishes_the_exit_code_is_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("input_tokens,output_tokens\n900000,5\n", encoding="utf-8")
+    path = tmp_path / "c.yaml"
+    path.write_text(CLUSTER, encoding="utf-8")
+    flags = ("--requests", str(trace), "--rate", "5", "--count", "3", "--policy", "min-max")
+    told = document(capsys, path, *flags, code=1)
+    assert told["results"][0]["latency_s"]["mean"] is None
+    assert "fits any instance" in error(
+        capsys, path, "--requests", str(trace), "--load", "0.5", "--policy", "min-max"
+    )
+
+
+def test_a_dead_instance_loses_what_it_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    faults = "faults: [{instance: big, kind: dead, start_s: 0.5}]\n"
+    path.write_text(CLUSTER + WORKLOAD + faults, encoding="utf-8")
+    told = document(capsys, path, "--policy", "round-robin", "--rate", "20", "--count", "60")
+    (result,) = told["results"]
+    assert told["faults"] == 1
+    assert result["lost"] > 0
+    assert result["slo_share"]["mean"] < 1
+    done = [i["requests"] for i in result["instances"]]
+    assert sum(done) + result["lost"] + result["refused"] == 60
+    assert done[1] > 4 * done[0]
+
+
+def test_min_max_beats_round_robin_on_unequal_instances(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(CLUSTER, encoding="utf-8")
+    flags = ("--policy", "min-max,round-robin", "--rate", "inf", "--count", "300")
+    ours, turns = document(capsys, path, *flags)["results"]
+    assert ours["throughput_tokens_per_s"]["mean"] > 1.2 * turns["throughput_tokens_per_s"]["mean"]
+    assert math.isclose(sum(i["requests"] for i in ours["instances"]), 300)
+    assert ours["completion_spread"]["mean"] < turns["completion_spread"]["mean"]

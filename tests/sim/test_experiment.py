@@ -1,0 +1,184 @@
+"""Policies × rates × seeds, on a cluster whose figures can be computed by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_gateway.core.length import BucketMeanPredictor, ConstantPredictor, NormalPredictor
+from hetero_gateway.sim.experiment import (
+    Bound,
+    Experiment,
+    Rate,
+    compare,
+    make_workload,
+    measure_bound,
+    mix_moments,
+    run_once,
+)
+from hetero_gateway.sim.result import Slo
+from hetero_gateway.sim.workload import Fault, FaultKind, LogNormal, LogNormalLengths, TraceLengths
+from tests.fakes.cluster import FakeSimulate, simulated
+
+MIX = LogNormalLengths(LogNormal(100, 0.5, 1000), LogNormal(50, 0.5, 500))
+
+
+def experiment(**changes: Any) -> Experiment:
+    values: dict[str, Any] = {
+        "instances": (simulated("fast", 0.01), simulated("slow", 0.04)),
+        "lengths": MIX,
+        "count": 40,
+        "slo": Slo(2.0, 0.2),
+    }
+    return Experiment(**values | changes)
+
+
+def run(fake: FakeSimulate, policy: str = "round-robin", seed: int = 0, **changes: Any) -> Any:
+    made = experiment(**changes)
+    return run_once(made, policy, 5.0, seed, mix_moments(made.lengths), fake)
+
+
+def test_one_seed_means_the_same_requests_for_every_policy_and_rate() -> None:
+    fake = FakeSimulate()
+    rates = [Rate(2.0), Rate(8.0), Rate(math.inf)]
+    compare(experiment(), ["min-max", "round-robin"], rates, [0, 1], Bound((1, 1)), simulate=fake)
+    loads = [call["workload"] for call in fake.calls]
+    assert len(loads) == 12
+    for i in range(0, 12, 2):
+        assert (loads[i].prompt_tokens == loads[0].prompt_tokens).all()
+        assert (loads[i + 1].output_tokens == loads[1].output_tokens).all()
+    assert (loads[0].output_tokens != loads[1].output_tokens).any()
+    assert np.allclose(loads[0].arrival_s, loads[4].arrival_s * 4)
+    assert not loads[8].arrival_s.any()
+
+
+def test_cells_come_by_rate_and_then_by_policy_with_a_run_for_every_seed() -> None:
+    told: list[tuple[str, float, int]] = []
+    cells = compare(
+        experiment(),
+        ["least-requests", "min-max"],
+        [Rate(3.0, 0.5), Rate(math.inf)],
+        [0, 1, 2],
+        Bound((60.0, 40.0)),
+        simulate=FakeSimulate(),
+        on_run=lambda policy, rate, seed: told.append((policy, rate.per_s, seed)),
+    )
+    assert [(c.policy, c.rate_per_s, c.load) for c in cells] == [
+        ("least-requests", 3.0, 0.5),
+        ("min-max", 3.0, 0.5),
+        ("least-requests", math.inf, None),
+        ("min-max", math.inf, None),
+    ]
+    assert all(len(c.runs) == 3 and c.bound_tokens_per_s == 100 for c in cells)
+    assert cells[0].instance_ids == ("fast", "slow")
+    assert len(told) == 12
+    assert told[0] == ("least-requests", 3.0, 0)
+
+
+def test_the_bound_is_what_each_instance_does_alone_once_per_profile() -> None:
+    fake = FakeSimulate()
+    three = (simulated("a", 0.01), simulated("b", 0.04), simulated("c", 0.01))
+    bound = measure_bound(experiment(instances=three), fake)
+    # A token every 10 or 40 ms, whatever the mix.
+    assert bound.instances_tokens_per_s == pytest.approx((100, 25, 100), rel=0.02)
+    assert bound.tokens_per_s == pytest.approx(225, rel=0.02)
+    assert len(fake.calls) == 2
+    assert all(not call["workload"].arrival_s.any() for call in fake.calls)
+
+
+def test_the_bound_knows_the_true_constants_and_no_faults() -> None:
+    fake = FakeSimulate()
+    wrong = simulated("a", 0.01)
+    object.__setattr__(wrong, "believed", None)
+    fault = Fault(0, FaultKind.DEAD, 0.0)
+    measure_bound(experiment(instances=(wrong,), faults=(fault,)), fake)
+    (call,) = fake.calls
+    assert call["instances"][0].believed == wrong.profile
+    assert call["faults"] == ()
+
+
+def test_a_load_is_a_share_of_the_bound() -> None:
+    moments = mix_moments(MIX)
+    rate = Bound((100.0, 25.0)).rate_per_s(0.8, moments)
+    assert rate * moments.mean_output == pytest.approx(100)
+
+
+def test_a_mixs_moments_are_those_of_its_draws() -> None:
+    lengths = TraceLengths(np.array([10, 30]), np.array([4, 8]), in_order=True)
+    moments = mix_moments(lengths)
+    assert (moments.mean_prompt, moments.mean_output, moments.sd_output) == (20, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("choice", "policy", "kind"),
+    [
+        ("auto", "paper", NormalPredictor),
+        ("auto", "min-max", BucketMeanPredictor),
+        ("bucket-mean", "paper", BucketMeanPredictor),
+        ("constant", "min-max", ConstantPredictor),
+        ("normal", "min-max", NormalPredictor),
+    ],
+)
+def test_the_predictor_is_the_policys_own_unless_chosen(
+    choice: str, policy: str, kind: type
+) -> None:
+    fake = FakeSimulate()
+    run(fake, policy, predictor=choice)
+    assert isinstance(fake.calls[0]["predictor"], kind)
+    assert fake.calls[0]["predictions"] is None
+
+
+def test_predictors_start_from_the_mixs_mean() -> None:
+    fake = FakeSimulate()
+    for choice in ("bucket-mean", "constant"):
+        run(fake, predictor=choice)
+        predicted = fake.calls[-1]["predictor"].predict("model", 77)
+        assert predicted == pytest.approx(mix_moments(MIX).mean_output)
+
+
+def test_an_oracle_knows_the_true_lengths() -> None:
+    fake = FakeSimulate()
+    run(fake, predictor="oracle")
+    assert (fake.calls[0]["predictions"] == fake.calls[0]["workload"].output_tokens).all()
+
+
+def test_faults_and_the_engines_scheduling_are_passed_on() -> None:
+    fake = FakeSimulate()
+    faults = (Fault(1, FaultKind.SLOW, 2.0, 3.0, 4.0),)
+    run(fake, faults=faults, scheduling="prefill-first")
+    assert fake.calls[0]["faults"] == faults
+    assert fake.calls[0]["scheduling"] == "prefill-first"
+
+
+def test_each_run_gets_a_scheduler_of_its_own_without_instances() -> None:
+    fake = FakeSimulate()
+    run(fake)
+    run(fake)
+    schedulers = [call["scheduler"] for call in fake.calls]
+    assert schedulers[0] is not schedulers[1]
+    assert all(s.specs() == [] for s in schedulers)
+
+
+def test_an_unknown_policy_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        run(FakeSimulate(), "no-such-policy")
+
+
+def test_a_traces_own_times_are_stretched_to_the_rate() -> None:
+    made = experiment(count=3, trace_arrival_s=np.array([0.0, 1.0, 4.0]))
+    assert make_workload(made, 0.5, seed=7).arrival_s.tolist() == [0, 1, 4]
+    assert make_workload(made, 1.0, seed=8).arrival_s.tolist() == [0, 0.5, 2]
+    assert make_workload(made, math.inf, seed=8).arrival_s.tolist() == [0, 0, 0]
+
+
+def test_arrivals_follow_the_coefficient_of_variation() -> None:
+    clock = make_workload(experiment(arrival_cv=0.0), 4.0, seed=0)
+    assert np.allclose(np.diff(clock.arrival_s), 0.25)
+
+
+def test_what_was_refused_and_lost_is_counted() -> None:
+    result = run(FakeSimulate(refuse=[1, 2], lose=[3]))
+    assert (result.refused, result.lost) == (2, 1)
