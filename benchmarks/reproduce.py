@@ -47,13 +47,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", action="append", default=[], metavar="NAME=TRACE.csv")
-    parser.add_argument("-o", "--output", default=str(ROOT / "docs" / "reproduction.md"))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--count", type=int, default=4000, help="requests of experiments 2 and 3")
+    parser.add_argument(
+        "--requests",
+        action="append",
+        default=[],
+        metavar="NAME=TRACE.csv",
+        help="lengths to draw from; may be given several times",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        default=str(ROOT / "docs" / "reproduction.md"),
+        help="file to write, or - for standard output (default: docs/reproduction.md)",
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (default: 5)")
+    parser.add_argument("--count", type=int, default=4000, help="requests a run (default: 4000)")
     args = parser.parse_args(arguments)
     if args.seeds < 1 or args.count < 8:
         parser.error("--seeds must be at least 1 and --count at least 8")
+    if not Path(args.output).parent.is_dir():  # better told now than after five minutes
+        parser.error(f"{Path(args.output).parent} is no directory")
     try:
         traces = [read_source(text) for text in args.requests]
     except ConfigError as error:

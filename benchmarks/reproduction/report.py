@@ -63,7 +63,7 @@ def document(
     sources: Sequence[SourceResult], mixes: Iterable[Mix], links: Sequence[str], command: str
 ) -> str:
     parts = [
-        INTRODUCTION.format(command=command),
+        INTRODUCTION.format(command=command, summary=_summary(sources, links)),
         _lengths_table(sources, mixes),
         "## The paper's claims",
         CLAIMS_TEXT,
@@ -131,17 +131,32 @@ def _lengths_table(sources: Sequence[SourceResult], mixes: Iterable[Mix]) -> str
 # Claims
 
 
+def _verdicts(source: SourceResult, link: str) -> list[str]:
+    return [verdict(source, link) for _, _, verdict in CLAIMS]
+
+
+def _held(verdicts: Iterable[str]) -> int:
+    return sum(verdict.startswith("yes") for verdict in verdicts)
+
+
 def _claims(sources: Sequence[SourceResult], link: str) -> str:
-    verdicts = [[verdict(source, link) for source in sources] for _, _, verdict in CLAIMS]
+    columns = [_verdicts(source, link) for source in sources]
     rows = [
         (name, paper, *(cell or "–" for cell in cells))
-        for (name, paper, _), cells in zip(CLAIMS, verdicts, strict=True)
+        for (name, paper, _), *cells in zip(CLAIMS, *columns, strict=True)
     ]
-    held = [
-        sum(cell.startswith("yes") for cell in column) for column in zip(*verdicts, strict=True)
-    ]
-    rows.append(("**claims that hold**", "", *(f"**{n} of {len(CLAIMS)}**" for n in held)))
+    totals = [f"**{_held(column)} of {len(CLAIMS)}**" for column in columns]
+    rows.append(("**claims that hold**", "", *totals))
     return table(("claim", "paper", *(source.source.name for source in sources)), rows)
+
+
+def _summary(sources: Sequence[SourceResult], links: Sequence[str]) -> str:
+    """Which lengths and link are nearest to the paper."""
+    held, name, link = max(
+        ((_held(_verdicts(s, link)), s.source.name, link) for s in sources for link in links),
+        key=lambda entry: entry[0],
+    )
+    return f"\nMost do with {name} over {link}: {held} of {len(CLAIMS)}."
 
 
 def _mark(holds: bool, figure: str) -> str:
@@ -304,7 +319,7 @@ def _comparison(c: Comparison) -> str:
     seeds = len(next(iter(c.runs.values())))
     head = (
         f"**{c.source}, {c.cluster.link}**, {seeds} seeds. Alone the instances do {solo} tokens/s; "
-        f"their sum, {sum(c.solo_tokens_per_s):.0f}, bounds every policy; "
+        f"their sum, {sum(c.solo_tokens_per_s):.0f}, is the bound; "
         f"strongest over weakest {c.ratio:.2f}."
     )
     busiest = c.rates[-1]
@@ -388,7 +403,7 @@ virtual time, on the gateway's own scheduler. This page is the output of
     {command}
 
 and states what came out. It cannot show what the paper's machines did: the paper prints neither its
-constants nor its lengths. It shows under which constants and lengths the claims hold.
+constants nor its lengths. It shows under which constants and lengths the claims hold.{summary}
 
 - **Constants**: the built-in profiles of V100-32GB and A800-80GB, which are derived from public
   per-layer measurements, with an assumed all-reduce. The paper says "V100-SXM2-32GB (connected over
@@ -440,8 +455,8 @@ DIFFERENCES = """
 ## What differs from the paper, and why
 
 - **Nothing was measured here.** The constants come from other people's measurements of the same
-  cards. vLLM 0.6 on a V100 had no FlashAttention and more overhead in each step, which makes the
-  V100s of the paper slower than these, and the A800's lead in cluster B larger.
+  cards. vLLM 0.6 on a V100 had no FlashAttention and more overhead in each step, which would make
+  the paper's V100s slower than these, and the A800's lead in cluster B larger.
 - **Lengths.** The paper samples ShareGPT without saying what of a conversation is the prompt. With
   first turns alone the clusters are hardly loaded at the paper's rates, so that policies differ
   little below "at once". With whole conversations they are overloaded at each of its rates. In
