@@ -114,6 +114,11 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
         "upstream_errors_total": ("counter", "instance reason"),
         "client_disconnects_total": ("counter", "instance"),
         "overhead_seconds": ("histogram", ""),
+        "queue_depth": ("gauge", ""),
+        "queue_wait_seconds": ("histogram", ""),
+        "queue_rejections_total": ("counter", "reason"),
+        "instance_speed_factor": ("gauge", "instance"),
+        "instance_waiting_first_token": ("gauge", "instance"),
         "build_info": ("gauge", "version"),
     }
     return {

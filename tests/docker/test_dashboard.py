@@ -134,11 +134,12 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap(files):
                 assert other == panel["title"], f"{panel['title']} lies on {other}"
 
 
-def test_the_rows_ask_the_four_questions(files):
+def test_the_rows_ask_the_questions_in_order(files):
     rows = [panel["title"] for panel in files.dashboard()["panels"] if panel["type"] == "row"]
     assert rows == [
         "Is it healthy?",
         "Is the load even?",
+        "Who waits?",
         "Is it fast?",
         "Is the gateway cheap and right?",
     ]
