@@ -93,7 +93,7 @@ FIGURES = (
 
 def simulated(
     experiment: Experiment, policy: str, rate: float, seed: int, moments: Moments
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The figures of a simulated run."""
     result: RunResult = run_once(experiment, policy, rate, seed, moments)
     return {
@@ -102,6 +102,10 @@ def simulated(
         "latency_p99_s": result.latency_s.p99,
         "ttft_mean_s": result.ttft_s.mean,
         "output_tokens_per_s": result.throughput_tokens_per_s,
+        "requests": {
+            str(instance.instance_id): done.requests
+            for instance, done in zip(experiment.instances, result.instances, strict=True)
+        },
     }
 
 
@@ -182,6 +186,7 @@ class Rig:
             "latency_p99_s": in_hardware_s.latency_s.p99,
             "ttft_mean_s": in_hardware_s.ttft_s.mean,
             "output_tokens_per_s": in_hardware_s.output_tokens_per_s,
+            "requests": {i.instance_id: i.requests for i in summary.instances},
             "errors": summary.errors,
             "wall_s": wall_s,
             "cpu_cores": cpu,
@@ -211,9 +216,9 @@ class Rig:
             await self._cluster.slow_down(instance_id, factor)
 
     async def _watch_speeds(self, speeds: list[dict[str, Any]]) -> None:
-        """The speed factors that the gateway shows, while there are faults to be seen in them."""
+        """The speed factors that the gateway shows, under a policy that has them."""
         begin_s = time.perf_counter()
-        while self._faults:
+        while True:
             listed = await self._cluster.instances()
             if any(i["speed_factor"] is None for i in listed):
                 return

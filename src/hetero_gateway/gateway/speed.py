@@ -81,6 +81,10 @@ class StepWatch:
                 seen.setdefault(dispatch.instance_id, []).append(steps)
         scheduler = self._fleet.scheduler
         for instance_id in self._fleet.instances:
-            # No steps say that nothing was seen: the next figures count from here.
-            steps = statistics.median(seen[instance_id]) if instance_id in seen else 0.0
-            scheduler.observe_steps(instance_id, steps, elapsed_s, now_s)
+            if instance_id in seen:
+                steps = statistics.median(seen[instance_id])
+                scheduler.observe_steps(instance_id, steps, elapsed_s, now_s)
+            else:
+                # No stream was there for the whole interval, which says nothing of its steps: with
+                # the interval's length, it would be an engine that hangs. The next count from here.
+                scheduler.observe_steps(instance_id, 0.0, 0.0, now_s)
