@@ -47,7 +47,9 @@ class RunningGateway:
         """What the queue's policy knows of each instance: every sum but the speed factor."""
         scheduler = self.gateway.fleet.scheduler
         slots = np.array([scheduler.slot(i) for i in self.gateway.fleet.instances], dtype=np.intp)
-        rows = np.delete(scheduler.progress.rows(slots, time.monotonic()), [SPEED, 7], axis=0)
+        rows = np.delete(
+            scheduler.progress.rows(slots, time.monotonic()), [SPEED, 7, 9], axis=0
+        )  # and two times
         stages = scheduler.progress.stages(slots)
         return np.concatenate((rows.T, stages), axis=1).tolist()  # type: ignore[no-any-return]
 
