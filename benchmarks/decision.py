@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from hetero_gateway.config import builtin_profiles
+from hetero_gateway.core.decision import Decision
 from hetero_gateway.core.policies import POLICY_NAMES, make_policy
-from hetero_gateway.core.scheduler import Decision, Scheduler
+from hetero_gateway.core.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request
 
 PROFILES = (

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.core.cost_model import request_time_s
+from hetero_gateway.core.decision import Decision
 from hetero_gateway.core.ledger import Dispatch
 from hetero_gateway.core.length import STAGE_TOKENS
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime, idle_before_drain_s
 from hetero_gateway.core.progress import Outlook
 from hetero_gateway.core.queue import Ticket
-from hetero_gateway.core.scheduler import Decision, Scheduler
+from hetero_gateway.core.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason
 
 from .builders import FAST, SLOW, candidates, chosen, profile, profiles, request, scheduler, spec

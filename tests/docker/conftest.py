@@ -115,11 +115,6 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
         "client_disconnects_total": ("counter", "instance"),
         "overhead_seconds": ("histogram", ""),
         "build_info": ("gauge", "version"),
-        "queue_depth": ("gauge", ""),
-        "queue_wait_seconds": ("histogram", ""),
-        "queue_rejections_total": ("counter", "reason"),
-        "instance_speed_factor": ("gauge", "instance"),
-        "instance_waiting_first_token": ("gauge", "instance"),
     }
     return {
         f"hetero_gateway_{n}": (kind, set(labels.split())) for n, (kind, labels) in listed.items()

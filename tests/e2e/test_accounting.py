@@ -41,9 +41,12 @@ async def one_request(port: int, rng: random.Random) -> None:
         {
             "model": rng.choice(["m", "m", "m", "nope"]),
             "messages": [{"role": "user", "content": "x" * rng.randrange(2000)}],
+            # Long ones fill an instance's share of prompts without a first token, so that others
+            # wait.
+            "prompt": [1] * rng.choice([10, 3000]),
             "stream": rng.random() < 0.6,
             "n": rng.choice([1, 1, 2]),
-            "max_tokens": rng.randrange(1, 2000),
+            "max_tokens": rng.randrange(1, 1000),
             "fake": fault,
         }
     ).encode()

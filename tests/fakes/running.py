@@ -44,12 +44,10 @@ class RunningGateway:
         ]
 
     def progress(self) -> list[list[float]]:
-        """What the queue's policy knows of each instance: every sum but the speed factor."""
+        """Each instance's sums, as the queue's policy sees them, and its streams by stage."""
         scheduler = self.gateway.fleet.scheduler
         slots = np.array([scheduler.slot(i) for i in self.gateway.fleet.instances], dtype=np.intp)
-        rows = np.delete(
-            scheduler.progress.rows(slots, time.monotonic()), [SPEED, 7, 9], axis=0
-        )  # and two times
+        rows = scheduler.progress.rows(slots, time.monotonic())[:SPEED]
         stages = scheduler.progress.stages(slots)
         return np.concatenate((rows.T, stages), axis=1).tolist()  # type: ignore[no-any-return]
 

@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from hetero_gateway.config import GatewayConfig
+from hetero_gateway.core.decision import Decision
 from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, make_policy
-from hetero_gateway.core.scheduler import Decision, Scheduler
+from hetero_gateway.core.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
 from hetero_gateway.gateway.reasons import decision_reason, number
 from tests.fakes.running import (

@@ -31,7 +31,7 @@ DEFAULT_SLO_TPOT_S = 0.2
 
 _EXAMPLE = """\
 examples:
-  hetero-gateway simulate -c configs/clusters/v100-tp4-tp1.yaml
+  hetero-gateway simulate -c configs/clusters/paper-a.yaml
   hetero-gateway simulate -c cluster.yaml --rate 8,16,inf --policy finish-time,round-robin
   hetero-gateway simulate -c cluster.yaml --requests trace.csv --load 0.8 --report report.html
 

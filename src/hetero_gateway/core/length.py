@@ -131,24 +131,25 @@ class ResidualLives:
         self._prior_requests = prior_requests
         self._lengths: dict[str, deque[float]] = {}
         self._tables: dict[str, FloatArray] = {}
-        self._seen: dict[str, int] = {}
+        self._unseen: dict[str, int] = {}  # finished since the table was made
         self._unknown = np.full(len(STAGE_TOKENS), prior_tokens)
 
     def table(self, model: str) -> FloatArray:
         """Expected further output tokens of one sequence, by stage; do not write to it."""
+        # Made only when someone asks: most policies never do.
+        if self._unseen.get(model, 0) >= self._REFRESH_EVERY:
+            self._unseen[model] = 0
+            self._tables[model] = self._residuals(np.array(self._lengths[model]))
         return self._tables.get(model, self._unknown)
 
     def observe(self, model: str, output_tokens: float) -> None:
         """Learn from one finished sequence."""
-        model = _bounded(model, self._lengths)
         lengths = self._lengths.get(model)
         if lengths is None:
-            lengths = self._lengths[model] = deque(maxlen=self._HISTORY)
-            self._seen[model] = 0
+            model = _bounded(model, self._lengths)
+            lengths = self._lengths.setdefault(model, deque(maxlen=self._HISTORY))
         lengths.append(output_tokens)
-        self._seen[model] += 1
-        if self._seen[model] % self._REFRESH_EVERY == 0:
-            self._tables[model] = self._residuals(np.array(lengths))
+        self._unseen[model] = self._unseen.get(model, 0) + 1
 
     def _residuals(self, lengths: FloatArray) -> FloatArray:
         # Those in a stage are on average in its middle; the last one has no end.

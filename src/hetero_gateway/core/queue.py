@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
+from hetero_gateway.core.decision import Decision
 from hetero_gateway.core.ledger import Dispatch
 from hetero_gateway.core.types import InstanceId, Reject, Request
 
@@ -36,7 +37,7 @@ class Ticket:
         self.enqueued_s = enqueued_s
         self.exclude = exclude
         self.owner = owner
-        self.decision: Any = None
+        self.decision: Decision | None = None
         self.dispatch: Dispatch | None = None
         self.rejected: Reject | None = None
 

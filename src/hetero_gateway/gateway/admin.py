@@ -23,7 +23,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_gateway.config import InstanceConfig, load_gateway_config, parse_model
-from hetero_gateway.core.scheduler import Decision
+from hetero_gateway.core.decision import Decision
 from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.core.types import Request as CoreRequest
 from hetero_gateway.errors import ClientError, ConfigError

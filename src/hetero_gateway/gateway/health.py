@@ -68,7 +68,6 @@ class HealthMonitor:
     async def _first_probe(self, instance: Instance) -> None:
         async with self._client(instance) as client:
             await self._probe(instance, client)
-            await self._scrape(instance, client)
         if not instance.up:
             _log.warning("instance %s is not reachable: %s", instance.id, instance.down_reason)
         self.watch(instance)
@@ -117,10 +116,9 @@ class HealthMonitor:
                 except TimeoutError:
                     pass
                 try:
-                    was_up = instance.up
                     await self._probe(instance, client)
                     due = time.monotonic() - scraped_s >= config.scrape_interval_s
-                    if instance.up and (due or not was_up):
+                    if instance.up and due:
                         scraped_s = time.monotonic()
                         await self._scrape(instance, client)
                 except Exception:
@@ -134,6 +132,9 @@ class HealthMonitor:
         except httpx.HTTPError as error:
             problem = f"/health: {type(error).__name__}: {error}".rstrip(": ")
         if not problem:
+            if not instance.up:
+                # Before it opens: it may have been started anew, with other models.
+                await self._scrape(instance, client)
             self._fleet.mark_up(instance)
             return
         instance.failed_probes += 1

@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hetero_gateway.config import QueueConfig
+from hetero_gateway.core.decision import Decision
 from hetero_gateway.core.ledger import Dispatch
 from hetero_gateway.core.queue import Ticket
-from hetero_gateway.core.scheduler import Decision
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.errors import ClientError
 from hetero_gateway.gateway.answers import shutting_down
@@ -168,6 +168,7 @@ class Placement:
         if ticket.rejected is not None:
             return ticket.rejected
         assert ticket.dispatch is not None
+        assert ticket.decision is not None
         assert waiter.instance is not None
         waited_s = waiter.placed_s - now_s
         self._metrics.queue_wait_s.observe(waited_s)

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from hetero_gateway.core.cost_model import FloatArray
-from hetero_gateway.core.scheduler import Decision
+from hetero_gateway.core.decision import Decision
 
 # What they add to a load differs, the rule does not: the lowest load with the request on it wins.
 _LOWEST_LOAD = frozenset(("min-max", "memory-based", "least-work"))

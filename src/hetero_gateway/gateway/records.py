@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero_gateway.core.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.decision import Decision
 from hetero_gateway.core.length import BytesPerToken, OutputLengthPredictor
-from hetero_gateway.core.scheduler import Decision
 from hetero_gateway.core.types import Outcome, Request
 from hetero_gateway.gateway.downstream import Downstream
 from hetero_gateway.gateway.fleet import Fleet

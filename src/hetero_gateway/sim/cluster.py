@@ -178,6 +178,7 @@ class _Run:
         self._now_s = 0.0
         self._events: list[tuple[float, int, int]] = []
         self._ticking = False
+        self._tick = 0
         self._told_steps = [0] * len(instances)
         self._told_s = [0.0] * len(instances)
         self._dead = [0] * len(instances)  # DEAD faults that hold now
@@ -196,8 +197,9 @@ class _Run:
         while True:
             if self._in_flight and not self._ticking:
                 self._ticking = True
-                tick = math.floor(self._now_s / interval_s) + 1
-                heapq.heappush(events, (tick * interval_s, _TICK, tick))
+                # At least the one after the last, wherever the division is rounded to.
+                self._tick = max(self._tick, math.floor(self._now_s / interval_s)) + 1
+                heapq.heappush(events, (self._tick * interval_s, _TICK, self._tick))
             until_s = events[0][0] if events else math.inf
             waking = False
             if scheduler.queued:

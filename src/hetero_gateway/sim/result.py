@@ -9,7 +9,9 @@ Times count from a request's arrival, so that waiting in the gateway's queue is 
     steady       tokens/s  output tokens generated while the cluster was in its stride: from when
                            20 % of the requests had finished to when 80 % had or, if that is
                            earlier, the first instance ran dry after the last arrival. By
-                           arrivals, an overloaded cluster would be seen while it fills up.
+                           arrivals, an overloaded cluster would be seen while it fills up. With
+                           everything at once: from the start until the first one runs dry;
+                           leaving out the start, which only prefills, would flatter it.
     TTFT         s         first output token
     TPOT         s/token   (last − first) / (output tokens − 1), of outputs of 2 or more
     latency      s         last output token
@@ -161,6 +163,8 @@ def _steady(
     ends_s = np.sort(finish_s)
     start_s, last_arrival_s = float(workload.arrival_s[0]), float(workload.arrival_s[-1])
     dry_s = start_s + min(i.completion_s for i in shares if i.requests)
+    if last_arrival_s == start_s:
+        return start_s, dry_s
     from_s, to_s = (float(ends_s[round(q * (ends_s.size - 1))]) for q in (_FROM, _TO))
     to_s = min(to_s, max(last_arrival_s, dry_s))
     return (from_s if from_s < to_s else start_s), to_s

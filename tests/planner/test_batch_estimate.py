@@ -1,0 +1,131 @@
+"""Algorithm 1: its batches, its times, and what the errata change."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.planner.batch_estimate import (
+    BatchEstimate,
+    Infeasible,
+    estimate_throughput,
+)
+
+CONSTANTS = Constants(1e-4, 2e-4, 3e-6, 0.01, 1e-7, 1e-4, 3e-7, 0.02)
+
+lengths = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400)), min_size=1, max_size=40)
+capacities = st.integers(800, 20_000)
+
+
+def profile(kv_capacity_tokens=1000, tensor_parallel=1):
+    return Profile("gpu", "model", tensor_parallel, CONSTANTS, kv_capacity_tokens)
+
+
+def estimate(requests, accelerators=1, kv_capacity_tokens=1000, tensor_parallel=1, **options):
+    prompts, outputs = zip(*requests, strict=True)
+    instance = profile(kv_capacity_tokens, tensor_parallel)
+    return estimate_throughput(instance, accelerators, prompts, outputs, **options)
+
+
+def as_printed(requests, capacity, padded=True):
+    """Algorithm 1 line by line, with errata 8 and 9; returns (batches, total time)."""
+    total_time, batched, batches = 0.0, 0, []
+    while batched < len(requests):
+        begin, end = batched, batched
+        for r in range(begin, len(requests)):
+            i_sum = sum(i for i, _ in requests[begin : r + 1])
+            max_o = max(o for _, o in requests[begin : r + 1])
+            if i_sum + (r - begin + 1) * max_o > capacity:
+                break
+            end = r + 1
+        batch = requests[begin:end]
+        batched = end
+        i_b = max(i for i, _ in batch) if padded else sum(i for i, _ in batch) / len(batch)
+        o_b = max(o for _, o in batch)
+        total_time += prefill_time_s(CONSTANTS, len(batch), i_b)
+        total_time += decode_time_s(CONSTANTS, len(batch), i_b, o_b)
+        batches.append(len(batch))
+    return tuple(batches), total_time
+
+
+@given(lengths, capacities)
+def test_it_is_the_printed_algorithm(requests, capacity):
+    batches, total_time_s = as_printed(requests, capacity)
+    result = estimate(requests, kv_capacity_tokens=capacity)
+    assert isinstance(result, BatchEstimate)
+    assert result.batch_sizes == batches
+    assert result.total_time_s == pytest.approx(total_time_s)
+
+
+@given(lengths, capacities)
+def test_unpadded_has_the_same_batches_and_never_takes_longer(requests, capacity):
+    padded = estimate(requests, kv_capacity_tokens=capacity)
+    unpadded = estimate(requests, kv_capacity_tokens=capacity, estimator="unpadded")
+    assert unpadded.batch_sizes == padded.batch_sizes
+    assert unpadded.total_time_s == pytest.approx(as_printed(requests, capacity, padded=False)[1])
+    assert unpadded.total_time_s <= padded.total_time_s * (1 + 1e-12)
+
+
+@given(lengths, capacities)
+def test_every_request_is_in_one_batch_that_fits(requests, capacity):
+    sizes = estimate(requests, kv_capacity_tokens=capacity).batch_sizes
+    assert sum(sizes) == len(requests)
+    begin = 0
+    for size in sizes:
+        batch = requests[begin : begin + size]
+        assert sum(i for i, _ in batch) + size * max(o for _, o in batch) <= capacity
+        begin += size
+
+
+def test_a_batch_is_padded_to_its_longest_prompt_and_output():
+    result = estimate([(10, 40), (100, 20)])
+    assert result.batch_sizes == (2,)
+    assert result.total_time_s == pytest.approx(
+        prefill_time_s(CONSTANTS, 2, 100) + decode_time_s(CONSTANTS, 2, 100, 40)
+    )
+    unpadded = estimate([(10, 40), (100, 20)], estimator="unpadded")
+    assert unpadded.total_time_s == pytest.approx(
+        prefill_time_s(CONSTANTS, 2, 55) + decode_time_s(CONSTANTS, 2, 55, 40)
+    )
+
+
+def test_the_last_request_is_batched_and_the_loop_ends():
+    # Erratum 8: `until n > q` would go on with an empty batch.
+    assert estimate([(600, 300)] * 3).batch_sizes == (1, 1, 1)
+
+
+def test_a_request_that_fits_nowhere_is_named():
+    # Erratum 9: the print would make empty batches for ever.
+    result = estimate([(10, 10), (900, 101), (10, 10)])
+    assert result == Infeasible(1, 1001, 1000)
+    assert result.detail == "request 1 needs 1001 KV tokens, an instance has 1000"
+
+
+def test_the_machine_has_as_many_instances_as_its_accelerators_make():
+    # Erratum 10: (u / t)·TP, not t·TP.
+    one = estimate([(100, 50)], accelerators=2, tensor_parallel=2)
+    four = estimate([(100, 50)], accelerators=8, tensor_parallel=2)
+    assert one.tokens_per_s == one.instance_tokens_per_s == 150 / one.total_time_s
+    assert four.tokens_per_s == pytest.approx(4 * one.tokens_per_s)
+
+
+def test_another_capacity_and_a_limit_of_sequences_cut_the_batches():
+    requests = [(50, 50)] * 10
+    assert estimate(requests).batch_sizes == (10,)
+    assert estimate(requests, kv_capacity_tokens=400).batch_sizes == (4, 4, 2)
+    prompts, outputs = zip(*requests, strict=True)
+    smaller = estimate_throughput(profile(), 1, prompts, outputs, kv_capacity_tokens=250)
+    assert smaller.batch_sizes == (2, 2, 2, 2, 2)
+    assert estimate(requests, max_num_seqs=3).batch_sizes == (3, 3, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "outputs", "accelerators", "tensor_parallel"),
+    [([], [], 1, 1), ([1, 2], [1], 1, 1), ([1], [1], 3, 2), ([1], [1], 0, 1)],
+)
+def test_what_makes_no_sense_is_refused(prompts, outputs, accelerators, tensor_parallel):
+    with pytest.raises(ValueError, match=r"must pair up|do not make"):
+        estimate_throughput(
+            profile(tensor_parallel=tensor_parallel), accelerators, prompts, outputs
+        )
