@@ -85,11 +85,6 @@ class StepWatch:
                 steps = statistics.median(seen[instance_id])
                 scheduler.observe_steps(instance_id, steps, elapsed_s, now_s)
             else:
-<<<<<<< HEAD
-                # No stream was there for the whole interval, which says nothing of its steps: with
-                # the interval's length, it would be an engine that hangs. The next count from here.
-=======
                 # Nothing was seen, which is not the same as no step: the next figures count from
                 # here.
->>>>>>> main
                 scheduler.observe_steps(instance_id, 0.0, 0.0, now_s)
