@@ -122,6 +122,14 @@ def test_the_speed_factor_converges_to_observed_over_modelled(factor: float) -> 
     assert p.speed(1) == 1.0
 
 
+def test_a_prompt_that_kept_no_decode_step_waiting_does_not_count_in_the_speed() -> None:
+    p = progress()
+    stream(p, 0.0, prompt=5000)
+    step_s = decode_step_time_s(FAST_CONSTANTS, 1, 5005)
+    p.observe_steps(0, 10, 10 * step_s, 10 * step_s)
+    assert p.speed(0) == pytest.approx(1.0, rel=0.01)
+
+
 def test_the_speed_factor_has_bounds_and_forgets() -> None:
     p, now_s = progress(), 0.0
     stream(p, 0.0)

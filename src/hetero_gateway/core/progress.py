@@ -181,12 +181,14 @@ class Progress:
         stay.joined = clock
         rows, n = self._rows, stay.sequences
         rows[_HEARD_S, slot] = now_s
+        if rows[STREAMING, slot] > 0:
+            # Only then was its prefill among decode steps that are observed.
+            prompts, tokens = self._prefills[slot]
+            self._prefills[slot] = (prompts + n, tokens + stay.prompt_tokens)
         rows[STREAMING, slot] += n
         # The first token is out: each sequence holds its prompt and that one.
         rows[CONTEXT, slot] += stay.prompt_tokens + n
         self._stages[slot, 0] += n
-        prompts, tokens = self._prefills[slot]
-        self._prefills[slot] = (prompts + n, tokens + stay.prompt_tokens)
         self._schedule_move(slot, stay)
         self._set_rate(slot)
         return True
