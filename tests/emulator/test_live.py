@@ -53,6 +53,26 @@ def test_ttft_and_tpot_of_a_solo_request_are_those_of_the_profile(emulate):
     assert planned_s == pytest.approx(4 * decode_s)
 
 
+def test_an_instance_can_be_slowed_down_and_back_while_it_runs(emulate):
+    c = Constants(p1=0, p2=0, p3=0, p4=0.001, p5=0, p6=0, p7=0, p8=0.001)
+    instance = emulate(c)
+    asked = {"prompt": "x", "max_tokens": 11, "ignore_eos": True}
+    planned_s = []
+    for factor in (1.0, 20.0, 1.0):
+        answer = instance.post("/emulator/slowdown", {"factor": factor})
+        assert answer.json() == {"factor": factor}
+        before_s = instance.metric("vllm:inter_token_latency_seconds_sum")
+        instance.post("/v1/completions", asked)
+        planned_s.append(instance.metric("vllm:inter_token_latency_seconds_sum") - before_s)
+    assert planned_s == pytest.approx([0.01, 0.2, 0.01])
+
+
+@pytest.mark.parametrize("factor", [0, -1, "fast", None])
+def test_a_slowdown_that_cannot_be_is_refused(instance, factor):
+    assert instance.post("/emulator/slowdown", {"factor": factor}).status_code == 400
+    assert instance.server.emulated.loop.engine.slowdown == 1.0
+
+
 def test_late_wake_ups_do_not_add_up(emulate):
     c = Constants(p1=0, p2=0, p3=0, p4=0.001, p5=0, p6=0, p7=0, p8=0.013)
     instance = emulate(c, time_scale=10)

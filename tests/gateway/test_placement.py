@@ -353,6 +353,20 @@ async def test_the_speed_factor_follows_what_the_streams_show() -> None:
         await asyncio.gather(*streams)
 
 
+async def test_answers_shorter_than_an_interval_do_not_look_like_a_hang() -> None:
+    # Always one or two streams, at the speed of the profile, and none through a whole second.
+    async with fake_instances(1) as fakes, serving(config_for(fakes)) as (running, client):
+        scheduler = running.gateway.fleet.scheduler
+        slot = scheduler.slot(InstanceId("i0"))
+        body = chat(events=20, delay_s=0.012)
+        streams = []
+        for _ in range(16):
+            streams.append(asyncio.create_task(client.post(CHAT, json=body)))
+            await asyncio.sleep(0.15)
+        assert scheduler.progress.speed(slot) < 1.5
+        await asyncio.gather(*streams)
+
+
 async def test_finished_lengths_are_learnt() -> None:
     async with fake_instances(1) as fakes, serving(config_for(fakes)) as (running, client):
         scheduler = running.gateway.fleet.scheduler

@@ -92,7 +92,7 @@ def test_the_demo_compares_three_policies(scratch: Path) -> None:
     assert demo.returncode == 0, err
     document = json.loads(out)
     names = [result["policy"] for result in document["results"]]
-    assert names == ["round-robin", "capacity-weighted", "min-max"]
+    assert names == ["round-robin", "capacity-weighted", "finish-time"]
     for result in document["results"]:
         assert result["errors"] == 0
         assert result["requests"] == document["requests"]
@@ -102,7 +102,7 @@ def test_the_demo_compares_three_policies(scratch: Path) -> None:
         assert result["output_tokens"] == document["results"][0]["output_tokens"]
     round_robin = {i["id"]: i["requests"] for i in document["results"][0]["instances"]}
     assert abs(round_robin["v100-tp1"] - round_robin["v100-tp4"]) <= 1
-    assert document["conclusion"].startswith("In this run min-max ")
+    assert document["conclusion"].startswith("In this run finish-time ")
 
 
 @pytest.mark.parametrize(

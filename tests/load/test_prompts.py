@@ -40,6 +40,13 @@ def test_the_output_length_is_forced() -> None:
     assert body["stream_options"] == {"include_usage": True}
 
 
+def test_an_output_length_can_be_kept_from_who_reads_max_tokens() -> None:
+    maker = BodyMaker("m", PromptKind.TOKEN_IDS, True, 4.0, filler_pool(), max_tokens=512)
+    body = decode(maker, 0, 10, 9)
+    assert (body["max_tokens"], body["min_tokens"]) == (512, 9)
+    assert "ignore_eos" not in body
+
+
 def test_a_plain_request_does_not_ask_for_stream_options() -> None:
     body = decode(make(PromptKind.CHAT, stream=False), 0, 10, 9)
     assert "stream" not in body

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from hetero_gateway.load.children import Child, Children
+    from hetero_gateway.load.children import Children
     from hetero_gateway.load.comparison import PolicyResult
     from hetero_gateway.load.trace import LengthMix
 
-POLICIES = ("round-robin", "capacity-weighted", "min-max")
+POLICIES = ("round-robin", "capacity-weighted", "finish-time")
 MODEL = "Llama-3-8B"
 # Instance id: built-in profile.
 INSTANCES = {
@@ -155,16 +155,15 @@ class _Demo:
         children: Children,
         console: Console,
     ) -> None:
+        from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance
         from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
         from hetero_gateway.load.trace import schedule, synthetic_trace
 
-        self._port = port
         self._seed = args.seed
-        self._folder = folder
         self._children = children
         self._console = console
-        self._instance_urls: dict[str, str] = {}
-        self._gateway: Child | None = None
+        instances = [EmulatedInstance(name, profile) for name, profile in INSTANCES.items()]
+        self._cluster = EmulatedCluster(instances, MODEL, TIME_SCALE, port, folder, children)
         self._maker = BodyMaker(MODEL, PromptKind.CHAT, True, 4.0, filler_pool())
         count = max(20, round(args.seconds * _ARRIVAL_SHARE * RATE_PER_S * TIME_SCALE))
         trace = synthetic_trace(count, args.seed, _mix())
@@ -172,24 +171,10 @@ class _Demo:
         self._lost_s = 0.0
         self._late_s = 0.0
 
-    @property
-    def _url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
-
     async def start_instances(self) -> None:
-        """Start the emulated instances, and write the gateway's configuration."""
-        started = [
-            self._children.start(
-                name,
-                *("emulate", "--profile", profile, "--model", MODEL, "--port", "0"),
-                *("--time-scale", f"{TIME_SCALE:g}"),
-            )
-            for name, profile in INSTANCES.items()
-        ]
+        """Start the emulated instances."""
         self._console.print(f"Starting {' and '.join(INSTANCES)}, emulated …")
-        for child in started:
-            self._instance_urls[child.name] = await child.url()
-        self._write_config()
+        await self._cluster.start_instances()
 
     async def run_policy(self, policy: str, progress: Progress) -> PolicyResult:
         """A fresh gateway with this policy, the whole load through it, and what came out."""
@@ -199,16 +184,16 @@ class _Demo:
         from hetero_gateway.load.replay import ReplayOptions, replay
         from hetero_gateway.load.result import summarise
 
-        await self._start_gateway(policy)
-        lost_before_s = await self._emulators_lost_s()
+        await self._cluster.start_gateway(policy)
+        lost_before_s = await self._cluster.lost_s()
         options = ReplayOptions(timeout_s=_REQUEST_TIMEOUT_S)
         async with watch(progress, policy, len(self._load)) as counter:
             records = await replay(
-                parse_target(self._url), self._load, self._maker, options, counter.add
+                parse_target(self._cluster.url), self._load, self._maker, options, counter.add
             )
         self._children.check()
         summary = summarise(records)
-        self._lost_s += await self._emulators_lost_s() - lost_before_s
+        self._lost_s += await self._cluster.lost_s() - lost_before_s
         self._late_s = max(self._late_s, summary.send_delay_s.p99 or 0.0)
         return PolicyResult(policy, summary.scaled(TIME_SCALE))
 
@@ -254,14 +239,14 @@ class _Demo:
         body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]})
         print(
             f"Serving until Ctrl-C, policy {POLICIES[-1]}, under light load:\n"
-            f"  dashboard        {self._url}/dashboard\n"
-            f"  OpenAI base_url  {self._url}/v1   (model {MODEL}, any API key)\n"
-            f"  try              curl -s {self._url}/v1/chat/completions "
+            f"  dashboard        {self._cluster.url}/dashboard\n"
+            f"  OpenAI base_url  {self._cluster.url}/v1   (model {MODEL}, any API key)\n"
+            f"  try              curl -s {self._cluster.url}/v1/chat/completions "
             f"-H 'Content-Type: application/json' -d '{body}'",
             file=sys.stderr if as_json else sys.stdout,
             flush=True,
         )
-        target = parse_target(self._url)
+        target = parse_target(self._cluster.url)
         options = ReplayOptions(timeout_s=_REQUEST_TIMEOUT_S)
         seed = self._seed
         while True:
@@ -269,74 +254,6 @@ class _Demo:
             load = schedule(synthetic_trace(20, seed, _mix()), _TRICKLE_PER_S, seed)
             await replay(target, load, self._maker, options)
             self._children.check()
-
-    async def _start_gateway(self, policy: str) -> None:
-        """Replace the gateway, and wait until it sees every instance up."""
-        import httpx
-
-        from hetero_gateway.errors import HeteroGatewayError
-        from hetero_gateway.load.children import START_TIMEOUT_S
-
-        if self._gateway is not None:
-            self._children.stop(self._gateway)
-        self._gateway = self._children.start(
-            "the gateway",
-            *("serve", "-c", str(self._folder / "gateway.yaml"), "--host", "127.0.0.1"),
-            *("--port", str(self._port), "--policy", policy, "--log-level", "warning"),
-        )
-        await self._gateway.url()
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S), httpx.AsyncClient() as client:
-                while True:
-                    answer = await client.get(f"{self._url}/admin/instances")
-                    if all(i["up"] for i in answer.raise_for_status().json()["instances"]):
-                        return
-                    self._children.check()
-                    await asyncio.sleep(0.05)
-        except (TimeoutError, httpx.HTTPError) as error:
-            self._children.check()
-            raise HeteroGatewayError(
-                f"the gateway does not see the instances: {error!r}"
-            ) from error
-
-    async def _emulators_lost_s(self) -> float:
-        """Seconds by which the emulated clocks gave way to an overloaded machine, both together."""
-        import httpx
-
-        total_s = 0.0
-        async with httpx.AsyncClient() as client:
-            for url in self._instance_urls.values():
-                text = (await client.get(f"{url}/metrics")).text
-                for line in text.splitlines():
-                    if line.startswith("hetero_gateway_emulator_lost_seconds"):
-                        total_s += float(line.rsplit(" ", 1)[1])
-        return total_s
-
-    def _write_config(self) -> None:
-        """Write the gateway's configuration, its profiles on the emulators' faster clock."""
-        import yaml
-
-        from hetero_gateway.config import load_profile
-
-        instances = []
-        for name, url in self._instance_urls.items():
-            profile = load_profile(INSTANCES[name])
-            scaled = profile.constants.scaled(1 / TIME_SCALE)
-            document = {
-                "gpu": profile.gpu,
-                "model": profile.model,
-                "tensor_parallel": profile.tensor_parallel,
-                "constants": {f"p{i}": getattr(scaled, f"p{i}") for i in range(1, 9)},
-                "kv_capacity_tokens": profile.kv_capacity_tokens,
-                "max_num_seqs": profile.max_num_seqs,
-                "source": {"how": "derived", "note": f"{profile.name} at {TIME_SCALE:g}× speed"},
-            }
-            (self._folder / f"{name}.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
-            instances.append(
-                {"id": name, "base_url": url, "model": MODEL, "profile": f"{name}.yaml"}
-            )
-        config = {"server": {"shutdown_timeout_s": 1}, "instances": instances}
-        (self._folder / "gateway.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
 def _mix() -> LengthMix:

@@ -24,6 +24,7 @@ example:
 
 Prompts are counted as 4 bytes per token (exactly when given as token ids). The same body gets the
 same answer on every instance of one seed. Times are those of the profile, divided by the scale.
+POST /emulator/slowdown with {"factor": 2} makes every further step take twice as long.
 """
 
 

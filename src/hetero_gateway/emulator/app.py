@@ -73,6 +73,7 @@ class EmulatedVLLM:
         self._forms: dict[str, Callable[[Json], Json]] = {
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
+            "/emulator/slowdown": self._slow_down,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -316,6 +317,12 @@ class EmulatedVLLM:
         self._model(body)
         tokens = validate(bodies.DetokenizeBody, body).tokens
         return {"prompt": b"".join(map(token_text, tokens)).decode("utf-8", "replace")}
+
+    def _slow_down(self, body: Json) -> Json:
+        """Ours, not vLLM's: the next steps take ``factor`` times what the profile says."""
+        factor = validate(bodies.SlowdownBody, body).factor
+        self.loop.engine.slowdown = factor
+        return {"factor": factor}
 
 
 class _Context:

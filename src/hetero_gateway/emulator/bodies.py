@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_gateway.emulator.errors import ApiError, bad_value, validate
 from hetero_gateway.emulator.text import (
@@ -166,6 +166,10 @@ class TokenizeBody(_Body):
 
 class DetokenizeBody(_Body):
     tokens: list[int]
+
+
+class SlowdownBody(_Body):
+    factor: float = Field(gt=0, le=1e6, allow_inf_nan=False)
 
 
 def chat_ask(body: Json, model: str) -> Ask:

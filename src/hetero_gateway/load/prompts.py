@@ -48,6 +48,10 @@ class BodyMaker:
         stream: ask for a stream, with the closing usage chunk.
         bytes_per_token: length of filler text per wanted token.
         pool: the filler text; ``filler_pool`` makes it.
+        max_tokens: None: each request's is its output length, so that any engine gives exactly
+            that, and whoever reads the request knows it. A number: all have this one, and the
+            output length is asked for as ``min_tokens``, which no gateway looks at. An emulated
+            instance whose own lengths are 1 token then gives exactly that.
     """
 
     model: str
@@ -55,14 +59,15 @@ class BodyMaker:
     stream: bool
     bytes_per_token: float
     pool: str
+    max_tokens: int | None = None
 
     def body(self, index: int, input_tokens: int, output_tokens: int) -> bytes:
         """The body of request number ``index``; ``ignore_eos`` makes the output length exact."""
-        document: dict[str, Any] = {
-            "model": self.model,
-            "max_tokens": output_tokens,
-            "ignore_eos": True,
-        }
+        document: dict[str, Any] = {"model": self.model}
+        if self.max_tokens is None:
+            document |= {"max_tokens": output_tokens, "ignore_eos": True}
+        else:
+            document |= {"max_tokens": self.max_tokens, "min_tokens": output_tokens}
         if self.stream:
             document["stream"] = True
             document["stream_options"] = {"include_usage": True}
