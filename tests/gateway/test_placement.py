@@ -176,14 +176,11 @@ async def test_a_wait_that_is_too_long_is_429_and_leaves_the_queue() -> None:
 async def test_the_total_time_out_counts_while_waiting() -> None:
     config = lambda fakes: narrow(fakes, timeouts={"total_s": 0.3})  # noqa: E731
     async with fake_instances(1) as fakes, serving(config(fakes)) as (running, client):
-        posts = []
-        for _ in range(3):
-            # Each holds the instance until its own time is over.
-            posts.append(asyncio.create_task(client.post(CHAT, json=chat(hang=True))))
-            await asyncio.sleep(0.02)
+        # Who is sent on holds the instance until its own time is over, when that of all is.
+        posts = [client.post(CHAT, json=chat(hang=True)) for _ in range(8)]
         answers = await asyncio.gather(*posts)
-        assert [error_of(answer) for answer in answers] == [(504, "upstream_timeout")] * 3
-        assert fakes[0].requests < 3
+        assert [error_of(answer) for answer in answers] == [(504, "upstream_timeout")] * 8
+        assert fakes[0].requests < 8
         assert 'instance="",model="m",outcome="timed_out"' in await running.metrics()
 
 
