@@ -298,14 +298,13 @@ class Scheduler:
         if position is None:
             assert candidates.estimates is not None
             position = int(candidates.estimates.cost_s.argmin())
-        charges = self._policy.charges(candidates)
         return Decision(
             candidates.ids[position],
             request,
             position,
-            float(charges[position]),
+            self._policy.charge(candidates, position),
             candidates,
-            charges,
+            self._policy,
             excluded,
             waits,
         )

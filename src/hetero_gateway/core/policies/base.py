@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.cost_model import FloatArray, workloads
+from hetero_gateway.core.cost_model import FloatArray, workload, workloads
 from hetero_gateway.core.progress import Estimates, Outlook
 from hetero_gateway.core.types import InstanceId, Request
 
@@ -90,6 +90,14 @@ class Candidates:
             self._workload = workloads(self.request_time_s, self.kv_usage, self.theta)
         return self._workload
 
+    def workload_at(self, position: int) -> float:
+        """w_r^s of one candidate; most policies need no other."""
+        if self._workload is not None:
+            return float(self._workload[position])
+        return workload(
+            float(self.request_time_s[position]), float(self.kv_usage[position]), self.theta
+        )
+
 
 class Policy(Protocol):
     """What chooses."""
@@ -112,6 +120,10 @@ class Policy(Protocol):
         """What each candidate's load would grow by if it were chosen."""
         ...
 
+    def charge(self, candidates: Candidates, position: int) -> float:
+        """The same for one candidate alone."""
+        ...
+
 
 class PlacesAtOnce:
     """A policy that sends every request on as it comes."""
@@ -124,6 +136,9 @@ class WorkloadCharge(PlacesAtOnce):
 
     def charges(self, candidates: Candidates) -> FloatArray:
         return candidates.workload()
+
+    def charge(self, candidates: Candidates, position: int) -> float:
+        return candidates.workload_at(position)
 
 
 def argmin_with_random_ties(scores: FloatArray, rng: np.random.Generator) -> int:
