@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ from hetero_gateway.core.progress import Estimates, Outlook
 from hetero_gateway.core.types import InstanceId, Request
 
 Objective = Literal["latency", "makespan"]
+# Compiles a function, as numba.njit does.
+Jit = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +127,18 @@ class Policy(Protocol):
         """The same for one candidate alone."""
         ...
 
+    def compile(self, jit: Jit) -> None:
+        """Have ``jit`` compile what it computes with, if that pays; the results are the same."""
+        ...
+
 
 class PlacesAtOnce:
     """A policy that sends every request on as it comes."""
 
     queues = False
+
+    def compile(self, jit: Jit) -> None:
+        pass
 
 
 class WorkloadCharge(PlacesAtOnce):
