@@ -12,6 +12,7 @@ from hetero_gateway.core.ledger import Dispatch
 from hetero_gateway.core.length import STAGE_TOKENS, ResidualLives
 from hetero_gateway.core.progress import (
     CONTEXT,
+    SILENT_S,
     SPEED,
     STREAMING,
     WAITING,
@@ -155,14 +156,14 @@ def test_an_engine_that_hangs_while_it_streams_is_slow() -> None:
 
 def test_a_slot_is_silent_while_it_owes_a_first_token() -> None:
     p, first, second = progress(), dispatch(), dispatch()
-    assert p.silent_s(SLOTS, 5.0).tolist() == [0, 0]
+    assert p.rows(SLOTS, 5.0)[SILENT_S].tolist() == [0, 0]
     p.placed(first, 5.0)
     p.placed(second, 6.0)
-    assert p.silent_s(SLOTS, 7.0).tolist() == [2, 0]
+    assert p.rows(SLOTS, 7.0)[SILENT_S].tolist() == [2, 0]
     p.first_token(first, 7.5)
-    assert p.silent_s(SLOTS, 8.0).tolist() == [0.5, 0]
+    assert p.rows(SLOTS, 8.0)[SILENT_S].tolist() == [0.5, 0]
     p.first_token(second, 8.0)
-    assert p.silent_s(SLOTS, 9.0).tolist() == [0, 0]
+    assert p.rows(SLOTS, 9.0)[SILENT_S].tolist() == [0, 0]
 
 
 def test_a_slot_that_is_used_again_knows_nothing_of_the_past() -> None:

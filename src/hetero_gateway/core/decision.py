@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hetero_gateway.core.cost_model import FloatArray
-from hetero_gateway.core.policies import Candidates
+from hetero_gateway.core.policies import Candidates, Policy
 from hetero_gateway.core.types import Candidate, InstanceId, InstanceSpec, Request
 
 
@@ -17,9 +17,14 @@ class Decision(NamedTuple):
     position: int
     charge: float
     candidates: Candidates
-    charges: FloatArray
+    policy: Policy
     excluded: tuple[tuple[InstanceSpec, str], ...]
     waits: bool = False  # it would get the request, but not now
+
+    @property
+    def charges(self) -> FloatArray:
+        """What each candidate's load would have grown by."""
+        return self.policy.charges(self.candidates)
 
     def explain(self) -> list[Candidate]:
         """Every candidate's T, KV usage, w and resulting load, and why the others were excluded."""

@@ -45,7 +45,8 @@ class Pool:
         self.kv_capacity_tokens = _assumed_kv_capacities(self.specs)
         capacities = [_capacity_per_s(p, reference) for p in distinct]
         self.capacity = np.array([capacities[index[p]] for p in profiles])
-        self.constants = np.array([dataclasses.astuple(p.constants) for p in profiles]).T
+        constants = np.array([dataclasses.astuple(p.constants) for p in profiles])
+        self.constants = np.ascontiguousarray(constants.T)
         self.max_num_seqs = np.array([float(p.max_num_seqs) for p in profiles])
         self._typical_lengths = (0.0, 0.0)
         self._typical_times_s = np.ones(len(profiles))

@@ -11,6 +11,7 @@ All of it is kept in sums per slot, so that one placement never walks the runnin
     Σ_U P   WAITING_OUTPUT   predicted output tokens of U                            tokens
     Σ_R I+g CONTEXT       cached tokens of R, g being the tokens streamed so far     tokens
     f       SPEED         observed over modelled step time, exponentially forgotten  –
+            SILENT_S      since it has owed a first token without giving any; else 0 s
 
 g is not counted token by token. Each slot has a step clock, the decode steps that its engine has
 made as the model has it (times f), set right by every observation; all that stream on one engine
@@ -36,10 +37,11 @@ from hetero_gateway.core.ledger import Dispatch
 from hetero_gateway.core.length import STAGE_TOKENS
 from hetero_gateway.core.profile import Constants
 
-WAITING, STREAMING, WAITING_PROMPT, WAITING_OUTPUT, CONTEXT, SPEED = range(6)
-# Rows after those are our own: the step clock, when it was read, and its rate; and when the slot
-# last gave a first token, or began to owe one.
-_CLOCK, _READ_S, _STEPS_PER_S, _HEARD_S = 6, 7, 8, 9
+WAITING, STREAMING, WAITING_PROMPT, WAITING_OUTPUT, CONTEXT, SPEED, SILENT_S = range(7)
+# The last is kept as when the slot last gave a first token, or began to owe one. Rows after those
+# are our own: the step clock, when it was read, and its rate.
+_HEARD_S = SILENT_S
+_CLOCK, _READ_S, _STEPS_PER_S = 7, 8, 9
 _ROWS = 10
 
 # The speed factor forgets over seconds of observed steps: long enough to average the noise of a
@@ -247,20 +249,15 @@ class Progress:
 
     def rows(self, slots: NDArray[np.intp], now_s: float) -> FloatArray:
         """The rows of these slots at ``now_s``, by the names above."""
-        rows: FloatArray = self._rows[:, slots]
+        rows: FloatArray = self._rows.take(slots, axis=1)
         elapsed_s = np.maximum(now_s - rows[_READ_S], 0.0)
         rows[CONTEXT] += rows[STREAMING] * elapsed_s * rows[_STEPS_PER_S]
+        rows[SILENT_S] = (now_s - rows[_HEARD_S]) * (rows[WAITING] > 0)
         return rows
-
-    def silent_s(self, slots: NDArray[np.intp], now_s: float) -> FloatArray:
-        """How long each slot has owed a first token without giving any, s; 0 where it owes none."""
-        rows = self._rows
-        result: FloatArray = np.where(rows[WAITING, slots] > 0, now_s - rows[_HEARD_S, slots], 0.0)
-        return result
 
     def stages(self, slots: NDArray[np.intp]) -> FloatArray:
         """Streaming sequences by stage, shape (slots, stages), as of each slot's last event."""
-        result: FloatArray = self._stages[slots]
+        result: FloatArray = self._stages.take(slots, axis=0)
         return result
 
     def streams(self, dispatch: Dispatch) -> bool:

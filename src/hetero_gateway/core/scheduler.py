@@ -30,10 +30,11 @@ from hetero_gateway.core.decision import Decision
 from hetero_gateway.core.ledger import Dispatch, Ledger
 from hetero_gateway.core.length import ResidualLives
 from hetero_gateway.core.policies import Candidates, Policy
+from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.pool import Pool
 from hetero_gateway.core.profile import Constants
-from hetero_gateway.core.progress import Outlook, Progress
+from hetero_gateway.core.progress import SILENT_S, Outlook, Progress
 from hetero_gateway.core.queue import ModelQueue, Ticket
 from hetero_gateway.core.types import (
     InstanceId,
@@ -81,6 +82,10 @@ class Scheduler:
         self._unseen: list[tuple[float, int, Dispatch]] = []
         self._dispatched = 0
         self._pumped_s = -math.inf
+
+    def compile(self, jit: Jit) -> None:
+        """Have ``jit`` compile what the policy computes with. See ``Policy.compile``."""
+        self._policy.compile(jit)
 
     # Membership
 
@@ -298,14 +303,13 @@ class Scheduler:
         if position is None:
             assert candidates.estimates is not None
             position = int(candidates.estimates.cost_s.argmin())
-        charges = self._policy.charges(candidates)
         return Decision(
             candidates.ids[position],
             request,
             position,
-            float(charges[position]),
+            self._policy.charge(candidates, position),
             candidates,
-            charges,
+            self._policy,
             excluded,
             waits,
         )
@@ -347,19 +351,20 @@ class Scheduler:
         if queue is not None and queue:
             mean_times = partial(_mean_request_times_s, pool, queue, kept)
         if kept is not None:
-            constants, kv_capacity = constants[:, kept], kv_capacity[kept]
+            constants, kv_capacity = constants.take(kept, axis=1), kv_capacity[kept]
             max_num_seqs = max_num_seqs[kept]
+        rows = self.progress.rows(candidates.slots, now_s)
         return Outlook(
             constants,
             kv_capacity,
             max_num_seqs,
-            self.progress.rows(candidates.slots, now_s),
+            rows,
             self.progress.stages(candidates.slots),
             self._residual.table(model),
             pool.profiled,
             self._typical_request_time_s(pool, queue, kept),
             0 if queue is None else len(queue),
-            self.progress.silent_s(candidates.slots, now_s),
+            rows[SILENT_S],
             0.0 if queue is None else now_s - queue.last_arrival_s,
             math.inf if queue is None else queue.mean_gap_s,
             mean_times,

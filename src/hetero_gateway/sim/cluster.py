@@ -41,7 +41,7 @@ from hetero_gateway.core.queue import Ticket
 from hetero_gateway.core.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
-from hetero_gateway.sim.fleet import Fleet, can_compile
+from hetero_gateway.sim.fleet import Fleet, can_compile, jit
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 
@@ -108,8 +108,8 @@ def simulate(
         model: the name that requests ask for and all instances serve.
         predictions: (N,), output tokens, in place of the predictor's: the true lengths, say.
         observe_interval_s: time between two ticks, above 0.
-        compiled: run the engines compiled by numba. None: where it is installed and the workload
-            is long enough to be worth it. The records are the same.
+        compiled: run the engines, and the policy's arithmetic, compiled by numba. None: where it
+            is installed and the workload is long enough to be worth it. The records are the same.
 
     Raises:
         ValueError: a profile that no engine can run; see ``Engine``.
@@ -122,6 +122,8 @@ def simulate(
         max_batched_tokens=max_batched_tokens,
         compiled=compiled,
     )
+    if compiled:
+        scheduler.compile(jit)
     run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)
     return run.to_the_end(faults, observe_interval_s)
 

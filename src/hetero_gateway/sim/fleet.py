@@ -38,13 +38,20 @@ def can_compile() -> bool:
 @functools.cache
 def compile_kernel() -> tuple[Any, ...]:
     """What a fleet calls of the kernel, compiled; numba caches the result on disk."""
-    import numba
     from numba.extending import register_jitable
 
     for function in list(vars(kernel).values()):
         if isinstance(function, FunctionType) and function not in _ENTRIES:
             register_jitable(function)
-    return tuple(numba.njit(cache=True)(function) for function in _ENTRIES)
+    return tuple(jit(function) for function in _ENTRIES)
+
+
+@functools.cache
+def jit(function: Any) -> Any:
+    """A function compiled; numba caches the result on disk."""
+    import numba
+
+    return numba.njit(cache=True)(function)
 
 
 class Fleet:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.cost_model import FloatArray, workloads
+from hetero_gateway.core.cost_model import FloatArray, workload, workloads
 from hetero_gateway.core.progress import Estimates, Outlook
 from hetero_gateway.core.types import InstanceId, Request
 
 Objective = Literal["latency", "makespan"]
+# Compiles a function, as numba.njit does.
+Jit = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,14 @@ class Candidates:
             self._workload = workloads(self.request_time_s, self.kv_usage, self.theta)
         return self._workload
 
+    def workload_at(self, position: int) -> float:
+        """w_r^s of one candidate; most policies need no other."""
+        if self._workload is not None:
+            return float(self._workload[position])
+        return workload(
+            float(self.request_time_s[position]), float(self.kv_usage[position]), self.theta
+        )
+
 
 class Policy(Protocol):
     """What chooses."""
@@ -112,11 +123,22 @@ class Policy(Protocol):
         """What each candidate's load would grow by if it were chosen."""
         ...
 
+    def charge(self, candidates: Candidates, position: int) -> float:
+        """The same for one candidate alone."""
+        ...
+
+    def compile(self, jit: Jit) -> None:
+        """Have ``jit`` compile what it computes with, if that pays; the results are the same."""
+        ...
+
 
 class PlacesAtOnce:
     """A policy that sends every request on as it comes."""
 
     queues = False
+
+    def compile(self, jit: Jit) -> None:
+        pass
 
 
 class WorkloadCharge(PlacesAtOnce):
@@ -124,6 +146,9 @@ class WorkloadCharge(PlacesAtOnce):
 
     def charges(self, candidates: Candidates) -> FloatArray:
         return candidates.workload()
+
+    def charge(self, candidates: Candidates, position: int) -> float:
+        return candidates.workload_at(position)
 
 
 def argmin_with_random_ties(scores: FloatArray, rng: np.random.Generator) -> int:

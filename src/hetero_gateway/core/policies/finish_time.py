@@ -32,12 +32,22 @@ from numpy.typing import NDArray
 from hetero_gateway.core.cost_model import FloatArray
 from hetero_gateway.core.policies.base import (
     Candidates,
+    Jit,
     Objective,
     PolicyOptions,
     WorkloadCharge,
     argmin_with_random_ties,
 )
-from hetero_gateway.core.progress import SPEED, STREAMING, WAITING, Estimates, Outlook
+from hetero_gateway.core.progress import (
+    CONTEXT,
+    SPEED,
+    STREAMING,
+    WAITING,
+    WAITING_OUTPUT,
+    WAITING_PROMPT,
+    Estimates,
+    Outlook,
+)
 from hetero_gateway.core.types import Request
 
 BoolArray = NDArray[np.bool_]
@@ -82,24 +92,50 @@ class FinishTime(WorkloadCharge):
     def __init__(self, options: PolicyOptions) -> None:
         self._objective: Objective = options.objective
         self._prefill_depth = options.prefill_depth
+        self._room = _room
+        self._estimate = _estimate
+        self._cheapest = _cheapest
+
+    def compile(self, jit: Jit) -> None:
+        self._room, self._estimate, self._cheapest = jit(_room), jit(_estimate), jit(_cheapest)
 
     def choose(
         self, request: Request, candidates: Candidates, rng: np.random.Generator
     ) -> int | None:
         outlook = candidates.outlook
         assert outlook is not None
-        waiting, streaming, waiting_prompt = outlook.rows[:3]
-        slots = waiting + streaming < outlook.max_num_seqs + _BEYOND_MAX_NUM_SEQS
-        room = slots & ((waiting < self._prefill_depth) | (waiting_prompt < _PREFILL_TOKENS))
+        slots, room = self._room(
+            outlook.rows, outlook.silent_s, outlook.max_num_seqs, self._prefill_depth
+        )
         if outlook.profiled:
-            estimates = _estimates(request, candidates, outlook, room)
+            output = float(request.predicted_output_tokens)
+            estimates = Estimates(
+                *self._estimate(
+                    outlook.constants,
+                    outlook.rows,
+                    outlook.kv_capacity_tokens,
+                    outlook.max_num_seqs,
+                    outlook.stages.dot(outlook.residual),
+                    outlook.stages.dot(np.minimum(outlook.residual, output)),
+                    candidates.request_time_s,
+                    outlook.typical_request_time_s,
+                    float(request.sequences),
+                    float(request.prompt_tokens),
+                    output,
+                ),
+                room,
+            )
         else:
             estimates = _counts(candidates, outlook, room)
         candidates.estimates = estimates
         if self._drains(outlook):
             slots &= _worth_it(outlook, estimates)
-        slots &= room | (outlook.silent_s < MOST_PATIENCE_S)
-        return _cheapest(estimates, slots, rng)
+        position, tied = self._cheapest(estimates.cost_s, slots, room)
+        if tied:
+            cost = estimates.cost_s
+            ties = (slots & room & (cost == cost[position])).nonzero()[0]
+            position = int(ties[argmin_with_random_ties(estimates.latency_s[ties], rng)])
+        return None if position < 0 else position
 
     def _drains(self, outlook: Outlook) -> bool:
         if outlook.mean_request_times_s is None:
@@ -118,39 +154,71 @@ def _worth_it(outlook: Outlook, estimates: Estimates) -> BoolArray:
     return result
 
 
-def _cheapest(estimates: Estimates, slots: BoolArray, rng: np.random.Generator) -> int | None:
-    """The cheapest instance with room, unless one that only lacks room is worth waiting for."""
-    if not slots.any():
-        return None
-    cost = np.where(slots, estimates.cost_s, np.inf)
-    lowest = cost.min()
-    open_to = slots & estimates.room
-    if not open_to.all():
-        cost = np.where(open_to, cost, np.inf)
-        best = cost.min()
-        if best == np.inf or best > _WORTH_WAITING * lowest:
-            return None
-        lowest = best
-    ties = (cost == lowest).nonzero()[0]
-    if ties.size == 1:
-        return int(ties[0])
-    return int(ties[argmin_with_random_ties(estimates.latency_s[ties], rng)])
+# The next three are the arithmetic of a decision: pure functions of arrays with one entry per
+# instance, which run as they are written, or compiled by numba, with the same results to the bit.
 
 
-def _estimates(
-    request: Request, candidates: Candidates, outlook: Outlook, room: BoolArray
-) -> Estimates:
-    p1, p2, _, p4, p5, p6, p7, p8 = outlook.constants
-    waiting, streaming, waiting_prompt, waiting_output, context, f = outlook.rows[:6]
-    kv = outlook.kv_capacity_tokens
-    n_r, output = request.sequences, request.predicted_output_tokens
-    prompt = n_r * request.prompt_tokens
-    n = waiting + streaming
+def _room(
+    rows: FloatArray, silent_s: FloatArray, max_num_seqs: FloatArray, prefill_depth: int
+) -> tuple[BoolArray, BoolArray]:
+    """Who is worth waiting for, and who of them may be sent a request now."""
+    waiting = rows[WAITING]
+    slots = waiting + rows[STREAMING] < max_num_seqs + _BEYOND_MAX_NUM_SEQS
+    room = slots & ((waiting < prefill_depth) | (rows[WAITING_PROMPT] < _PREFILL_TOKENS))
+    return slots & (room | (silent_s < MOST_PATIENCE_S)), room
+
+
+def _cheapest(cost_s: FloatArray, slots: BoolArray, room: BoolArray) -> tuple[int, bool]:
+    """The cheapest instance with room, and whether others cost the same.
+
+    -1: none, or one of ``slots`` that lacks room is worth waiting for.
+    """
+    cost = np.where(slots, cost_s, np.inf)
+    lowest = cost[cost.argmin()]
+    cost = np.where(room, cost, np.inf)
+    position = int(cost.argmin())
+    best = cost[position]
+    if best == np.inf or best > _WORTH_WAITING * lowest:
+        return -1, False
+    return position, bool(np.count_nonzero(cost == best) > 1)
+
+
+def _estimate(
+    constants: FloatArray,
+    rows: FloatArray,
+    kv: FloatArray,
+    max_num_seqs: FloatArray,
+    remaining: FloatArray,
+    shared: FloatArray,
+    request_time_s: FloatArray,
+    typical_request_time_s: FloatArray,
+    n_r: float,
+    prompt_tokens: float,
+    output: float,
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+    """lat, ext, price, their sum, and the time to the first token, s.
+
+    Args:
+        constants, rows, kv, max_num_seqs: as in ``Outlook``.
+        remaining: output tokens that those that stream have still to come.
+        shared: how many of them come before the request is done.
+        request_time_s, typical_request_time_s: T of the request, and of the typical one.
+        n_r, prompt_tokens, output: its sequences, and the tokens of each.
+    """
+    p1, p2, p4, p5 = constants[0], constants[1], constants[3], constants[4]
+    p6, p7, p8 = constants[5], constants[6], constants[7]
+    waiting, waiting_prompt, waiting_output = (
+        rows[WAITING],
+        rows[WAITING_PROMPT],
+        rows[WAITING_OUTPUT],
+    )
+    f = rows[SPEED]
+    prompt = n_r * prompt_tokens
+    n = waiting + rows[STREAMING]
     joined = n + n_r
-    remaining = outlook.stages @ outlook.residual
-    tokens = context + 0.5 * remaining + waiting_prompt + 0.5 * waiting_output
+    tokens = rows[CONTEXT] + 0.5 * remaining + waiting_prompt + 0.5 * waiting_output
     tokens += prompt + 0.5 * n_r * output
-    batch_cap = np.maximum(np.minimum(outlook.max_num_seqs, kv * joined / tokens), 1.0)
+    batch_cap = np.maximum(np.minimum(max_num_seqs, kv * joined / tokens), 1.0)
     batch = np.minimum(joined, batch_cap)
     held = np.minimum(tokens, kv)
     step_s = f * (p6 * batch + p8 + p5 * held + p7 * held / batch)
@@ -165,14 +233,13 @@ def _estimates(
     latency_s = ttft_s + output * step_s
     # Each step that they share gets longer by what this sequence adds to it, and its prefill
     # stops them all once.
-    shared = outlook.stages @ np.minimum(outlook.residual, output)
-    shared += np.minimum(n_r * output, waiting_output)
-    delay_s = shared * f * n_r * (p6 + p5 * (request.prompt_tokens + output / 2))
+    shared = shared + np.minimum(n_r * output, waiting_output)
+    delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
     delay_s += n * f * (p1 * prompt + p2 * n_r)
     usage = np.minimum((tokens - prompt - 0.5 * n_r * output) / kv, _MOST_USAGE)
-    price_s = candidates.request_time_s / outlook.typical_request_time_s
-    price_s *= usage * usage * latency_s.min()
-    return Estimates(latency_s, delay_s, price_s, latency_s + delay_s + price_s, ttft_s, room)
+    price_s = request_time_s / typical_request_time_s
+    price_s *= usage * usage * latency_s[latency_s.argmin()]
+    return latency_s, delay_s, price_s, latency_s + delay_s + price_s, ttft_s
 
 
 def _counts(

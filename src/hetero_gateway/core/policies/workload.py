@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetero_gateway.core.cost_model import FloatArray, workloads
+from hetero_gateway.core.cost_model import FloatArray, workload, workloads
 from hetero_gateway.core.policies.base import (
     Candidates,
     PlacesAtOnce,
@@ -46,6 +46,9 @@ class MemoryBased(PlacesAtOnce):
     def charges(self, candidates: Candidates) -> FloatArray:
         return workloads(np.ones(candidates.load.size), candidates.kv_usage, candidates.theta)
 
+    def charge(self, candidates: Candidates, position: int) -> float:
+        return workload(1.0, float(candidates.kv_usage[position]), candidates.theta)
+
     def choose(self, request: Request, candidates: Candidates, rng: np.random.Generator) -> int:
         return argmin_with_random_ties(candidates.load + self.charges(candidates), rng)
 
@@ -55,6 +58,9 @@ class LeastWork(PlacesAtOnce):
 
     def charges(self, candidates: Candidates) -> FloatArray:
         return candidates.request_time_s
+
+    def charge(self, candidates: Candidates, position: int) -> float:
+        return float(candidates.request_time_s[position])
 
     def choose(self, request: Request, candidates: Candidates, rng: np.random.Generator) -> int:
         return argmin_with_random_ties(candidates.load + candidates.request_time_s, rng)
