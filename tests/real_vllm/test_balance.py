@@ -1,4 +1,4 @@
-"""Under the default policy the faster instance gets more, and the slower one is not left idle."""
+"""Under the default policy the faster instance gets more; what it has no slot for, the slower."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from real_vllm.cluster import PATIENCE_S, Cluster, chat
 
 pytestmark = pytest.mark.real_vllm
 
-REQUESTS = 60
-CLIENTS = 12
 OUTPUT_TOKENS = 40
 
 
-async def test_the_faster_instance_gets_more(
-    cluster: Cluster, figure: Callable[[str], None]
-) -> None:
-    shares: Counter[str] = Counter()
-    left = list(range(REQUESTS))
+async def shares(
+    cluster: Cluster, figure: Callable[[str], None], requests: int, clients: int
+) -> Counter[str]:
+    """Send so many requests by so many clients; how many each instance got."""
+    counts: Counter[str] = Counter()
+    left = list(range(requests))
 
     async def client(http: httpx.AsyncClient) -> None:
         while left:
@@ -32,19 +31,36 @@ async def test_the_faster_instance_gets_more(
             answer = await http.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200
             assert answer.json()["usage"]["completion_tokens"] == OUTPUT_TOKENS
-            shares[answer.headers["x-hetero-gateway-instance"]] += 1
+            counts[answer.headers["x-hetero-gateway-instance"]] += 1
 
     began_s = time.perf_counter()
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
-        await asyncio.gather(*(client(http) for _ in range(CLIENTS)))
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S, limits=limits) as http:
+        await asyncio.gather(*(client(http) for _ in range(clients)))
     took_s = time.perf_counter() - began_s
     figure(
-        f"{REQUESTS} requests of {OUTPUT_TOKENS} tokens, {CLIENTS} at a time: "
-        f"small {shares['small']}, large {shares['large']}; "
-        f"{REQUESTS * OUTPUT_TOKENS / took_s:.0f} tokens/s"
+        f"{requests} requests of {OUTPUT_TOKENS} tokens, {clients} at a time: "
+        f"small {counts['small']}, large {counts['large']}; "
+        f"{requests * OUTPUT_TOKENS / took_s:.0f} tokens/s"
     )
-    assert sum(shares.values()) == REQUESTS
-    assert shares["small"] > shares["large"] > 0
+    assert sum(counts.values()) == requests
+    return counts
+
+
+async def test_the_faster_instance_gets_more(
+    cluster: Cluster, figure: Callable[[str], None]
+) -> None:
+    # Twelve at a time are fastest all together on the fast one, five times as fast as the other.
+    counts = await shares(cluster, figure, 60, 12)
+    assert counts["small"] > counts["large"]
+
+
+async def test_the_slower_instance_gets_what_the_faster_has_no_slot_for(
+    cluster: Cluster, figure: Callable[[str], None]
+) -> None:
+    # The fast one runs 128 sequences at once.
+    counts = await shares(cluster, figure, 400, 200)
+    assert counts["small"] > counts["large"] > 0
 
 
 def test_the_books_agree_with_what_was_asked(cluster: Cluster) -> None:
