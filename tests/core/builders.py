@@ -99,7 +99,7 @@ def candidates(
 
 def outlook(size: int) -> Outlook:
     """Equal, idle instances, and nobody in the queue."""
-    rows = np.zeros((6, size))
+    rows = np.zeros((7, size))
     rows[SPEED] = 1.0
     constants = np.array([dataclasses.astuple(FAST_CONSTANTS)] * size).T
     stages = np.zeros((size, len(STAGE_TOKENS)))
@@ -115,7 +115,6 @@ def outlook(size: int) -> Outlook:
         profiled=True,
         typical_request_time_s=each,
         queued=0,
-        silent_s=0 * each,
         idle_s=0.0,
         mean_gap_s=1.0,
         mean_request_times_s=None,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hetero_gateway.cli.arguments import positive_float, positive_int, rate
 
 if TYPE_CHECKING:
     from hetero_gateway.load.client import Target
@@ -37,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--requests", type=Path, metavar="TRACE.csv", help="the trace to replay")
     parser.add_argument(
         "--rate",
-        type=_rate,
+        type=rate,
         metavar="R",
         help="Poisson arrivals per second, or inf; default: the trace's own times",
     )
@@ -46,11 +47,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--api-key-env", metavar="NAME", help="environment variable that holds the API key"
     )
     parser.add_argument(
-        "--concurrency", type=_positive_int, metavar="N", help="most requests in flight"
+        "--concurrency", type=positive_int, metavar="N", help="most requests in flight"
     )
     parser.add_argument(
         "--limit",
-        type=_positive_int,
+        type=positive_int,
         metavar="N",
         help="send only the first N requests (default without --requests: 200)",
     )
@@ -62,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--bytes-per-token",
-        type=_positive_float,
+        type=positive_float,
         default=4.0,
         metavar="X",
         help="length of the filler text per prompt token (default: 4.0)",
@@ -70,7 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--no-stream", action="store_true", help="ask for plain answers")
     parser.add_argument(
         "--timeout",
-        type=_positive_float,
+        type=positive_float,
         default=600.0,
         metavar="SECONDS",
         help="per request (default: 600)",
@@ -208,24 +209,3 @@ def _print_tables(summary: Summary, url: str, model: str) -> None:
 
 def _milliseconds(d: Distribution) -> list[str]:
     return ["–" if v is None else f"{v * 1000:.1f}" for v in (d.mean, d.p50, d.p90, d.p99, d.max)]
-
-
-def _rate(text: str) -> float:
-    value = float(text)  # argparse reports a ValueError
-    if math.isnan(value) or value <= 0:
-        raise argparse.ArgumentTypeError("must be above 0, or inf")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value

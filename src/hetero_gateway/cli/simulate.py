@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_gateway.cli.arguments import positive_float, positive_int, rate
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,14 +90,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--count",
-        type=_positive_int,
+        type=positive_int,
         metavar="N",
         help=f"requests of one run (default: {DEFAULT_COUNT}, or what the trace has where its "
         "own times are kept)",
     )
     parser.add_argument(
         "--seeds",
-        type=_positive_int,
+        type=positive_int,
         default=DEFAULT_SEEDS,
         metavar="N",
         help=f"runs of each policy at each rate, with seeds 0 to N-1 (default: {DEFAULT_SEEDS})",
@@ -109,7 +110,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--max-batched-tokens",
-        type=_positive_int,
+        type=positive_int,
         default=2048,
         metavar="N",
         help="most tokens in one step of an engine (default: 2048)",
@@ -134,14 +135,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--slo-ttft",
-        type=_positive_float,
+        type=positive_float,
         default=DEFAULT_SLO_TTFT_S,
         metavar="S",
         help=f"limit of TTFT in seconds (default: {DEFAULT_SLO_TTFT_S:g})",
     )
     parser.add_argument(
         "--slo-tpot",
-        type=_positive_float,
+        type=positive_float,
         default=DEFAULT_SLO_TPOT_S,
         metavar="S",
         help=f"limit of TPOT in seconds per token (default: {DEFAULT_SLO_TPOT_S:g})",
@@ -384,25 +385,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    values = tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    if any(math.isnan(value) or value <= 0 for value in values):
-        raise argparse.ArgumentTypeError("must be above 0, or inf")
-    return values
+    return tuple(dict.fromkeys(rate(part) for part in text.split(",")))
 
 
 def _positive_floats(text: str) -> tuple[float, ...]:
-    return tuple(dict.fromkeys(_positive_float(part) for part in text.split(",")))
-
-
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    return tuple(dict.fromkeys(positive_float(part) for part in text.split(",")))

@@ -72,9 +72,8 @@ class Outlook(NamedTuple):
     ``constants`` are p1..p8 as rows, ``rows`` those named in this module, ``stages`` the streaming
     sequences by stage, ``residual`` the expected further output by stage (tokens). ``profiled`` is
     False when no instance has constants. ``typical_request_time_s`` is T of a request of the
-    lengths that arrive on average. ``queued`` is how many requests wait in the gateway,
-    ``silent_s`` how long each instance has owed a first token without giving any, ``idle_s`` the
-    time since the last arrival, ``mean_gap_s`` that between the arrivals before;
+    lengths that arrive on average. ``queued`` is how many requests wait in the gateway, ``idle_s``
+    the time since the last arrival, ``mean_gap_s`` that between the arrivals before;
     ``mean_request_times_s`` computes T of the mean queued request on each instance.
     """
 
@@ -87,7 +86,6 @@ class Outlook(NamedTuple):
     profiled: bool
     typical_request_time_s: FloatArray
     queued: int
-    silent_s: FloatArray
     idle_s: float
     mean_gap_s: float
     mean_request_times_s: Callable[[], FloatArray] | None

@@ -34,7 +34,7 @@ from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.pool import Pool
 from hetero_gateway.core.profile import Constants
-from hetero_gateway.core.progress import SILENT_S, Outlook, Progress
+from hetero_gateway.core.progress import Outlook, Progress
 from hetero_gateway.core.queue import ModelQueue, Ticket
 from hetero_gateway.core.types import (
     InstanceId,
@@ -253,7 +253,7 @@ class Scheduler:
         if result.waits:
             return False
         ticket.decision = result
-        ticket.dispatch = self._dispatch(result, now_s)
+        ticket.dispatch = self.dispatch(result, now_s)
         return True
 
     def _pass_unseen(self, now_s: float) -> None:
@@ -353,18 +353,16 @@ class Scheduler:
         if kept is not None:
             constants, kv_capacity = constants.take(kept, axis=1), kv_capacity[kept]
             max_num_seqs = max_num_seqs[kept]
-        rows = self.progress.rows(candidates.slots, now_s)
         return Outlook(
             constants,
             kv_capacity,
             max_num_seqs,
-            rows,
+            self.progress.rows(candidates.slots, now_s),
             self.progress.stages(candidates.slots),
             self._residual.table(model),
             pool.profiled,
             self._typical_request_time_s(pool, queue, kept),
             0 if queue is None else len(queue),
-            rows[SILENT_S],
             0.0 if queue is None else now_s - queue.last_arrival_s,
             math.inf if queue is None else queue.mean_gap_s,
             mean_times,
@@ -391,9 +389,6 @@ class Scheduler:
 
     def dispatch(self, decision: Decision, now_s: float = 0.0) -> Dispatch:
         """Put the decision's charge on its instance."""
-        return self._dispatch(decision, now_s)
-
-    def _dispatch(self, decision: Decision, now_s: float) -> Dispatch:
         candidates, position = decision.candidates, decision.position
         slot = int(candidates.slots[position])
         request = decision.request

@@ -40,6 +40,7 @@ from hetero_gateway.core.policies.base import (
 )
 from hetero_gateway.core.progress import (
     CONTEXT,
+    SILENT_S,
     SPEED,
     STREAMING,
     WAITING,
@@ -104,9 +105,7 @@ class FinishTime(WorkloadCharge):
     ) -> int | None:
         outlook = candidates.outlook
         assert outlook is not None
-        slots, room = self._room(
-            outlook.rows, outlook.silent_s, outlook.max_num_seqs, self._prefill_depth
-        )
+        slots, room = self._room(outlook.rows, outlook.max_num_seqs, self._prefill_depth)
         if outlook.profiled:
             output = float(request.predicted_output_tokens)
             estimates = Estimates(
@@ -159,13 +158,13 @@ def _worth_it(outlook: Outlook, estimates: Estimates) -> BoolArray:
 
 
 def _room(
-    rows: FloatArray, silent_s: FloatArray, max_num_seqs: FloatArray, prefill_depth: int
+    rows: FloatArray, max_num_seqs: FloatArray, prefill_depth: int
 ) -> tuple[BoolArray, BoolArray]:
     """Who is worth waiting for, and who of them may be sent a request now."""
     waiting = rows[WAITING]
     slots = waiting + rows[STREAMING] < max_num_seqs + _BEYOND_MAX_NUM_SEQS
     room = slots & ((waiting < prefill_depth) | (rows[WAITING_PROMPT] < _PREFILL_TOKENS))
-    return slots & (room | (silent_s < MOST_PATIENCE_S)), room
+    return slots & (room | (rows[SILENT_S] < MOST_PATIENCE_S)), room
 
 
 def _cheapest(cost_s: FloatArray, slots: BoolArray, room: BoolArray) -> tuple[int, bool]:
