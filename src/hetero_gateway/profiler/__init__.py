@@ -1,0 +1,1 @@
+"""Measures a live instance and writes its profile."""
