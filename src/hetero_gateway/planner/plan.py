@@ -1,0 +1,152 @@
+"""What the planner is asked and what it answers: machines, instance types, candidates, the plan.
+
+An *instance type* is one engine as it could be deployed: a model on ``tensor_parallel``
+accelerators of one kind, with its profile and its memory. A *layout* is how one machine is cut
+into instances: the tensor parallelism of each, largest first, ``(4, 2, 1, 1)`` of 8 accelerators.
+A *candidate* gives every machine a layout. Paper section 3: t_i, p_i, u_i with p_i·t_i = u_i; here
+instances of one machine may differ, and accelerators may stay idle where that wins.
+
+Values only; ``search`` finds them, the shell prints and writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hetero_gateway.core.profile import Profile
+
+Layout = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``count`` accelerators of one kind that can work on one instance together (u_i of the paper).
+
+    ``accelerator`` is a name of ``planner.accelerators``. ``price_per_hour_usd`` is of one
+    accelerator; None: unknown.
+    """
+
+    id: str
+    accelerator: str
+    count: int
+    price_per_hour_usd: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One consumer of an accelerator's memory."""
+
+    name: str  # "weights", "activations", "CUDA graphs", …
+    bytes_per_accelerator: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """The KV memory of an instance, and what the rest of its accelerators' memory is made of.
+
+    ``kv_capacity_tokens`` may be below what the longest request needs: then the type is unfit.
+    ``uncertainty`` is relative, of the KV bytes (one standard deviation of the model's error on
+    deployments it was not fitted to). ``tight``: the verdict would change within that uncertainty.
+    """
+
+    kv_capacity_tokens: int
+    kv_bytes: float
+    parts: tuple[MemoryPart, ...]
+    uncertainty: float
+    tight: bool
+    how: str  # "paper", "fitted", "measured"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceType:
+    """One engine as it could be deployed on ``tensor_parallel`` accelerators of one kind.
+
+    ``profile.source["how"]`` says how its times are known (measured, derived, roofline);
+    ``time_uncertainty`` is relative, of a step's time.
+    """
+
+    accelerator: str
+    tensor_parallel: int
+    profile: Profile
+    memory: MemoryEstimate
+    time_uncertainty: float
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """A tensor parallelism that cannot be deployed on a kind of machine, and what would help.
+
+    ``shortfall_bytes`` is what is missing per accelerator, 0 where memory is not the reason.
+    """
+
+    accelerator: str
+    tensor_parallel: int
+    reason: str
+    shortfall_bytes: float = 0.0
+    remedies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the simulator says of a candidate at one arrival rate (inf: everything at once).
+
+    Throughput counts prompt and output tokens. ``batch`` is the mean number of sequences that an
+    instance runs while it is busy.
+    """
+
+    tokens_per_s: float
+    output_tokens_per_s: float
+    latency_mean_s: float
+    latency_p99_s: float
+    ttft_mean_s: float
+    ttft_p99_s: float
+    tpot_mean_s: float
+    tpot_p99_s: float
+    batch: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One deployment configuration of all machines.
+
+    Args:
+        layouts: by machine id; a machine that stays out of it has ``()``.
+        estimate_paper_tokens_per_s, estimate_tokens_per_s: Algorithm 1 as printed (padded), and
+            unpadded.
+        simulated: None when the estimates ruled it out before.
+        idle_accelerators: left over by the layouts.
+        usd_per_million_tokens: None without prices, or without ``simulated``.
+        why_not: one line against the best; empty for the best.
+    """
+
+    layouts: Mapping[str, Layout]
+    estimate_paper_tokens_per_s: float
+    estimate_tokens_per_s: float
+    simulated: Figures | None
+    accelerators: int
+    idle_accelerators: int
+    usd_per_million_tokens: float | None = None
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The planner's answer, best candidate first.
+
+    ``types`` are the instance types that can be deployed, by (accelerator, tensor_parallel).
+    ``pareto`` are the candidates that no other beats in both throughput and latency.
+    """
+
+    machines: tuple[Machine, ...]
+    types: Mapping[tuple[str, int], InstanceType]
+    candidates: tuple[Candidate, ...]
+    unfit: tuple[Unfit, ...]
+    goal: str
+    policy: str
+    pareto: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
