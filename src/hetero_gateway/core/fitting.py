@@ -6,12 +6,12 @@ is divided by its time, and the solution is bounded by 0 (non-negative least squ
 
 The words used here:
 
-- A *cell* is one combination of batch size, prompt and, for decode, output length. Its repeats
-  become one row, their lower median: what slows a batch now and then only ever slows it, but the
-  minimum would promise a speed that the instance reaches once in a while.
-- Rows are weighted by Huber's rule, so that a row which nothing else agrees with decides little.
+- A *cell* is one combination of batch size, prompt and, for decode, output length. Each counts
+  once, however often it was repeated.
+- A *soft L1* loss: squares of small relative residuals, the absolute value of large ones, so that
+  neither a bad sample nor a corner where the equation does not hold decides much.
 - An *outlier* is a sample that is too far from the rest to be noise; it is left out and counted.
-- The errors are of cells that the fit has not seen, repeats and all (``PartFit.validation``).
+- The errors are of cells that the fit has not seen (``PartFit.validation``), outliers aside.
 - Intervals are a bootstrap over cells.
 
 Where a sample comes from, and files, are the profiler's business. docs/profiling.md has the reasons
@@ -21,7 +21,8 @@ and the figures.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,8 +40,8 @@ MIN_CELLS = 4
 # Fewer cells than this are held out one at a time, more in this many parts.
 PARTS = 5
 MIN_CELLS_FOR_PARTS = 15
-# Huber's constant: 95 % of least squares' efficiency on normal noise.
-HUBER = 1.345
+# Where the loss turns from squares to absolute values: above the noise of an engine, 1 to 3 %.
+SOFT_L1_SCALE = 0.05
 # A sample is an outlier beyond this many robust standard deviations, and beyond this factor.
 OUTLIER_DEVIATIONS = 5.0
 OUTLIER_FACTOR = 1.5
@@ -166,15 +167,16 @@ def fit_rows(
     return result
 
 
-def fit_robustly(terms: FloatArray, seconds: FloatArray, rounds: int = 20) -> FloatArray:
-    """``fit_rows`` with Huber's weights, by iteration."""
-    constants = fit_rows(terms, seconds)
+def fit_robustly(
+    terms: FloatArray, seconds: FloatArray, weights: FloatArray, rounds: int = 30
+) -> FloatArray:
+    """``fit_rows`` with the soft L1 loss instead of squares, by reweighting at most so often."""
+    constants = fit_rows(terms, seconds, weights)
     for _ in range(rounds):
-        residuals = np.abs(_log_residuals(terms, seconds, constants))
-        limit = HUBER * max(_scale(residuals), 1e-9)
-        weights = np.minimum(1.0, limit / np.maximum(residuals, limit))
-        before, constants = constants, fit_rows(terms, seconds, weights)
-        if np.allclose(before, constants, rtol=1e-6, atol=0):
+        residuals = terms @ constants / seconds - 1
+        soft = 1 / np.sqrt(1 + (residuals / SOFT_L1_SCALE) ** 2)
+        before, constants = constants, fit_rows(terms, seconds, weights * soft)
+        if np.allclose(before, constants, rtol=1e-4, atol=0):
             break
     return constants
 
@@ -247,6 +249,11 @@ class _Rows:
             self.neighbourhoods[keep],
         )
 
+    def weights(self) -> FloatArray:
+        """1 over the number of repeats: a cell counts once."""
+        result: FloatArray = 1 / np.bincount(self.cells)[self.cells]
+        return result
+
     def merged(self) -> _Rows:
         """One row per cell: the repeat with the lower median of the times."""
         order = np.lexsort((self.seconds, self.cells))
@@ -259,20 +266,15 @@ class _Rows:
 def _fit_part(rows: _Rows, rng: np.random.Generator, resamples: int) -> PartFit:
     _check_enough(rows)
     kept, notes = _without_outliers(rows)
-    merged = kept.merged()
-    constants = fit_robustly(merged.terms, merged.seconds)
-    folds, validation = _folds(merged, rng)
-    predicted = _held_out(merged.terms, merged.seconds, folds)
-    errors = np.abs(predicted / merged.seconds - 1)
-    draws = _bootstrap(merged, rng, resamples)
-    low, high = np.percentile(draws, (2.5, 97.5), axis=0)
-    identified, reasons = _identified(merged, constants, low)
-    attention_error = None
-    if rows.part == "prefill":
-        attention_error = float(np.mean(_attention_errors(merged, folds)))
+    constants = fit_robustly(kept.terms, kept.seconds, kept.weights())
+    folds, validation = _folds(kept, rng)
+    predicted = _held_out(kept, kept.terms, folds)
+    errors = np.abs(predicted / kept.seconds - 1)
+    low, high = np.percentile(_bootstrap(kept, rng, resamples), (2.5, 97.5), axis=0)
+    identified, reasons = _identified(kept.merged(), constants, low)
     return PartFit(
         constants=_four(constants),
-        r2=_r2(merged.seconds, predicted),
+        r2=_r2(kept.seconds, predicted),
         median_error=float(np.median(errors)),
         worst_error=float(errors.max()),
         mean_error=float(errors.mean()),
@@ -280,9 +282,9 @@ def _fit_part(rows: _Rows, rng: np.random.Generator, resamples: int) -> PartFit:
         used=len(kept.seconds),
         outliers=len(rows.seconds) - len(kept.seconds),
         intervals=tuple((float(a), float(b)) for a, b in zip(low, high, strict=True)),
-        identified=tuple(bool(x) for x in identified),
+        identified=tuple(identified),
         notes=(*notes, *reasons),
-        attention_error=attention_error,
+        attention_error=_attention_error(kept, folds) if rows.part == "prefill" else None,
     )
 
 
@@ -327,11 +329,6 @@ def _log_residuals(terms: FloatArray, seconds: FloatArray, constants: FloatArray
     return result
 
 
-def _scale(absolute_residuals: FloatArray) -> float:
-    """A standard deviation that half of the residuals cannot spoil."""
-    return float(1.4826 * np.median(absolute_residuals))
-
-
 def _without_outliers(rows: _Rows) -> tuple[_Rows, list[str]]:
     """The rows that are no outliers.
 
@@ -339,8 +336,10 @@ def _without_outliers(rows: _Rows) -> tuple[_Rows, list[str]]:
     equation. Others are compared with the fit.
     """
     merged = rows.merged()
-    constants = fit_robustly(merged.terms, merged.seconds)
-    scale = _scale(np.abs(_log_residuals(merged.terms, merged.seconds, constants)))
+    constants = fit_robustly(merged.terms, merged.seconds, merged.weights())
+    residuals = _log_residuals(merged.terms, merged.seconds, constants)
+    # A standard deviation that half of the residuals cannot spoil.
+    scale = 1.4826 * float(np.median(np.abs(residuals)))
     limit = max(math.log(OUTLIER_FACTOR), OUTLIER_DEVIATIONS * scale)
     middle = np.zeros(int(rows.cells.max()) + 1)
     middle[merged.cells] = merged.seconds
@@ -359,45 +358,52 @@ def _without_outliers(rows: _Rows) -> tuple[_Rows, list[str]]:
     return kept, []
 
 
-def _folds(merged: _Rows, rng: np.random.Generator) -> tuple[IntArray, str]:
-    """Which part each cell is held out with; cells near each other go together."""
-    groups = _numbered([(float(n),) for n in merged.neighbourhoods])
-    count, name = int(groups.max()) + 1, "combinations of batch size and prompt length"
-    if count < MIN_CELLS:
-        groups, count, name = np.arange(len(merged.seconds)), len(merged.seconds), "cells"
+def _folds(rows: _Rows, rng: np.random.Generator) -> tuple[IntArray, str]:
+    """Which part each row is held out with: a cell whole, cells near each other together."""
+    groups = _numbered([(float(n),) for n in rows.neighbourhoods])
+    name = "combinations of batch size and prompt length"
+    if groups.max() + 1 < MIN_CELLS:
+        groups, name = _numbered([(float(n),) for n in rows.cells]), "cells"
+    count = int(groups.max()) + 1
     if count < MIN_CELLS_FOR_PARTS:
-        return groups, f"each of {count} {name} left out in turn"
+        return groups, f"each of {count} {name} held out in turn"
     parts = rng.permutation(np.arange(count) % PARTS)
-    return parts[groups], f"{count} {name}, a fifth held out in turn"
+    return parts[groups], f"{count} {name}, a fifth of them held out in turn"
 
 
-def _held_out(terms: FloatArray, seconds: FloatArray, folds: IntArray) -> FloatArray:
-    """What a fit to the other parts predicts for each row."""
-    predicted = np.zeros(len(seconds))
-    for fold in _each(folds):
-        constants = fit_robustly(terms[~fold], seconds[~fold])
-        predicted[fold] = terms[fold] @ constants
+def _held_out(rows: _Rows, terms: FloatArray, folds: IntArray) -> FloatArray:
+    """What a fit of ``terms`` to the other parts predicts for each row."""
+    predicted = np.zeros(len(rows.seconds))
+    weights = rows.weights()
+    for part in np.unique(folds):
+        out = folds == part
+        constants = fit_robustly(terms[~out], rows.seconds[~out], weights[~out])
+        predicted[out] = terms[out] @ constants
     return predicted
 
 
-def _each(folds: IntArray) -> Iterator[NDArray[np.bool_]]:
-    for fold in np.unique(folds):
-        yield folds == fold
+def _attention_error(rows: _Rows, folds: IntArray) -> float:
+    """Mean held-out error with b·I², the attention that Eq. (3) leaves out."""
+    squares = [s.batch_size * s.prompt_tokens**2 for s in rows.samples]
+    terms = np.column_stack((rows.terms, squares))
+    return float(np.mean(np.abs(_held_out(rows, terms, folds) / rows.seconds - 1)))
 
 
-def _attention_errors(merged: _Rows, folds: IntArray) -> FloatArray:
-    """Held-out errors with b·I², the attention that Eq. (3) leaves out."""
-    squares = [s.batch_size * s.prompt_tokens**2 for s in merged.samples]
-    terms = np.column_stack((merged.terms, squares))
-    errors: FloatArray = np.abs(_held_out(terms, merged.seconds, folds) / merged.seconds - 1)
-    return errors
-
-
-def _bootstrap(merged: _Rows, rng: np.random.Generator, resamples: int) -> FloatArray:
-    """Constants of as many fits to cells drawn with replacement."""
-    size = len(merged.seconds)
-    draws = [rng.integers(size, size=size) for _ in range(resamples)]
-    return np.array([fit_robustly(merged.terms[d], merged.seconds[d], rounds=5) for d in draws])
+def _bootstrap(rows: _Rows, rng: np.random.Generator, resamples: int) -> FloatArray:
+    """Constants of as many fits to cells drawn with replacement, each with its repeats."""
+    cells = _numbered([(float(n),) for n in rows.cells])
+    count = int(cells.max()) + 1
+    weights = rows.weights()
+    draws = []
+    for _ in range(resamples):
+        drawn = np.bincount(rng.integers(count, size=count), minlength=count)[cells]
+        chosen = drawn > 0
+        draws.append(
+            fit_robustly(
+                rows.terms[chosen], rows.seconds[chosen], (weights * drawn)[chosen], rounds=8
+            )
+        )
+    return np.array(draws)
 
 
 def _r2(seconds: FloatArray, predicted: FloatArray) -> float:
@@ -427,7 +433,7 @@ def _identified(
 def _own_shares(merged: _Rows) -> FloatArray:
     """Of each column, the share (of its norm) that the other columns cannot express."""
     shares = merged.terms / merged.seconds[:, None]
-    unit = shares / np.linalg.norm(shares, axis=0)
+    unit = shares / np.maximum(np.linalg.norm(shares, axis=0), 1e-300)
     own = []
     for i in range(unit.shape[1]):
         others = np.delete(unit, i, axis=1)
@@ -447,12 +453,18 @@ def _standard_errors(merged: _Rows, constants: FloatArray, own: FloatArray) -> F
 
 
 def _tie_note(merged: _Rows, tied: list[str]) -> str:
-    batches = {s.batch_size for s in merged.samples}
-    prompts = {s.prompt_tokens for s in merged.samples}
+    batches = Counter(s.batch_size for s in merged.samples)
+    prompts = Counter(s.prompt_tokens for s in merged.samples)
+    (batch, _), (prompt, _) = batches.most_common(1)[0], prompts.most_common(1)[0]
     if len(batches) == 1:
-        why = f"every {merged.part} sample has batch size {batches.pop():g}"
+        why = f"every {merged.part} sample has batch size {batch:g}"
     elif len(prompts) == 1:
-        why = f"every {merged.part} sample has {prompts.pop():g} prompt tokens"
+        why = f"every {merged.part} sample has {prompt:g} prompt tokens"
+    elif all(s.batch_size == batch or s.prompt_tokens == prompt for s in merged.samples):
+        why = (
+            f"batch size and prompt length are never both away from {batch:g} and {prompt:g} in "
+            f"a {merged.part} sample"
+        )
     else:
         why = f"batch sizes and lengths of the {merged.part} samples vary together"
     return f"{', '.join(tied)} cannot be told apart: {why}"
