@@ -1,7 +1,7 @@
 """How well p1..p8 fit public measurements: a row per model, hardware and tensor parallelism.
 
-    python -m benchmarks.recorded_fit measured.csv
-    python -m benchmarks.recorded_fit measured.csv --export llama2-70b/a100-80gb/tp4 samples.csv
+    python benchmarks/recorded_fit.py measured.csv
+    python benchmarks/recorded_fit.py measured.csv --export llama2-70b/a100-80gb/tp4 samples.csv
 
 The file is splitwise-sim's table of measured prompt and token times (Mutinifni/splitwise-sim, MIT),
 with the columns model, hardware, tensor_parallel, prompt_size, batch_size, token_size (output
