@@ -61,6 +61,10 @@ def normal(rng: np.random.Generator, size: int) -> FloatArray:
     return 1 + 0.03 * rng.normal(size=size)
 
 
+def strong(rng: np.random.Generator, size: int) -> FloatArray:
+    return np.maximum(0.2, 1 + 0.1 * rng.normal(size=size))
+
+
 def with_outliers(rng: np.random.Generator, size: int) -> FloatArray:
     return normal(rng, size) * np.where(rng.random(size) < 0.05, 3, 1)
 
@@ -73,6 +77,7 @@ NOISES: dict[str, Noise] = {
     "3 % normal": normal,
     "and 5 % of times × 3": with_outliers,
     "5 % one-sided": one_sided,
+    "10 % normal": strong,
 }
 
 

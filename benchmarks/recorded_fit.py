@@ -51,14 +51,23 @@ class Group:
 
 
 def read_groups(path: Path) -> dict[str, Group]:
-    """By name, ``MODEL/HARDWARE/tpN``, in the file's order."""
+    """By name, ``MODEL/HARDWARE/tpN``, in the file's order.
+
+    Raises:
+        ConfigError: it is not that file.
+    """
     groups: dict[str, Group] = {}
-    with path.open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            if row["hardware"].endswith("-pcap"):
-                continue
-            name = f"{row['model']}/{row['hardware']}/tp{row['tensor_parallel']}"
-            _add(groups.setdefault(name, Group()), row)
+    try:
+        with path.open(newline="") as lines:
+            for row in csv.DictReader(lines):
+                if row["hardware"].endswith("-pcap"):
+                    continue
+                name = f"{row['model']}/{row['hardware']}/tp{row['tensor_parallel']}"
+                _add(groups.setdefault(name, Group()), row)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: not splitwise-sim's table: {error}") from error
     return groups
 
 

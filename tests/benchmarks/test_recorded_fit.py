@@ -82,6 +82,17 @@ def test_the_table_has_a_row_per_group_and_its_errors(
     assert cells[10:12] == ["1.000", "0.0%"]
 
 
+def test_another_file_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    for name, said in (("other.csv", "not splitwise-sim's table"), ("no.csv", "cannot be read")):
+        assert recorded_fit.main([str(tmp_path / name)]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert len(err.splitlines()) == 1
+
+
 def test_a_group_can_be_exported_for_the_command(tmp_path: Path) -> None:
     path = file_of(tmp_path, GRID)
     out = tmp_path / "out.csv"
