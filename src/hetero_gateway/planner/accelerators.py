@@ -150,7 +150,7 @@ _ROWS: tuple[Accelerator, ...] = (
             uncertainty=CHECKED, source="NVIDIA H200 data sheet (2024)"),
     _nvidia("H20-96GB", 148, 96, 4000, NVLINK4, 9.0, fp8=296, int8=296, uncertainty=UNCHECKED,
             source="published H20 figures (no data sheet of NVIDIA's)"),
-    _nvidia("B200-180GB", 2250, 180, 7700, NVLINK5, 10.0, fp8=4500, int8=4500,
+    _nvidia("B200-180GB", 2250, 180, 7700, NVLINK5, 10.0, 178.36, fp8=4500, int8=4500,
             uncertainty=UNCHECKED, source="NVIDIA HGX B200 data sheet (2024)"),
     _nvidia("A5000-24GB", 111, 24, 768, PCIE4, 8.6, 23.57, int8=222,
             source="NVIDIA RTX A5000 data sheet"),
