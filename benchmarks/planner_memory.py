@@ -31,7 +31,6 @@ from hetero_gateway.planner.memory import (
     EngineOptions,
     estimate_memory,
     is_feasible,
-    logits,
     outside_bytes,
 )
 from hetero_gateway.planner.model_shape import ModelShape
@@ -54,11 +53,12 @@ PRIOR = Coefficients(
     graphs=0.2,
     graphs_per_layer=0.02,
     sigma=FITTED.sigma,
+    sigma_others=FITTED.sigma_others,
     sigma_link=FITTED.sigma_link,
 )
 # The prior counts as one row that is this much off, relative.
 PRIOR_WIDTH = 0.3
-NOT_FITTED = {"sigma", "sigma_link", "slow_link"}
+NOT_FITTED = {"sigma", "sigma_others", "sigma_link", "slow_link"}
 # What a log is off by, GiB: beyond it, a row weighs less (a card that something else was using).
 LOG_WIDTH = 0.1
 
@@ -355,11 +355,20 @@ def print_spread(groups: dict[str, tuple[list[Fact], Coefficients]]) -> None:
             for fact in facts
         ]
     )
-    used = ["dev" in fact.options.vllm_version for facts, _ in groups.values() for fact in facts]
-    spread, rest = (np.sqrt(np.mean(np.square(o))) for o in (off, off[~np.array(used)]))
+    # A development version that counted other processes; cards that are not NVIDIA's.
+    odd = np.array(
+        [
+            "dev" in fact.options.vllm_version or fact.accelerator.cuda_capability is None
+            for facts, _ in groups.values()
+            for fact in facts
+        ]
+    )
+    spread, rest = (np.sqrt(np.mean(np.square(o))) for o in (off, off[~odd]))
     print(f"Left out, the KV memory of a card is off by {spread:.2f} GiB (root mean square), by")
-    print(f"{rest:.2f} GiB without the {sum(used)} logs of a development version, half of them by")
-    print(f"less than {np.median(np.abs(off)):.2f} GiB.")
+    print(
+        f"{rest:.2f} GiB without the {odd.sum()} logs of a development version or of another maker's"
+    )
+    print(f"card, and half of them by less than {np.median(np.abs(off)):.2f} GiB.")
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ business.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_gateway.core.profile import Profile
@@ -205,11 +205,11 @@ def _uncertainty(profile: Profile, device: Accelerator) -> float:
     how = _how(profile)
     if how == "roofline":
         return device.uncertainty
-    stated = profile.source.get("error")
-    errors = [0.0]
-    if hasattr(stated, "values"):
-        errors += [float(v) for v in stated.values() if isinstance(v, int | float)]
     if how == "derived":
         # Its error is that of the fit to the derived times, not of those.
         return DERIVED_UNCERTAINTY
-    return max(errors) or MEASURED_UNCERTAINTY
+    stated = profile.source.get("error")
+    errors = list(stated.values()) if isinstance(stated, Mapping) else [stated]
+    return max((float(e) for e in errors if isinstance(e, int | float)), default=0.0) or (
+        MEASURED_UNCERTAINTY
+    )
