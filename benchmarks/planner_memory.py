@@ -365,10 +365,8 @@ def print_spread(groups: dict[str, tuple[list[Fact], Coefficients]]) -> None:
     )
     spread, rest = (np.sqrt(np.mean(np.square(o))) for o in (off, off[~odd]))
     print(f"Left out, the KV memory of a card is off by {spread:.2f} GiB (root mean square), by")
-    print(
-        f"{rest:.2f} GiB without the {odd.sum()} logs of a development version or of another maker's"
-    )
-    print(f"card, and half of them by less than {np.median(np.abs(off)):.2f} GiB.")
+    print(f"{rest:.2f} GiB without the {odd.sum()} logs of a development version or of another")
+    print(f"maker's card, and half of them by less than {np.median(np.abs(off)):.2f} GiB.")
 
 
 def main() -> int:

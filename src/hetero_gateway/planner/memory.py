@@ -53,6 +53,8 @@ NEWEST = "0.21"
 # Links at or above this are NVLink's and its like, below it a PCIe slot's.
 FAST_LINK_BYTES_PER_S = 100e9
 
+# 0.2 kept the input of each all-reduce until the pass was over (torch's record_stream).
+_INPUTS_KEPT = (0, 2)
 _LAST_V0, _SMALL_SAMPLER, _GRAPHS_COUNTED, _TORCH_COUNTED = (0, 7), (0, 17), (0, 21), (0, 6)
 
 
@@ -315,6 +317,8 @@ def activation_bytes(
     if model.moe_layers:
         width = 3 * model.moe_intermediate / tensor_parallel + model.hidden
         peak += size * tokens * model.experts_per_token * width
+    if tensor_parallel > 1 and options.version <= _INPUTS_KEPT:
+        peak += 2 * model.layers * kept
     return peak
 
 
