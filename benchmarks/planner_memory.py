@@ -94,7 +94,17 @@ class Fact:
 
 def read_facts(path: Path) -> list[Fact]:
     with path.open(newline="") as file:
-        return [fact for row in csv.DictReader(file) if (fact := _fact(row)) is not None]
+        rows = list(csv.DictReader(file))
+    facts = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            fact = _fact(row)
+        except (ConfigError, ValueError, KeyError) as error:
+            print(f"line {number} is left out: {error!r}", file=sys.stderr)
+            continue
+        if fact is not None:
+            facts.append(fact)
+    return facts
 
 
 def _fact(row: dict[str, str]) -> Fact | None:
@@ -109,7 +119,7 @@ def _fact(row: dict[str, str]) -> Fact | None:
         return None
     version = row["vllm_version"]
     options = EngineOptions(
-        utilisation=float(row["util"]),
+        utilisation=_number(row["util"]) or 0.9,
         max_model_len=_whole(row["max_model_len"]),
         max_num_seqs=_whole(row["max_num_seqs"]),
         max_num_batched_tokens=_whole(row["max_num_batched_tokens"]),
@@ -191,7 +201,7 @@ def _from_columns(row: dict[str, str]) -> ModelShape:
 def _accelerator(row: dict[str, str]) -> Accelerator:
     """By its name in the catalogue; a card that it does not have is what its log says."""
     name = row["gpu"].split("-")[0]
-    nominal = _number(row["gpu_mem_nominal_gib"]) or float(row["gpu_mem_gib"])
+    nominal = _number(row.get("gpu_mem_nominal_gib")) or float(row["gpu_mem_gib"])
     for known in (row["gpu"], name, f"{name}-{nominal:g}GB-SXM", f"{name}-{nominal:g}GB-NVLink2"):
         try:
             found = accelerator(known)

@@ -93,6 +93,16 @@ def test_defaults_are_those_of_vllm_for_the_card():
         )  # fmt: skip
 
 
+def test_before_0_8_a_prompt_was_one_piece_unless_it_may_be_long():
+    def tokens(length):
+        told = EngineOptions(vllm_version="0.6.4", max_model_len=length)
+        return told.batched_tokens(H100), told.sequences(H100)
+
+    assert tokens(1000) == (2048, 256)
+    assert tokens(20_000) == (20_000, 256)
+    assert tokens(131_072) == (2048, 256)
+
+
 @pytest.mark.parametrize(
     "told",
     [{"utilisation": 0}, {"utilisation": 1.2}, {"max_model_len": 0}, {"vllm_version": "newest"},

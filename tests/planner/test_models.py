@@ -226,6 +226,24 @@ def test_a_card_is_found_by_what_people_call_it(said, meant):
     assert model_card(said).name == meant
 
 
+@pytest.mark.parametrize(
+    ("said", "meant", "method", "bits"),
+    [
+        ("Qwen/Qwen2.5-72B-Instruct-AWQ", "Qwen2.5-72B", "awq", 4),
+        ("Qwen/Qwen2.5-14B-Instruct-GPTQ-Int8", "Qwen2.5-14B", "compressed-tensors", 8),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16", "Llama-3.1-8B",
+         "compressed-tensors", 4),
+        ("neuralmagic/Meta-Llama-3-70B-Instruct-FP8", "Llama-3-70B", "fp8", 8),
+    ],
+)  # fmt: skip
+def test_a_quantised_checkpoint_is_known_by_its_suffix(said, meant, method, bits):
+    model = model_card(said)
+    assert model.name == meant
+    assert (model.quantization.method, model.quantization.bits) == (method, bits)
+    # What is said beside the name counts more.
+    assert model_card(said, quantization="none").quantization is None
+
+
 def test_an_unknown_model_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match=r"'Llama-3-9B' has no built-in card.*Llama-3-8B"):
         model_card("Llama-3-9B")

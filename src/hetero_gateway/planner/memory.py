@@ -89,8 +89,8 @@ class Coefficients:
     sigma_link: float
 
 
-# benchmarks/planner_memory.py prints them. slow_link is no fit: no log of the facts has t > 1 over
-# PCIe; logs in vLLM's issues say 0.2 to 0.6 GiB.
+# benchmarks/planner_memory.py prints them. Not fitted: slow_link, as no log of the facts has t > 1
+# over PCIe (logs in vLLM's issues say 0.05 to 0.45 GiB), and the sigmas, which are rounded up.
 FITTED = Coefficients(
     mlp=1.01,
     logit_bytes_before_0_17=38.9,
@@ -99,7 +99,7 @@ FITTED = Coefficients(
     outside_before_0_17=0.17,
     outside=0.27,
     fast_link=1.86,
-    slow_link=0.35,
+    slow_link=0.2,
     graphs=0.21,
     graphs_per_layer=0.0208,
     sigma=0.25,
@@ -154,13 +154,18 @@ class EngineOptions:
         """max_num_seqs there."""
         if self.max_num_seqs is not None:
             return self.max_num_seqs
-        return _defaults(accelerator)[1]
+        return SMALL_DEFAULTS[1] if self.version <= _LAST_V0 else _defaults(accelerator)[1]
 
     def batched_tokens(self, accelerator: Accelerator) -> int:
         """max_num_batched_tokens there."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        return max(_defaults(accelerator)[0], self.sequences(accelerator))
+        tokens = _defaults(accelerator)[0]
+        if self.version <= _LAST_V0:
+            # The whole of a prompt at once, unless prompts may be long: then in chunks.
+            length = self.max_model_len or 0
+            tokens = max(2048, length if length <= 32_768 else 0)
+        return max(tokens, self.sequences(accelerator))
 
 
 def _defaults(accelerator: Accelerator) -> tuple[int, int]:
