@@ -40,7 +40,7 @@ from hetero_gateway.planner.plan import MemoryEstimate
 # Where the rows of a fit say nothing of a coefficient, it stays here: counts, not fits. A logit is
 # copied to 4 bytes, sorted (4, and 8 for where it was), turned into a probability, summed up,
 # scattered back and made a probability again (4 each), and masked; since 0.17 it is copied, turned
-# and made, beside its own 2 bytes. Memory in GiB is that of the planner's page of known facts.
+# and made, beside its own 2 bytes. Memory in GiB: round figures.
 PRIOR = Coefficients(
     mlp=1.0,
     logit_bytes_before_0_17=37.0,
@@ -55,10 +55,11 @@ PRIOR = Coefficients(
     sigma=FITTED.sigma,
     sigma_others=FITTED.sigma_others,
     sigma_link=FITTED.sigma_link,
+    sigma_graphs=FITTED.sigma_graphs,
 )
 # The prior counts as one row that is this much off, relative.
 PRIOR_WIDTH = 0.3
-NOT_FITTED = {"sigma", "sigma_others", "sigma_link", "slow_link"}
+NOT_FITTED = {"slow_link", "sigma", "sigma_others", "sigma_link", "sigma_graphs"}
 # What a log is off by, GiB: beyond it, a row weighs less (a card that something else was using).
 LOG_WIDTH = 0.1
 

@@ -16,6 +16,7 @@ from hetero_gateway.planner.memory import (
     is_feasible,
     remedies,
     shortfall_bytes,
+    spread_bytes,
 )
 from hetero_gateway.planner.models import MODEL_CARDS, model_card, model_from_config
 from hetero_gateway.planner.parallelism import refusal
@@ -57,6 +58,28 @@ def test_the_kv_memory_of_published_start_ups_comes_out(name, card, t, told, kv_
     assert found.kv_bytes / t / GIB == pytest.approx(kv_gib, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "card", "t", "told", "kv_gib"),
+    [
+        (
+            "DeepSeek-R1-Distill-Qwen-14B", "RTX4090", 2,
+            {"utilisation": 0.98, "vllm_version": "0.7.2", "max_model_len": 131072}, 8.69,
+        ),
+        ("Qwen3-235B-A22B-FP8", "H100-80GB-SXM", 4, {"vllm_version": "0.9.2"}, 8.11),
+        ("Qwen2.5-14B-AWQ", "A10G", 1, {"vllm_version": "0.19.1"}, 9.10),
+        ("Qwen2.5-14B-AWQ", "A10G", 1, {"vllm_version": "0.19.1", "utilisation": 0.5}, 0.18),
+    ],
+)  # fmt: skip
+def test_start_ups_that_no_fit_has_seen_are_within_two_standard_deviations(
+    name, card, t, told, kv_gib
+):
+    # The table in docs/planner.md.
+    options = EngineOptions(**told)
+    found = estimate_memory(model_card(name), accelerator(card), t, options)
+    spread_gib = spread_bytes(accelerator(card), t, options) / t / GIB
+    assert abs(found.kv_bytes / t / GIB - kv_gib) < 2 * spread_gib
+
+
 def test_eq_1_promises_twice_what_a_nearly_full_card_has():
     model, told = model_card("Llama-3-70B"), EngineOptions(max_model_len=8192)
     card = accelerator("A100-80GB-SXM")
@@ -87,6 +110,9 @@ def test_one_gib_holds_as_many_tokens_as_real_cpu_engines_report(layers, heads, 
 def test_defaults_are_those_of_vllm_for_the_card():
     told = EngineOptions()
     assert (told.batched_tokens(H100), told.sequences(H100)) == (8192, 1024)
+    b200 = accelerator("B200")
+    assert (told.batched_tokens(b200), told.sequences(b200)) == (16_384, 1024)
+    assert EngineOptions(vllm_version="0.21").batched_tokens(b200) == 8192
     for name in ("A100-80GB-SXM", "L40S", "V100-32GB-NVLink2"):
         assert (told.batched_tokens(accelerator(name)), told.sequences(accelerator(name))) == (
             2048, 256,
