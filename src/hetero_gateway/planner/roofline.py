@@ -11,43 +11,49 @@ grid of batches, by relative-error least squares with non-negative constants (er
 with n = b·I prompt tokens, width = heads · head_dim, half of the attention matrix masked, and the
 output layer only for the b tokens that are sampled. Both are shared by t accelerators.
 
-How far to trust it: its step times over those of the built-in profiles, the mean ratio over the
-same grid (tests/planner/test_roofline.py computes it). The built-in figures come from measured
-operators, but for A10G's, which are another roofline and check the arithmetic only.
+A layer also costs its many small kernels, and an all-reduce does not reach its link's figure; over
+PCIe slots, cards that share a root get less each. These shares were fitted to the built-in profiles
+that are sums of measured operators (A100, H100, H200, L40S). Its step times over those of the
+built-in ones, the mean ratio over the grid (benchmarks/planner_roofline.py prints all of them):
 
     Llama-3-8B          prefill  decode
-    A10G-24GB      t=1  0.95     0.97
-    L40S-48GB      t=1  0.74     0.94     with compute_efficiency 0.5: 1.00 and 0.94
-    L40S-48GB      t=2  0.69     0.93
-    A100-80GB-SXM  t=1  0.95     0.83
-    A100-80GB-SXM  t=2  0.85     0.79
-    H100-80GB-SXM  t=1  0.85     0.88
+    A100-80GB-SXM  t=1  1.03     0.94
+    A100-80GB-SXM  t=4  0.89     0.90
+    H100-80GB-SXM  t=1  0.98     1.04
+    H100-80GB-SXM  t=4  0.98     1.08
+    H200-141GB     t=8  1.08     1.05
+    L40S-48GB      t=1  1.06     1.00
+    L40S-48GB      t=2  1.07     1.05
+    V100-32GB-PCIe3 t=4 1.00     0.69
 
-So it is optimistic, by up to a quarter, and by more with tensor parallelism. Memory is Eq. (1),
-with the vendor's figure for it; the cards have less (an L4 22.06 GiB), so the real KV is smaller.
+The V100, T4 and A800 profiles hold an older engine's overhead, 2.5 ms a step and 60 µs a sequence:
+against those it is optimistic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from hetero_gateway.core.cost_model import kv_bytes_per_token, kv_capacity_bytes
+from hetero_gateway.core.cost_model import kv_capacity_bytes
 from hetero_gateway.core.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
+from hetero_gateway.planner.accelerators import Accelerator
+from hetero_gateway.planner.model_shape import ModelShape
 
-# Share of the data sheet's figures that large matrix products and streaming reads reach: round
-# figures of common experience, checked by the table above.
-COMPUTE_EFFICIENCY = 0.75
-MEMORY_EFFICIENCY = 0.8
 # What vLLM's scheduler, sampler and input preparation add to a step: as in the built-in profiles.
 STEP_OVERHEAD_S = 1e-3
 SEQUENCE_OVERHEAD_S = 1e-5
-# Start of one all-reduce; two of them follow each layer.
-ALL_REDUCE_START_S = 1e-5
+# Small kernels of a layer, and the start of one all-reduce (two of them follow each layer); the
+# share of a link's figure that an all-reduce reaches. Fitted as said above.
+LAYER_OVERHEAD_S = 3.9e-5
+ALL_REDUCE_START_S = 0.7e-5
+LINK_EFFICIENCY = 0.53
+# Links below this are slots, shared: (2/t)^0.4, from the all-reduce that the V100 profiles assume.
+SLOT_BYTES_PER_S = 100e9
+SLOT_CROWDING = 0.4
 # Eq. (1) as the paper sets it: φ, and δ per accelerator.
 UTILISATION = 0.9
 RESERVED_BYTES = 2 * 2**30
@@ -60,73 +66,19 @@ MAX_PREFILL_TOKENS = 8192
 StepTime = Callable[[int, int], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Accelerator:
-    """A data sheet: dense fp16 tensor FLOP/s, memory in bytes and bytes/s, link in bytes/s.
-
-    ``link_bytes_per_s`` is one direction of what an all-reduce goes over; 0 where there is none.
-    """
-
-    name: str
-    flop_per_s: float
-    memory_bytes: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float = 0.0
-    compute_efficiency: float = COMPUTE_EFFICIENCY
-    memory_efficiency: float = MEMORY_EFFICIENCY
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A dense decoder: counts, and bytes per weight and per cached element."""
-
-    name: str
-    parameters: float
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    bytes_per_weight: float = 2.0
-    bytes_per_cached: float = 2.0
-
-    @property
-    def output_weights(self) -> float:
-        return float(self.vocabulary) * self.hidden
-
-    @property
-    def layer_weights(self) -> float:
-        """Everything but the embedding table (looked up) and the output layer."""
-        return self.parameters - 2 * self.output_weights
-
-
-LLAMA_3_8B = ModelShape("Llama-3-8B", 8.03e9, 32, 4096, 32, 8, 128, 128_256)
-# NVIDIA's data sheet: 242 TFLOP/s fp16 with sparsity, 300 GB/s, PCIe 4.0 x16. Half of the
-# arithmetic, because that is what the L40S of the same generation reaches, and at 72 W it is not
-# going to be more.
-L4 = Accelerator("L4-24GB", 121e12, 24 * 2**30, 300e9, 32e9, compute_efficiency=0.5)
-
-
 def roofline_profile(
     accelerator: Accelerator,
     model: ModelShape,
     tensor_parallel: int = 1,
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
+    kv_capacity_tokens: int | None = None,
 ) -> Profile | None:
-    """The profile of one instance, or None when the model's weights leave no room for KV."""
-    kv_token_bytes = kv_bytes_per_token(
-        model.layers, model.kv_heads, model.head_dim, model.bytes_per_cached
-    )
-    kv_bytes = kv_capacity_bytes(
-        tensor_parallel,
-        accelerator.memory_bytes,
-        UTILISATION,
-        RESERVED_BYTES,
-        model.parameters,
-        model.bytes_per_weight,
-    )
-    kv_capacity_tokens = int(kv_bytes // kv_token_bytes)
+    """The profile of one instance, or None when the model's weights leave no room for KV.
+
+    ``kv_capacity_tokens`` is what a better model than Eq. (1) says.
+    """
+    if kv_capacity_tokens is None:
+        kv_capacity_tokens = paper_kv_tokens(accelerator, model, tensor_parallel)
     if kv_capacity_tokens < 1:
         return None
     prefill, decode = step_times(accelerator, model, tensor_parallel)
@@ -154,45 +106,88 @@ def roofline_profile(
     )
 
 
+def paper_kv_tokens(accelerator: Accelerator, model: ModelShape, tensor_parallel: int) -> int:
+    """Eq. (1) in tokens, with φ, δ and the nominal memory as the paper sets them."""
+    kv_bytes = kv_capacity_bytes(
+        tensor_parallel,
+        accelerator.memory_bytes,
+        UTILISATION,
+        RESERVED_BYTES,
+        model.parameters,
+        model.bytes_per_weight,
+    )
+    return int(kv_bytes // model.kv_token_bytes())
+
+
 def step_times(
     accelerator: Accelerator, model: ModelShape, tensor_parallel: int
 ) -> tuple[StepTime, StepTime]:
     """The roofline itself: seconds of a prefill and of a decode step of (batch, tokens each)."""
-    flop_per_s = accelerator.flop_per_s * accelerator.compute_efficiency * tensor_parallel
+    flop_per_s = matrix_flop_per_s(accelerator, model) * tensor_parallel
+    attention_flop_per_s = accelerator.flop_per_s * accelerator.compute_efficiency * tensor_parallel
     bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency * tensor_parallel
-    kv_token_bytes = kv_bytes_per_token(
-        model.layers, model.kv_heads, model.head_dim, model.bytes_per_cached
-    )
+    kv_token_bytes = model.kv_token_bytes(tensor_parallel)
 
-    def products(weights: float, tokens: float) -> float:
+    def layers(tokens: float) -> float:
         return max(
-            2 * weights * tokens / flop_per_s, weights * model.bytes_per_weight / bytes_per_s
+            2 * model.active_layer_weights * tokens / flop_per_s,
+            model.layer_weights_touched(tokens) * model.bytes_per_weight / bytes_per_s,
+        )
+
+    def output(sequences: float) -> float:
+        return model.output_weights * max(
+            2 * sequences / attention_flop_per_s, model.dtype_bytes / bytes_per_s
         )
 
     def added(batch: int, tokens: int) -> float:
-        time_s = STEP_OVERHEAD_S + SEQUENCE_OVERHEAD_S * batch
-        if tensor_parallel > 1:
-            if accelerator.link_bytes_per_s <= 0:
-                raise ValueError(f"{accelerator.name}: t > 1 needs link_bytes_per_s")
-            # A ring passes 2(t - 1)/t of the activations over every link.
-            passed_bytes = 2 * (1 - 1 / tensor_parallel) * tokens * model.hidden * 2
-            all_reduce_s = ALL_REDUCE_START_S + passed_bytes / accelerator.link_bytes_per_s
-            time_s += 2 * model.layers * all_reduce_s
-        return time_s
+        return (
+            STEP_OVERHEAD_S
+            + SEQUENCE_OVERHEAD_S * batch
+            + model.layers
+            * (LAYER_OVERHEAD_S + 2 * all_reduce_s(accelerator, model, tensor_parallel, tokens))
+        )
 
     def prefill(batch: int, prompt_tokens: int) -> float:
         tokens = batch * prompt_tokens
         width = model.heads * model.head_dim
-        attention = 2 * model.layers * width * tokens * prompt_tokens / flop_per_s
-        layers = products(model.layer_weights, tokens) + attention
-        return layers + products(model.output_weights, batch) + added(batch, tokens)
+        attention = 2 * model.layers * width * tokens * prompt_tokens / attention_flop_per_s
+        return layers(tokens) + attention + output(batch) + added(batch, tokens)
 
     def decode(batch: int, cached_tokens: int) -> float:
         read = batch * cached_tokens * kv_token_bytes / bytes_per_s
-        weights = model.layer_weights + model.output_weights
-        return products(weights, batch) + read + added(batch, batch)
+        return layers(batch) + output(batch) + read + added(batch, batch)
 
     return prefill, decode
+
+
+def all_reduce_s(
+    accelerator: Accelerator, model: ModelShape, tensor_parallel: int, tokens: int
+) -> float:
+    """One all-reduce of the activations of so many tokens.
+
+    Raises:
+        ValueError: several accelerators without a link.
+    """
+    t = tensor_parallel
+    if t == 1:
+        return 0.0
+    if accelerator.link_bytes_per_s <= 0:
+        raise ValueError(f"{accelerator.name}: t > 1 needs link_bytes_per_s")
+    bytes_per_s = accelerator.link_bytes_per_s * LINK_EFFICIENCY
+    if accelerator.link_bytes_per_s < SLOT_BYTES_PER_S:
+        bytes_per_s *= float((2 / t) ** SLOT_CROWDING)
+    # A ring passes 2(t - 1)/t of the activations over every link.
+    return ALL_REDUCE_START_S + 2 * (1 - 1 / t) * tokens * model.hidden * 2 / bytes_per_s
+
+
+def matrix_flop_per_s(accelerator: Accelerator, model: ModelShape) -> float:
+    """What products with the layers' weights reach: in eight bits where both have them."""
+    peak = accelerator.flop_per_s
+    stored = model.quantization
+    if stored is not None and stored.bits == 8:
+        eight = accelerator.fp8_op_per_s if stored.method == "fp8" else accelerator.int8_op_per_s
+        peak = max(peak, eight)
+    return peak * accelerator.compute_efficiency
 
 
 def grid(
