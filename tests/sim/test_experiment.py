@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_gateway.core.length import BucketMeanPredictor, ConstantPredictor, NormalPredictor
+from hetero_gateway.core.length import (
+    BucketMeanPredictor,
+    ConstantPredictor,
+    LengthFeatures,
+    NormalPredictor,
+)
 from hetero_gateway.sim.experiment import (
     Bound,
     Experiment,
@@ -135,7 +140,7 @@ def test_predictors_start_from_the_mixs_mean() -> None:
     fake = FakeSimulate()
     for choice in ("bucket-mean", "constant"):
         run(fake, predictor=choice)
-        predicted = fake.calls[-1]["predictor"].predict("model", 77)
+        predicted = fake.calls[-1]["predictor"].predict(LengthFeatures("model", 77))
         assert predicted == pytest.approx(mix_moments(MIX).mean_output)
 
 
