@@ -189,7 +189,7 @@ def _report(
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
-    from hetero_gateway.cli.admin_client import print_table
+    from hetero_gateway.cli.admin_client import print_table, printable
 
     rows = []
     held_out = report["held_out"]
@@ -212,7 +212,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
     )
     print_table(("prompt tokens", "requests", "predictor", "MAE", "bias", "RMSE"), rows)
     for name, leaves in report["leaves"].items():
-        print(f"{name or 'all models'}: {leaves} leaves")
+        print(f"{printable(name) or 'all models'}: {leaves} leaves")
 
 
 def _bucket_name(ends: Mapping[str, int | None]) -> str:

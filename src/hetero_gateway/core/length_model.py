@@ -33,8 +33,8 @@ MIN_MODEL_ROWS = 500
 _LEAVES = (1, 2, 4, 8, 16, 32)
 # A leaf has at least so many requests, and at least this share of them.
 _MIN_LEAF, _MIN_LEAF_SHARE = 20, 0.005
-# A leaf's mean is drawn to that of all requests as if it had so many more of them.
-_SHRINKAGE = 20.0
+# A part's mean is drawn to that of what it was split from as if it had so many more requests.
+_SHRINKAGE = 4.0
 _VALIDATION_SHARE = 0.25
 # Online, a leaf starts with the weight of at most 200 requests, so that it follows what has
 # changed since it was trained, and remembers about the last thousand (as ``core.length`` does).
@@ -197,12 +197,13 @@ def _best_split(values: FloatArray, output: FloatArray, smallest: int) -> tuple[
     return float(gain[best]), float(values[best])
 
 
-def _node(part: _Part, output: FloatArray, overall: float) -> Node:
+def _node(part: _Part, output: FloatArray, around: float) -> Node:
+    """What was grown, as it is kept; ``around`` is the mean of what this was split from."""
+    own = output[part.rows]
+    mean = (float(own.sum()) + _SHRINKAGE * around) / (own.size + _SHRINKAGE)
     if part.below is None or part.above is None:
-        own = output[part.rows]
-        mean = (float(own.sum()) + _SHRINKAGE * overall) / (own.size + _SHRINKAGE)
         return Leaf(max(1.0, round(mean, 2)), int(own.size))
-    below, above = _node(part.below, output, overall), _node(part.above, output, overall)
+    below, above = _node(part.below, output, mean), _node(part.above, output, mean)
     return Split(FEATURES[part.feature], part.at, below, above)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # About 3 MB; hours of traffic of a small fleet, and enough to train a length model.
@@ -44,7 +45,7 @@ def new_history() -> RequestHistory:
     return deque(maxlen=MAX_REQUESTS)
 
 
-def as_trace(history: RequestHistory, unix_less_monotonic_s: float) -> str:
+def as_trace(history: Sequence[FinishedRequest], unix_less_monotonic_s: float) -> str:
     """The history as a trace (``load.trace``) with further columns, in order of arrival.
 
     Args:

@@ -8,6 +8,7 @@ absent. ``model`` and ``max_tokens`` are read where they are there, as in the ga
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
 def parse_trace(text: str, source: str) -> list[TraceRequest]:
     """Read a trace that came over the wire; ``source`` names it in errors (ConfigError)."""
     try:
-        return _parse_trace(text.splitlines(keepends=True), source, None)
+        return _parse_trace(io.StringIO(text, newline=""), source, None)
     except csv.Error as error:
         raise ConfigError(f"{source}: not a CSV file: {error}") from error
 
