@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -218,9 +219,8 @@ def nested(depth: int) -> Any:
     ],
 )
 def test_a_bad_document_is_refused_by_its_key(data: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=".*") as caught:
+    with pytest.raises(ValueError, match=re.escape(said)):
         from_document(data)
-    assert said in str(caught.value)
 
 
 def test_splits_send_equal_values_below() -> None:

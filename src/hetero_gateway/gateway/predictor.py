@@ -64,7 +64,7 @@ class GuardedPredictor:
         try:
             tokens = float(self._predictor.predict(features))
         except Exception as error:
-            self._count("exception", _place(error))
+            self._count("exception", error)
             return self._fallback.predict(features)
         took_s = time.perf_counter() - start_s
         if took_s > SLOW_S:
@@ -79,10 +79,12 @@ class GuardedPredictor:
         try:
             self._predictor.observe(features, output_tokens)
         except Exception as error:
-            self._count("exception", _place(error))
+            self._count("exception", error)
 
-    def _count(self, reason: str, detail: str) -> None:
+    def _count(self, reason: str, detail: str | Exception) -> None:
         if not self._failures[reason]:
+            if isinstance(detail, Exception):
+                detail = _place(detail)  # not for every one of them: it reads source files
             _log.warning(
                 "length predictor %s: %s: %s; further ones are only counted",
                 self._name,
