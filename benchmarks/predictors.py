@@ -1,6 +1,6 @@
 """What each output-length predictor errs, costs, and is worth to each policy in virtual time.
 
-    python benchmarks/predictors.py TRACE.csv ... [-c CLUSTER.yaml] [--seeds 5] [--count 1500]
+    python benchmarks/predictors.py NAME=TRACE.csv ... [-c CLUSTER.yaml] [--seeds 5] [--count 1500]
 
 Three tables, in Markdown. The errors are of the later half of each trace: ``trained`` was fitted on
 the earlier half, and ``mean`` and ``bucket-mean`` have learnt from it; each but ``mean`` goes on
@@ -67,14 +67,18 @@ class Halves:
     model: LengthModel
 
 
-def read_halves(path: Path) -> Halves:
+def read_halves(argument: str) -> Halves:
+    name, _, file = argument.rpartition("=")
+    path = Path(file)
     rows = read_trace(path)
     if all(row.arrival_s is not None for row in rows):
         rows.sort(key=lambda row: row.arrival_s or 0.0)
     samples = length_samples(rows)
     middle = len(samples) // 2
     earlier = samples.part(0, middle)
-    return Halves(path.stem, earlier, samples.part(middle, len(samples)), fit_length_model(earlier))
+    return Halves(
+        name or path.stem, earlier, samples.part(middle, len(samples)), fit_length_model(earlier)
+    )
 
 
 # Errors
@@ -202,7 +206,7 @@ def ratio_cell(figures: Sequence[float], baseline: Sequence[float]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE.csv")
+    parser.add_argument("traces", nargs="+", metavar="[NAME=]TRACE.csv")
     parser.add_argument(
         "-c", "--config", type=Path, default=ROOT / "configs" / "clusters" / "paper-b.yaml"
     )
@@ -210,7 +214,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1500)
     parser.add_argument("--only", choices=("errors", "costs", "latency", "throughput"))
     args = parser.parse_args()
-    traces = [read_halves(path) for path in args.traces]
+    traces = [read_halves(argument) for argument in args.traces]
     good = True
     if args.only in (None, "errors"):
         print_errors(traces)

@@ -25,11 +25,11 @@ def test_every_table_has_its_rows(
 ) -> None:
     monkeypatch.setattr(predictors, "CALLS", 100)
     monkeypatch.setattr(predictors, "POLICIES", ("min-max", "capacity-weighted"))
-    argv = ["predictors.py", str(trace), "--count", "60", "--seeds", "2"]
+    argv = ["predictors.py", f"name={trace}", "--count", "60", "--seeds", "2"]
     monkeypatch.setattr(sys, "argv", argv)
     predictors.main()
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("| steps |") for line in lines) == 1 + 2 * 2
+    assert sum(line.startswith("| name |") for line in lines) == 1 + 2 * 2
     # Nothing that capacity-weighted does depends on a prediction.
     blind = [line for line in lines if "capacity-weighted" in line]
     assert all(line.count("1.000 ± 0.000") == 4 for line in blind)
