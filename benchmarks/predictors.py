@@ -41,6 +41,7 @@ from hetero_gateway.core.length_model import (
     leaf_count,
     replay,
 )
+from hetero_gateway.gateway.history import FinishedRequest, new_history
 from hetero_gateway.load.trace import read_trace
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.experiment import Experiment, measure_bound, mix_moments, run_once
@@ -141,7 +142,10 @@ def print_costs(trace: Halves) -> bool:
         good = good and predict_us < GOAL_US
         print(f"| {name} | {predict_us:.2f} | {observe_us:.2f} |")
     made_us = cpu_us(lambda: LengthFeatures("m", 700, 256, body))
-    print(f"| making the features, for all of them | {made_us:.2f} | |")
+    print(f"| all: making the features | {made_us:.2f} | |")
+    history = new_history()
+    kept_us = cpu_us(lambda: history.append(FinishedRequest(0.0, "m", 700, 300, 256, 1)))
+    print(f"| all: keeping the request for /admin/requests | | {kept_us:.2f} |")
     print()
     return good
 
@@ -149,12 +153,12 @@ def print_costs(trace: Halves) -> bool:
 # Worth
 
 
-def mean_latency_s(result: RunResult) -> float:
-    return result.latency_s.mean
+def latencies_s(result: RunResult) -> tuple[float, ...]:
+    return result.latency_s.mean, result.latency_s.p99
 
 
-def throughput_tokens_per_s(result: RunResult) -> float:
-    return result.throughput_tokens_per_s
+def throughput_tokens_per_s(result: RunResult) -> tuple[float, ...]:
+    return (result.throughput_tokens_per_s,)
 
 
 def experiment_of(
@@ -170,8 +174,10 @@ def experiment_of(
 def print_worth(
     traces: Sequence[Halves], cluster: Path, count: int, seeds: int, *, at_once: bool
 ) -> None:
-    figure = throughput_tokens_per_s if at_once else mean_latency_s
-    said = "throughput, everything at once" if at_once else f"mean latency at a load of {LOAD:g}"
+    figures_of = throughput_tokens_per_s if at_once else latencies_s
+    said = f"latency, mean and p99, at a load of {LOAD:g}"
+    if at_once:
+        said = "throughput, everything at once"
     print(
         f"{cluster.stem}, {count} requests a run, {seeds} seeds: {said}, against the constant mean"
     )
@@ -185,17 +191,23 @@ def print_worth(
         if not at_once:
             rate = measure_bound(experiment).rate_per_s(LOAD, moments)
         for policy in POLICIES:
-            figures: dict[str, list[float]] = {}
+            figures: dict[str, list[tuple[float, ...]]] = {}
             for name in (BASELINE, *PREDICTORS):
                 model = trace.model if name == "trained" else None
                 chosen = dataclasses.replace(experiment, predictor=name, length_model=model)
                 figures[name] = [
-                    figure(run_once(chosen, policy, rate, seed, moments)) for seed in range(seeds)
+                    figures_of(run_once(chosen, policy, rate, seed, moments))
+                    for seed in range(seeds)
                 ]
             print(f"{trace.name}: {policy}", file=sys.stderr)
-            cells = [ratio_cell(figures[name], figures[BASELINE]) for name in PREDICTORS]
+            cells = [ratio_cells(figures[name], figures[BASELINE]) for name in PREDICTORS]
             print(f"| {trace.name} | {policy} | {' | '.join(cells)} |", flush=True)
     print()
+
+
+def ratio_cells(figures: Sequence[tuple[float, ...]], baseline: Sequence[tuple[float, ...]]) -> str:
+    pairs = zip(zip(*figures, strict=True), zip(*baseline, strict=True), strict=True)
+    return " / ".join(ratio_cell(mine, theirs) for mine, theirs in pairs)
 
 
 def ratio_cell(figures: Sequence[float], baseline: Sequence[float]) -> str:

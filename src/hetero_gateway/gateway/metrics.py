@@ -275,7 +275,7 @@ class Metrics(Collector):
             {("output_tokens",): self.output_prediction, ("latency",): self.latency_prediction},
         )  # fmt: skip
         yield _counter(
-            "predictor_failures", "Predictions that an installed predictor failed to give in time.",
+            "predictor_failures", "What an installed length predictor failed to do.",
             ("reason",), {(k,): v for k, v in self.predictor_failures.items()},
         )  # fmt: skip
         info = GaugeMetricFamily(PREFIX + "build_info", "Always 1.", labels=["version"])
