@@ -76,8 +76,8 @@ class Reply:
     """What one exchange brought. Times are ``time.perf_counter``'s: uvloop's clock is in whole ms.
 
     ``failure`` is None or ``connect``, ``timeout``, ``reset``, ``protocol``; ``tail`` is the end of
-    a stream's body or the whole of a plain one; ``events`` counts the ends of SSE events. ``parts``,
-    where a list is given, gets every part of the body with its time.
+    a stream's body or the whole of a plain one; ``events`` counts the ends of SSE events;
+    ``parts``, where it is a list, gets every part of the body with its time.
     """
 
     sent_s: float

@@ -110,7 +110,7 @@ def _column(limits: Limits, b: int, rng: np.random.Generator) -> list[Cell]:
     kv_most = _rounded_down(int(KV_SHARE * limits.kv_capacity_tokens) // b, limits.block_tokens)
     most = min(limits.max_model_len, kv_most)
     outputs = rng.permutation(_strata(MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS, _CELLS, rng))
-    cells = []
+    cells: list[Cell] = []
     low = min(MIN_PROMPT_TOKENS, one_step_most)
     high = min(one_step_most, most - MIN_OUTPUT_TOKENS)
     for prompt in _strata(low, high, ONE_STEP_CELLS, rng):
