@@ -323,10 +323,10 @@ def _check_enough(rows: _Rows) -> None:
     )
 
 
-def _log_residuals(terms: FloatArray, seconds: FloatArray, constants: FloatArray) -> FloatArray:
-    """ln(measured / predicted): a factor of 3 weighs the same in both directions."""
-    result: FloatArray = np.log(seconds / np.maximum(terms @ constants, 1e-300))
-    return result
+def _limit(absolute_residuals: FloatArray) -> float:
+    """What is beyond it is an outlier. Half of the residuals cannot spoil it."""
+    deviation = 1.4826 * float(np.median(absolute_residuals)) if len(absolute_residuals) else 0.0
+    return max(math.log(OUTLIER_FACTOR), OUTLIER_DEVIATIONS * deviation)
 
 
 def _without_outliers(rows: _Rows) -> tuple[_Rows, list[str]]:
@@ -337,16 +337,13 @@ def _without_outliers(rows: _Rows) -> tuple[_Rows, list[str]]:
     """
     merged = rows.merged()
     constants = fit_robustly(merged.terms, merged.seconds, merged.weights())
-    residuals = _log_residuals(merged.terms, merged.seconds, constants)
-    # A standard deviation that half of the residuals cannot spoil.
-    scale = 1.4826 * float(np.median(np.abs(residuals)))
-    limit = max(math.log(OUTLIER_FACTOR), OUTLIER_DEVIATIONS * scale)
     middle = np.zeros(int(rows.cells.max()) + 1)
     middle[merged.cells] = merged.seconds
-    repeats = np.bincount(rows.cells)[rows.cells]
-    from_fit = _log_residuals(rows.terms, rows.seconds, constants)
-    from_cell = np.log(rows.seconds / middle[rows.cells])
-    far = np.abs(np.where(repeats >= 3, from_cell, from_fit)) > limit
+    from_cell = np.abs(np.log(rows.seconds / middle[rows.cells]))
+    # ln(measured / predicted): a factor of 3 weighs the same in both directions.
+    from_fit = np.abs(np.log(rows.seconds / np.maximum(rows.terms @ constants, 1e-300)))
+    repeated = np.bincount(rows.cells)[rows.cells] >= 3
+    far = np.where(repeated, from_cell > _limit(from_cell[repeated]), from_fit > _limit(from_fit))
     kept = rows.chosen(~far)
     if not far.any():
         return rows, []

@@ -78,7 +78,9 @@ def write_profile(path: Path, document: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    text = yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=_WIDTH)
+    text = yaml.safe_dump(
+        _without_references(dict(document)), sort_keys=False, allow_unicode=True, width=_WIDTH
+    )
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -121,6 +123,18 @@ def report(fit: Fit, *, discarded: Mapping[str, int] | None = None) -> str:
     output = console.file
     assert isinstance(output, io.StringIO)
     return output.getvalue()
+
+
+def _without_references(value: Any) -> Any:
+    """``${NAME}`` would be replaced from the environment of whoever loads the file.
+
+    A model's name and an engine's version are what the engine says they are.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_references(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_references(inner) for inner in value]
+    return value.replace("${", "$ {") if isinstance(value, str) else value
 
 
 def _numbered(fit: Fit) -> list[tuple[int, float]]:
