@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from hetero_gateway.core.fitting import Sample, decode_terms, fit_rows, prefill_
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.load.client import LoadClient, Target
 from hetero_gateway.profiler.batch import BatchSender, Shot
+from hetero_gateway.profiler.chunked import KEY, record
 from hetero_gateway.profiler.engine import Counters, EngineClient, EngineFacts
 from hetero_gateway.profiler.grid import GRID_VERSION, Cell, Limits, cost_s, plan_cells
 from hetero_gateway.profiler.samples import append, record_of, sample_of
@@ -178,10 +179,10 @@ class Campaign:
         """What is left to measure, first passes first."""
         cells = plan_cells(limits(self._facts, self._plan), self._plan.seed)
         have: Counter[str] = Counter()
-        for record in self.records:
-            if record["discarded"] is None and record.get("closes"):
-                have[str(record.get("cell"))] += 1
-            most = record.get("max_num_seqs")
+        for line in self.records:
+            if line["discarded"] is None and line.get("closes"):
+                have[str(line.get("cell"))] += 1
+            most = line.get("max_num_seqs")
             if most is not None:
                 self.outcome.max_num_seqs = min(self.outcome.max_num_seqs, int(most))
         items = []
@@ -257,19 +258,25 @@ class Campaign:
         verdicts = await self._judge(engine, cell, shot, before)
         took_s = time.perf_counter() - began_s
         self._spent_s += took_s
-        for sample, reason, closes in verdicts:
-            more = {"cell": cell.key, "closes": closes, "took_s": round(took_s, 4)}
+        for verdict in verdicts:
+            sample, reason, closes, beyond = (
+                verdict.sample,
+                verdict.reason,
+                verdict.closes,
+                verdict.beyond,
+            )
+            more: dict[str, Any] = {"cell": cell.key, "closes": closes, "took_s": round(took_s, 4)}
             took_s = 0.0  # counted once
             if reason == NO_WINDOW:
                 more["max_num_seqs"] = self.outcome.max_num_seqs
-            if gate_tokens:
-                more["gate_tokens"] = gate_tokens
-            record = record_of(sample, discarded=reason, run=self._identity, **more)
-            append(self._path, record)
-            self.records.append(record)
-        again = any(reason is not None for _, reason, _ in verdicts)
-        self.progress.discarded += again
-        if any(reason is None and closes for _, reason, closes in verdicts):
+            more["gate_tokens"] = gate_tokens
+            if beyond is not None and reason is None:
+                more[KEY] = record(beyond)
+            line = record_of(sample, discarded=reason, run=self._identity, **more)
+            append(self._path, line)
+            self.records.append(line)
+        self.progress.discarded += any(v.reason is not None for v in verdicts)
+        if any(v.reason is None and v.closes for v in verdicts):
             self.progress.done += 1
         elif item.tries + 1 < TRIES:
             waiting.append(_Item(cell, item.tries + 1))
@@ -284,7 +291,7 @@ class Campaign:
         asked = Sample(cell.batch_size, cell.prompt_tokens, cell.output_tokens, None, None)
         reading = shot.reading
         if reading is None:
-            return [(asked, f"engine error: {shot.failure}", False)]
+            return [_Verdict(asked, f"engine error: {shot.failure}")]
         whole = Sample(
             cell.batch_size, reading.prompt_tokens, reading.output_tokens, reading.prefill_s, None
         )
@@ -296,14 +303,16 @@ class Campaign:
         if reason is None and not reading.equal:
             reason = UNEQUAL
         if reason is not None:
-            return [(whole, reason, False)]
+            return [_Verdict(whole, reason)]
         if reading.most_running < cell.batch_size:
             self._saturated(reading.most_running)
-            return [(whole, NO_WINDOW, False)]
+            return [_Verdict(whole, NO_WINDOW)]
         ragged = cell.one_step and (not reading.together or shot.gate_margin_s <= 0)
         if ragged:
             self._gate_factor = min(self._gate_factor * 1.5, 64.0)
-        return _verdicts(whole, reading.decode, ragged)
+        if cell.one_step:
+            return _one_step(whole, reading.decode, ragged)
+        return _several_steps(whole, reading.decode)
 
     async def _settled(self, engine: EngineClient, before: Counters, shot: Shot) -> Counters:
         """The counters once they include the whole batch: they lag behind the stream."""
@@ -351,12 +360,12 @@ class Campaign:
             await asyncio.sleep(_POLL_S)
 
     async def _stop_if_hopeless(self, engine: EngineClient, verdicts: list[_Verdict]) -> None:
-        reasons = {_kind(reason) for _, reason, _ in verdicts}
+        reasons = {_kind(v.reason) for v in verdicts}
         for kind, limit, text in (
             (
                 "engine error",
                 _FAILURE_STOP,
-                f"{_FAILURE_STOP} batches in a row failed: {verdicts[0][1]}",
+                f"{_FAILURE_STOP} batches in a row failed: {verdicts[0].reason}",
             ),
             (
                 FOREIGN,
@@ -373,12 +382,12 @@ class Campaign:
         ):
             if kind not in reasons:
                 # A batch of one is always equal; it says nothing about the others.
-                if kind != UNEQUAL or verdicts[0][0].batch_size > 1:
+                if kind != UNEQUAL or verdicts[0].sample.batch_size > 1:
                     self._in_a_row[kind] = 0
                 continue
             self._in_a_row[kind] += 1
             if kind == "engine error" and not await _comes_back(engine):
-                raise _Stop(f"the engine is gone: {verdicts[0][1]}")
+                raise _Stop(f"the engine is gone: {verdicts[0].reason}")
             if self._in_a_row[kind] >= limit:
                 raise _Stop(text)
 
@@ -388,7 +397,17 @@ class Campaign:
         self._watch(self.progress)
 
 
-_Verdict = tuple[Sample, str | None, bool]
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """A sample, and why it must not be fitted, if so.
+
+    ``closes``: its cell has been measured. ``beyond``: the prefill of a batch of several steps.
+    """
+
+    sample: Sample
+    reason: str | None
+    closes: bool = False
+    beyond: Sample | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,21 +443,20 @@ def identity(facts: EngineFacts, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _verdicts(whole: Sample, decode: Sample | None, ragged: bool) -> list[_Verdict]:
+def _one_step(whole: Sample, decode: Sample | None, ragged: bool) -> list[_Verdict]:
     """A batch's accepted parts: one sample when both are of the same lengths, else one each."""
     reason = RAGGED if ragged else None
     if decode is None:
-        return [(whole, reason, not ragged)]
+        return [_Verdict(whole, reason, closes=not ragged)]
     if not ragged and decode.prompt_tokens == whole.prompt_tokens:
-        both = Sample(
-            decode.batch_size,
-            decode.prompt_tokens,
-            decode.output_tokens,
-            whole.prefill_s,
-            decode.decode_s,
-        )
-        return [(both, None, True)]
-    return [(whole, reason, not ragged), (decode, None, False)]
+        return [_Verdict(replace(decode, prefill_s=whole.prefill_s), None, closes=True)]
+    return [_Verdict(whole, reason, closes=not ragged), _Verdict(decode, None)]
+
+
+def _several_steps(whole: Sample, decode: Sample | None) -> list[_Verdict]:
+    """The decode part; the prefill is kept beside it, for ``chunked``."""
+    sample = decode or replace(whole, prefill_s=None)
+    return [_Verdict(sample, None, closes=True, beyond=whole)]
 
 
 def _alone(before: Counters, after: Counters, shot: Shot) -> str | None:

@@ -15,6 +15,7 @@ from hetero_gateway.core.fitting import Fit, Sample, fit
 from hetero_gateway.errors import ConfigError, ProfileError
 from hetero_gateway.load.client import Target
 from hetero_gateway.profiler.campaign import Campaign, Outcome, Plan, Progress, identity
+from hetero_gateway.profiler.chunked import chunked_prefills
 from hetero_gateway.profiler.document import profile_document, write_profile
 from hetero_gateway.profiler.engine import EngineClient, EngineFacts, Overrides, read_engine
 from hetero_gateway.profiler.plot import check_can_plot, write_plot
@@ -159,7 +160,8 @@ def _conclude(
     signal_number: int | None,
 ) -> Measured:
     """Fit what there is and write it."""
-    samples = kept_samples(campaign.records)
+    chunked = chunked_prefills(campaign.records, plan.max_batched_tokens)
+    samples = [*kept_samples(campaign.records), *chunked.singles]
     discarded = discarded_counts(campaign.records)
     outcome = campaign.outcome
     fitted, document, missing = None, None, None
@@ -168,6 +170,11 @@ def _conclude(
     except ProfileError as error:
         missing = str(error)
     if fitted is not None:
+        if (off := chunked.error(fitted.prefill.constants)) is not None:
+            outcome.notes.append(
+                f"Eq. (3) is off by {off:.0%} on average for the {len(chunked.batches)} batches "
+                "measured whose prefill takes several steps; they are not fitted"
+            )
         document = profile_document(
             fitted,
             gpu=hardware.gpu,

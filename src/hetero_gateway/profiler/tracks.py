@@ -26,6 +26,10 @@ _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _DELTA = re.compile(rb'"choices":\s*\[\s*\{')
 
 
+# Steps at which the sequences are compared.
+_CHECKS = 9
+
+
 @dataclass(frozen=True, slots=True)
 class Track:
     """The tokens of one sequence as they came.
@@ -127,8 +131,8 @@ def read_batch(tracks: Sequence[Track], start_s: float) -> Reading:
     begin_s, first = late.first_s, late.tokens[0]
     span = late.output_tokens - first
     step_s = (late.times_s[-1] - begin_s) / span if span else 0.0
-    # What belongs to the same step arrives within half a step of it.
-    emitted = [max(1, t.emitted_by(begin_s + step_s / 2)) for t in tracks]
+    leads = _leads(tracks, late, step_s)
+    emitted = [max(1, first + lead) for lead in leads]
     prompts = [t.prompt_tokens or 1 for t in tracks]
     room = min(t.output_tokens - e for t, e in zip(tracks, emitted, strict=True))
     decode = None
@@ -147,10 +151,29 @@ def read_batch(tracks: Sequence[Track], start_s: float) -> Reading:
         output_tokens=_mean([t.output_tokens for t in tracks]),
         prefill_s=begin_s - start_s,
         decode=decode,
-        together=len(set(emitted)) == 1,
+        together=not any(leads),
         equal=len({t.output_tokens for t in tracks}) == 1,
         most_running=_most_running(tracks),
     )
+
+
+def _leads(tracks: Sequence[Track], late: Track, step_s: float) -> list[int]:
+    """By how many tokens each sequence is ahead of the one that started last.
+
+    Compared at several steps, the median taken: on a busy machine the tokens of one step may
+    arrive half a step apart now and then.
+    """
+    ends_s = min(t.times_s[-1] for t in tracks)
+    # What belongs to the same step arrives within half a step of it.
+    at = [
+        (time_s + step_s / 2, tokens)
+        for time_s, tokens in zip(late.times_s, late.tokens, strict=True)
+        if time_s + step_s / 2 < ends_s
+    ][:_CHECKS] or [(late.first_s + step_s / 2, late.tokens[0])]
+    return [
+        sorted(track.emitted_by(time_s) - tokens for time_s, tokens in at)[len(at) // 2]
+        for track in tracks
+    ]
 
 
 def _most_running(tracks: Sequence[Track]) -> int:
