@@ -109,7 +109,8 @@ def _column(limits: Limits, b: int, rng: np.random.Generator) -> list[Cell]:
     one_step_most = limits.max_batched_tokens // b
     kv_most = _rounded_down(int(KV_SHARE * limits.kv_capacity_tokens) // b, limits.block_tokens)
     most = min(limits.max_model_len, kv_most)
-    outputs = rng.permutation(_strata(MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS, _CELLS, rng))
+    # One range for every batch size, so that no length goes with a size.
+    outputs = rng.permutation(np.geomspace(MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS, _CELLS))
     cells: list[Cell] = []
     low = min(MIN_PROMPT_TOKENS, one_step_most)
     high = min(one_step_most, most - MIN_OUTPUT_TOKENS)
