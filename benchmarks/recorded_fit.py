@@ -1,7 +1,7 @@
 """How well p1..p8 fit public measurements: a row per model, hardware and tensor parallelism.
 
-    python -m benchmarks.recorded_fit measured.csv
-    python -m benchmarks.recorded_fit measured.csv --export llama2-70b/a100-80gb/tp4 samples.csv
+    python benchmarks/recorded_fit.py measured.csv
+    python benchmarks/recorded_fit.py measured.csv --export llama2-70b/a100-80gb/tp4 samples.csv
 
 The file is splitwise-sim's table of measured prompt and token times (Mutinifni/splitwise-sim, MIT),
 with the columns model, hardware, tensor_parallel, prompt_size, batch_size, token_size (output
@@ -51,14 +51,23 @@ class Group:
 
 
 def read_groups(path: Path) -> dict[str, Group]:
-    """By name, ``MODEL/HARDWARE/tpN``, in the file's order."""
+    """By name, ``MODEL/HARDWARE/tpN``, in the file's order.
+
+    Raises:
+        ConfigError: it is not that file.
+    """
     groups: dict[str, Group] = {}
-    with path.open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            if row["hardware"].endswith("-pcap"):
-                continue
-            name = f"{row['model']}/{row['hardware']}/tp{row['tensor_parallel']}"
-            _add(groups.setdefault(name, Group()), row)
+    try:
+        with path.open(newline="") as lines:
+            for row in csv.DictReader(lines):
+                if row["hardware"].endswith("-pcap"):
+                    continue
+                name = f"{row['model']}/{row['hardware']}/tp{row['tensor_parallel']}"
+                _add(groups.setdefault(name, Group()), row)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: not splitwise-sim's table: {error}") from error
     return groups
 
 

@@ -305,9 +305,10 @@ def test_few_cells_are_held_out_one_at_a_time_and_many_in_fifths() -> None:
     many = fitted(grid(TYPICAL))
     assert many.decode.validation.startswith("36 combinations")
     assert "a fifth" in many.decode.validation
-    same_batch = fitted(grid(TYPICAL, batches=(1,), prompts=(64,), outputs=(9, 17, 33, 65)) * 1
-                        + grid(TYPICAL, prompts=(64,)))  # fmt: skip
-    assert "cells" not in same_batch.prefill.validation
+    # One batch size and prompt length are one combination; its outputs are what differs.
+    alone = [Sample(1, 64, o, i, i) for o, i in ((9, 1.0), (17, 2.0), (33, 3.0), (65, 5.0))]
+    prefill = [Sample(b, 64, 9, float(b), None) for b in (4, 8, 16)]
+    assert fitted(alone + prefill).decode.validation.startswith("each of 4 cells")
 
 
 # Outliers and repeats
@@ -331,6 +332,37 @@ def test_a_slow_repeat_is_an_outlier_of_its_cell_even_where_the_equation_is_off(
     s = samples[0]
     samples[0] = Sample(s.batch_size, s.prompt_tokens, 17, (s.prefill_s or 0) * 50, s.decode_s)
     assert fitted(samples, resamples=1).prefill.outliers == 1
+
+
+def test_two_repeats_that_agree_are_no_outliers_where_the_equation_is_off() -> None:
+    """A corner four times as slow as the equation says: the error must tell, not hide it."""
+    off = {(32, 2048): 4.0}
+    samples = [
+        Sample(b, i, 17, prefill_time_s(TYPICAL, b, i) * off.get((b, i), 1.0), None)
+        for b, i in product(BATCHES, PROMPTS)
+    ]
+    decode = grid(TYPICAL)
+    twice = fitted(samples * 2 + [Sample(*_cell(s), None, s.decode_s) for s in decode])
+    assert twice.prefill.outliers == 0
+    assert twice.prefill.worst_error > 0.5
+    once = fitted(samples + [Sample(*_cell(s), None, s.decode_s) for s in decode])
+    assert once.prefill.outliers == 1
+
+
+def test_of_two_repeats_that_differ_the_one_far_from_the_fit_is_the_outlier() -> None:
+    samples = grid(TYPICAL, outputs=(17,), repeats=2)
+    s = samples[10]
+    samples[10] = Sample(*_cell(s), (s.prefill_s or 0) / 3, s.decode_s)
+    samples[20] = Sample(
+        *_cell(samples[20]), (samples[20].prefill_s or 0) * 3, samples[20].decode_s
+    )
+    found = fitted(samples)
+    assert found.prefill.outliers == 2
+    assert found.prefill.worst_error < 1e-3
+
+
+def _cell(s: Sample) -> tuple[float, float, float]:
+    return s.batch_size, s.prompt_tokens, s.output_tokens
 
 
 def test_a_fifth_and_more_is_no_outlier_but_an_equation_that_does_not_hold() -> None:

@@ -48,9 +48,9 @@ def test_a_png_is_a_png(tmp_path: Path) -> None:
 
 def test_times_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
     samples = measured()
-    more = [Sample(2, 64, 9, None, None), Sample(2, 64, 1, 0.0, 0.0)]
+    more = [Sample(3, 64, 9, None, None), Sample(3, 64, 1, 0.0, 0.0)]
     write_plot(tmp_path / "fit.svg", samples + more, fit_of(samples))
-    assert "2" not in comments((tmp_path / "fit.svg").read_text("utf-8"))
+    assert "3" not in comments((tmp_path / "fit.svg").read_text("utf-8"))
 
 
 def test_many_batch_sizes_share_colours(tmp_path: Path) -> None:

@@ -210,5 +210,7 @@ def test_the_suffix_says_which_kind_of_file_it_is(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"s\.jsonl: cannot be written"):
         append(tmp_path / "nowhere" / "s.jsonl", record_of(ONE))
+    with pytest.raises(ConfigError, match=r"s\.csv: cannot be written"):
+        write_csv(tmp_path / "nowhere" / "s.csv", [ONE])
     with pytest.raises(ConfigError, match="cannot be read"):
         read_json_lines(tmp_path / "nowhere.jsonl")

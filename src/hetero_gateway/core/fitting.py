@@ -332,18 +332,22 @@ def _limit(absolute_residuals: FloatArray) -> float:
 def _without_outliers(rows: _Rows) -> tuple[_Rows, list[str]]:
     """The rows that are no outliers.
 
-    A repeat is compared with its cell where that has three or more: the cell knows better than the
-    equation. Others are compared with the fit.
+    A repeat is compared with its cell: two that agree are right, however far from them the equation
+    is. Of two that differ, the one far from the fit is the outlier, and so is a lonely sample.
     """
     merged = rows.merged()
     constants = fit_robustly(merged.terms, merged.seconds, merged.weights())
     middle = np.zeros(int(rows.cells.max()) + 1)
     middle[merged.cells] = merged.seconds
+    apart = np.zeros(len(middle))
     from_cell = np.abs(np.log(rows.seconds / middle[rows.cells]))
+    np.maximum.at(apart, rows.cells, from_cell)
     # ln(measured / predicted): a factor of 3 weighs the same in both directions.
     from_fit = np.abs(np.log(rows.seconds / np.maximum(rows.terms @ constants, 1e-300)))
-    repeated = np.bincount(rows.cells)[rows.cells] >= 3
-    far = np.where(repeated, from_cell > _limit(from_cell[repeated]), from_fit > _limit(from_fit))
+    repeats = np.bincount(rows.cells)[rows.cells]
+    cell_limit = _limit(from_cell[repeats >= 3])
+    alone = (repeats == 1) | ((repeats == 2) & (apart[rows.cells] > cell_limit))
+    far = np.where(repeats >= 3, from_cell > cell_limit, alone & (from_fit > _limit(from_fit)))
     kept = rows.chosen(~far)
     if not far.any():
         return rows, []

@@ -72,6 +72,8 @@ def _panel(
     constants: Sequence[float],
     time_of: Callable[[Sample], float | None],
 ) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     measured = np.array([time_of(s) for s in samples], dtype=float)
     fitted = np.maximum(terms(samples) @ np.array(constants), 1e-9)
     batches = np.array([s.batch_size for s in samples])
@@ -83,6 +85,10 @@ def _panel(
     _scatter(axes, measured, fitted, batches)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
     axes.set(xlabel="measured, s", ylabel="fitted, s")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
     axes.set_aspect("equal")
     axes.legend(title="batch size", fontsize="small", loc="upper left")
 

@@ -14,7 +14,7 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +121,23 @@ def discarded_counts(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def write_csv(path: Path, samples: Sequence[Sample]) -> None:
-    """The file that ``read_csv`` reads."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for sample in samples:
-            values = [getattr(sample, column) for column in COLUMNS]
-            writer.writerow(["" if value is None else f"{value:.9g}" for value in values])
+    """The file that ``read_csv`` reads.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            for sample in samples:
+                values = [getattr(sample, column) for column in COLUMNS]
+                writer.writerow(["" if value is None else f"{value:.9g}" for value in values])
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _mend(content: bytes, truncate: Any) -> bytes:
+def _mend(content: bytes, truncate: Callable[[int], int]) -> bytes:
     """Cut off a torn last line; returns the line break that a whole one still lacks."""
     start = content.rfind(b"\n") + 1
     try:
