@@ -2,16 +2,16 @@
 
     python benchmarks/profiled.py --time-scale 1 --passes 1 --budget 240
     python benchmarks/profiled.py --time-scale 10 --slower 4 --passes 2 --budget 200
-    python benchmarks/profiled.py --time-scale 10 --budget 40 --interrupt
+    python benchmarks/profiled.py --time-scale 10 --slower 4 --passes 1 --budget 150 --interrupt
 
-All eight planted constants matter somewhere on the grid. Printed are the ratios found / planted, and
-the errors of predicted batches on a hold-out grid of batch sizes and lengths that are not measured:
-prefills of one step, and decodes. ``--slower`` multiplies the constants: at a high time scale the
-emulator's timers (1 ms) and the machine's scheduling must be small against a step.
+All eight planted constants matter somewhere on the grid. Printed are the ratios found / planted,
+and the errors of predicted batches on a hold-out grid of batch sizes and lengths that are not
+measured: prefills of one step, and decodes. ``--slower`` multiplies the constants: at a high time
+scale the emulator's timers (1 ms) and the machine's scheduling must be small against a step.
 
-``--interrupt`` measures twice: once in one go; once killed after a third (SIGKILL), interrupted after
-two thirds (SIGINT) and resumed. It says whether the constants of the second lie within the first
-one's 95 % intervals, and how far the predictions are apart.
+``--interrupt`` measures twice: once in one go; once killed after a third (SIGKILL), interrupted
+after two thirds (SIGINT) and resumed. It says whether the constants of the second lie within the
+first one's 95 % intervals, and how far the predictions are apart.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from hetero_gateway.errors import ConfigError
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from hetero_gateway.profiler.campaign import Progress
-    from hetero_gateway.profiler.engine import EngineFacts
+    from hetero_gateway.profiler.campaign import Plan, Progress
+    from hetero_gateway.profiler.engine import EngineFacts, Overrides
     from hetero_gateway.profiler.live import Measured
 
 _EXAMPLE = """\
@@ -78,11 +78,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure or fit; 0 when complete, 130 after Ctrl-C, 1 when the engine ended it."""
-    if (args.url is None) == (args.samples is None):
-        raise ConfigError("profile: give either a URL to measure or --from FILE, not both")
-    if args.samples is not None:
-        return _recorded(args)
-    return _live(args)
+    sources = {"url": _live, "samples": _recorded}
+    chosen = [run_it for name, run_it in sources.items() if getattr(args, name) is not None]
+    if len(chosen) != 1:
+        raise ConfigError("profile: give either a URL to measure or --from FILE, and not both")
+    return chosen[0](args)
 
 
 def _recorded(args: argparse.Namespace) -> int:
@@ -120,25 +120,10 @@ def _live(args: argparse.Namespace) -> int:
 
     from hetero_gateway.config import secret
     from hetero_gateway.load.client import parse_target
-    from hetero_gateway.profiler.campaign import Plan
-    from hetero_gateway.profiler.engine import Overrides
     from hetero_gateway.profiler.live import Hardware, measure
 
     target = parse_target(args.url, secret(args.api_key_env, "--api-key-env"))
-    plan = Plan(
-        budget_s=args.budget,
-        seed=args.seed,
-        passes=args.passes,
-        timeout_s=args.timeout,
-        max_batched_tokens=args.max_num_batched_tokens,
-    )
-    given = Overrides(
-        model=args.model,
-        kv_capacity_tokens=args.kv_capacity_tokens,
-        max_model_len=args.max_model_len,
-        block_tokens=args.block_size,
-        max_num_seqs=args.max_num_seqs,
-    )
+    plan, given = _asked(args)
     console = Console(stderr=True, highlight=False)
     with _bar(console) as bar:
         task = bar.add_task("profile", total=None, note="")
@@ -171,6 +156,27 @@ def _live(args: argparse.Namespace) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             result = runner.run(measured())
     return _tell(args, result)
+
+
+def _asked(args: argparse.Namespace) -> tuple[Plan, Overrides]:
+    from hetero_gateway.profiler.campaign import Plan
+    from hetero_gateway.profiler.engine import Overrides
+
+    plan = Plan(
+        budget_s=args.budget,
+        seed=args.seed,
+        passes=args.passes,
+        timeout_s=args.timeout,
+        max_batched_tokens=args.max_num_batched_tokens,
+    )
+    given = Overrides(
+        model=args.model,
+        kv_capacity_tokens=args.kv_capacity_tokens,
+        max_model_len=args.max_model_len,
+        block_tokens=args.block_size,
+        max_num_seqs=args.max_num_seqs,
+    )
+    return plan, given
 
 
 def _tell(args: argparse.Namespace, result: Measured) -> int:

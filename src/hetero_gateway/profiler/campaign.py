@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,18 @@ from hetero_gateway.profiler.chunked import KEY, record
 from hetero_gateway.profiler.engine import Counters, EngineClient, EngineFacts
 from hetero_gateway.profiler.grid import GRID_VERSION, Cell, Limits, cost_s, plan_cells
 from hetero_gateway.profiler.samples import append, record_of, sample_of
+from hetero_gateway.profiler.verdicts import (
+    BUSY_CLIENT,
+    ENGINE_ERROR,
+    FOREIGN,
+    NO_WINDOW,
+    UNEQUAL,
+    Verdict,
+    disturbance,
+    grown,
+    one_step,
+    several_steps,
+)
 
 # Above this share of a core this process may see tokens late.
 MAX_CLIENT_CPU = 0.7
@@ -47,14 +59,6 @@ _WARM_UP = (256, 16)
 # A gate lasts at least this long, and this much longer for each request and each prompt token
 # behind it: what an API server needs to parse them (a vLLM: 0.3 ms and 1 µs).
 _GATE_S, _GATE_S_PER_REQUEST, _GATE_S_PER_TOKEN = 0.03, 0.0006, 1.5e-6
-
-FOREIGN = "foreign load"
-PREEMPTED = "preemption"
-CACHED = "prefix cache hit"
-BUSY_CLIENT = "client too slow"
-RAGGED = "did not start together"
-UNEQUAL = "output lengths not as asked"
-NO_WINDOW = "did not run together"
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,42 +290,42 @@ class Campaign:
 
     async def _judge(
         self, engine: EngineClient, cell: Cell, shot: Shot, before: Counters | None
-    ) -> list[_Verdict]:
+    ) -> list[Verdict]:
         """The samples of a batch, each with None or the reason why it must not be fitted."""
         asked = Sample(cell.batch_size, cell.prompt_tokens, cell.output_tokens, None, None)
         reading = shot.reading
         if reading is None:
-            return [_Verdict(asked, f"engine error: {shot.failure}")]
+            return [Verdict(asked, f"{ENGINE_ERROR}: {shot.failure}")]
         whole = Sample(
             cell.batch_size, reading.prompt_tokens, reading.output_tokens, reading.prefill_s, None
         )
         reason = None
         if before is not None:
-            reason = _alone(before, await self._settled(engine, before, shot), shot)
+            reason = disturbance(before, await self._settled(engine, before, shot), shot)
         if reason is None and shot.client_cpu > MAX_CLIENT_CPU:
             reason = BUSY_CLIENT
         if reason is None and not reading.equal:
             reason = UNEQUAL
         if reason is not None:
-            return [_Verdict(whole, reason)]
+            return [Verdict(whole, reason)]
         if reading.most_running < cell.batch_size:
             self._saturated(reading.most_running)
-            return [_Verdict(whole, NO_WINDOW)]
+            return [Verdict(whole, NO_WINDOW)]
         ragged = cell.one_step and (not reading.together or shot.gate_margin_s <= 0)
         if ragged:
             self._gate_factor = min(self._gate_factor * 1.5, 64.0)
         if cell.one_step:
-            return _one_step(whole, reading.decode, ragged)
-        return _several_steps(whole, reading.decode)
+            return one_step(whole, reading.decode, ragged)
+        return several_steps(whole, reading.decode)
 
     async def _settled(self, engine: EngineClient, before: Counters, shot: Shot) -> Counters:
         """The counters once they include the whole batch: they lag behind the stream."""
         give_up_s = time.perf_counter() + _COUNTERS_WITHIN_S
         while True:
             after = await self._counters(engine)
-            grown = _grown(before.generation_tokens, after.generation_tokens)
+            emitted = grown(before.generation_tokens, after.generation_tokens)
             over = after.running in (None, 0.0)
-            if (grown >= shot.output_tokens and over) or time.perf_counter() > give_up_s:
+            if (emitted >= shot.output_tokens and over) or time.perf_counter() > give_up_s:
                 return after
             await asyncio.sleep(0.02)
 
@@ -359,11 +363,11 @@ class Campaign:
                 )
             await asyncio.sleep(_POLL_S)
 
-    async def _stop_if_hopeless(self, engine: EngineClient, verdicts: list[_Verdict]) -> None:
+    async def _stop_if_hopeless(self, engine: EngineClient, verdicts: list[Verdict]) -> None:
         reasons = {_kind(v.reason) for v in verdicts}
         for kind, limit, text in (
             (
-                "engine error",
+                ENGINE_ERROR,
                 _FAILURE_STOP,
                 f"{_FAILURE_STOP} batches in a row failed: {verdicts[0].reason}",
             ),
@@ -386,7 +390,7 @@ class Campaign:
                     self._in_a_row[kind] = 0
                 continue
             self._in_a_row[kind] += 1
-            if kind == "engine error" and not await _comes_back(engine):
+            if kind == ENGINE_ERROR and not await _comes_back(engine):
                 raise _Stop(f"the engine is gone: {verdicts[0].reason}")
             if self._in_a_row[kind] >= limit:
                 raise _Stop(text)
@@ -395,19 +399,6 @@ class Campaign:
         needs_s = sum(self._cost_s(item.cell) for item in waiting)
         self.progress.left_s = max(0.0, min(self._plan.budget_s - self._spent_s, needs_s))
         self._watch(self.progress)
-
-
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """A sample, and why it must not be fitted, if so.
-
-    ``closes``: its cell has been measured. ``beyond``: the prefill of a batch of several steps.
-    """
-
-    sample: Sample
-    reason: str | None
-    closes: bool = False
-    beyond: Sample | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,40 +432,6 @@ def identity(facts: EngineFacts, plan: Plan) -> dict[str, Any]:
         "seed": plan.seed,
         "grid": GRID_VERSION,
     }
-
-
-def _one_step(whole: Sample, decode: Sample | None, ragged: bool) -> list[_Verdict]:
-    """A batch's accepted parts: one sample when both are of the same lengths, else one each."""
-    reason = RAGGED if ragged else None
-    if decode is None:
-        return [_Verdict(whole, reason, closes=not ragged)]
-    if not ragged and decode.prompt_tokens == whole.prompt_tokens:
-        return [_Verdict(replace(decode, prefill_s=whole.prefill_s), None, closes=True)]
-    return [_Verdict(whole, reason, closes=not ragged), _Verdict(decode, None)]
-
-
-def _several_steps(whole: Sample, decode: Sample | None) -> list[_Verdict]:
-    """The decode part; the prefill is kept beside it, for ``chunked``."""
-    sample = decode or replace(whole, prefill_s=None)
-    return [_Verdict(sample, None, closes=True, beyond=whole)]
-
-
-def _alone(before: Counters, after: Counters, shot: Shot) -> str | None:
-    """Why the engine's counters say that the batch was disturbed, or None."""
-    if _grown(before.preemptions, after.preemptions) > 0:
-        return PREEMPTED
-    if _grown(before.prefix_cache_hits, after.prefix_cache_hits) > 0:
-        return CACHED
-    foreign = (
-        _grown(before.generation_tokens, after.generation_tokens) > shot.output_tokens
-        or _grown(before.prompt_tokens, after.prompt_tokens) > shot.prompt_tokens
-        or (after.running or 0.0) + (after.waiting or 0.0) > 0
-    )
-    return FOREIGN if foreign else None
-
-
-def _grown(before: float | None, after: float | None) -> float:
-    return 0.0 if before is None or after is None else after - before
 
 
 def _kind(reason: str | None) -> str:

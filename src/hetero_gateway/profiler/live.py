@@ -146,7 +146,7 @@ def _check_same(records: list[dict[str, Any]], now: Mapping[str, Any], path: Pat
             if run.get(key) != value:
                 raise ConfigError(
                     f"{path}: --resume: its samples are of {key} {run.get(key)}, "
-                    f"this run is of {value}: measure into another file"
+                    f"this run is of {value}: measure into another file, or say the same"
                 )
 
 
