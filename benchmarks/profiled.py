@@ -3,6 +3,7 @@
     python benchmarks/profiled.py --time-scale 1 --passes 1 --budget 240
     python benchmarks/profiled.py --time-scale 10 --slower 4 --passes 2 --budget 200
     python benchmarks/profiled.py --time-scale 10 --slower 4 --passes 1 --budget 150 --interrupt
+    python benchmarks/profiled.py --time-scale 1 --gate
 
 All eight planted constants matter somewhere on the grid. Printed are the ratios found / planted,
 and the errors of predicted batches on a hold-out grid of batch sizes and lengths that are not
@@ -12,6 +13,9 @@ scale the emulator's timers (1 ms) and the machine's scheduling must be small ag
 ``--interrupt`` measures twice: once in one go; once killed after a third (SIGKILL), interrupted
 after two thirds (SIGINT) and resumed. It says whether the constants of the second lie within the
 first one's 95 % intervals, and how far the predictions are apart.
+
+``--gate`` measures no profile: it times the prefill of a few batches with and without a gate, five
+times each, against what is planted.
 """
 
 from __future__ import annotations
@@ -34,10 +38,18 @@ import yaml
 
 from hetero_gateway.config import load_profile
 from hetero_gateway.core.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.fitting import Sample, fit
 from hetero_gateway.core.profile import Constants, Profile
 from hetero_gateway.load.children import Children
+from hetero_gateway.load.client import LoadClient, Reply, parse_target
 from hetero_gateway.load.emulated import write_profile
+from hetero_gateway.load.prompts import BodyMaker, PromptKind
+from hetero_gateway.profiler.batch import BatchSender
+from hetero_gateway.profiler.chunked import KEY
+from hetero_gateway.profiler.grid import Cell
 from hetero_gateway.profiler.live import samples_path
+from hetero_gateway.profiler.samples import kept_samples, read_json_lines
+from hetero_gateway.profiler.tracks import Track, read_batch, track
 
 PLANTED = Constants(
     p1=2.0e-4, p2=4.0e-3, p3=1.5e-4, p4=0.08, p5=1.0e-6, p6=6.0e-4, p7=2.0e-5, p8=0.02
@@ -60,11 +72,16 @@ def main() -> None:
             *("--time-scale", f"{args.time_scale:g}"),
         )
         url = asyncio.run(child.url())
+        if args.gate:
+            asyncio.run(gates(url, planted.constants.scaled(1 / args.time_scale)))
+            return
         whole = folder / "whole.yaml"
         began_s = time.perf_counter()
         profile(args, url, whole)
         print(f"measured in {time.perf_counter() - began_s:.0f} s")
-        compare(load_profile(str(whole)).constants, planted.constants.scaled(1 / args.time_scale))
+        truth = planted.constants.scaled(1 / args.time_scale)
+        compare(load_profile(str(whole)).constants, truth)
+        fitted_to_everything(whole, truth)
         if args.interrupt:
             interrupted(args, url, folder, whole)
         text = httpx.get(f"{url}/metrics").text
@@ -81,6 +98,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--budget", type=float, default=60.0)
     parser.add_argument("--interrupt", action="store_true")
+    parser.add_argument("--gate", action="store_true")
     return parser.parse_args()
 
 
@@ -106,6 +124,48 @@ def compare(found: Constants, planted: Constants) -> None:
             f"{name}: {len(errors)} held-out cells, error mean {np.mean(errors):.2%}, "
             f"worst {np.max(errors):.2%}"
         )
+
+
+def fitted_to_everything(whole: Path, planted: Constants) -> None:
+    """The same samples with every prefill of several steps fitted as it was measured."""
+    records = read_json_lines(samples_path(whole))
+    deep = [
+        Sample(r["batch_size"], r[KEY]["prompt_tokens"], 1, r[KEY]["prefill_s"], None)
+        for r in records
+        if KEY in r
+    ]
+    found = fit([*kept_samples(records), *deep], rng=np.random.default_rng(0), resamples=20)
+    errors = differences(found.constants, planted)["prefill"]
+    print(
+        f"with the {len(deep)} prefills of several steps fitted as well: "
+        f"prefill error mean {np.mean(errors):.2%}, worst {np.max(errors):.2%}"
+    )
+
+
+async def gates(url: str, planted: Constants) -> None:
+    """Measured over planted prefill time, with and without a gate."""
+    target = parse_target(url)
+    client = LoadClient(target, "/v1/completions", stream=True, timeout_s=60)
+    sender = BatchSender(client, "planted")
+    maker = BodyMaker("planted", PromptKind.TOKEN_IDS, True, 4.0, "")
+    for b, prompt in ((2, 512), (4, 64), (8, 128), (16, 16), (32, 16), (32, 64)):
+        with_gate, without = [], []
+        for _ in range(5):
+            shot = await sender.measure(Cell(b, prompt, 16, one_step=True), 512)
+            assert shot.reading is not None
+            with_gate.append(shot.reading.prefill_s)
+            await client.warm(b)
+            replies = [Reply(0.0, parts=[]) for _ in range(b)]
+            bodies = [maker.body(i, prompt, 16) for i in range(b)]
+            await asyncio.gather(*map(client.post, bodies, replies))
+            tracks = [t for t in (track(r, prompt) for r in replies) if isinstance(t, Track)]
+            without.append(read_batch(tracks, min(r.sent_s for r in replies)).prefill_s)
+        truth_s = prefill_time_s(planted, b, prompt)
+        print(
+            f"| {b} × {prompt} | {truth_s * 1e3:.0f} ms | {np.mean(with_gate) / truth_s:.3f} | "
+            f"{np.mean(without) / truth_s:.3f} |"
+        )
+    await client.aclose()
 
 
 def differences(one: Constants, other: Constants) -> dict[str, list[float]]:
