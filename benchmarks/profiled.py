@@ -12,7 +12,8 @@ scale the emulator's timers (1 ms) and the machine's scheduling must be small ag
 
 ``--interrupt`` measures twice: once in one go; once killed after a third (SIGKILL), interrupted
 after two thirds (SIGINT) and resumed. It says whether the constants of the second lie within the
-first one's 95 % intervals, and how far the predictions are apart.
+first one's 95 % intervals, or else whether the two intervals meet, and how far the predictions are
+apart.
 
 ``--gate`` measures no profile: it times the prefill of a few batches with and without a gate, five
 times each, against what is planted.
@@ -202,10 +203,16 @@ def interrupted(args: argparse.Namespace, url: str, folder: Path, whole: Path) -
         print(f"ended by signal {number:d}: exit code {process.wait()}, {lines(output)} samples")
     profile(args, url, output, "--resume")
     one, other = load_profile(str(whole)).constants, load_profile(str(output)).constants
-    intervals = yaml.safe_load(whole.read_text())["source"]["intervals"]
+    intervals, others = (
+        yaml.safe_load(path.read_text())["source"]["intervals"] for path in (whole, output)
+    )
     for i, value in enumerate(astuple(other), 1):
         low, high = intervals[f"p{i}"]
-        inside = "inside" if low <= value <= high else "OUTSIDE"
+        other_low, other_high = others[f"p{i}"]
+        # Both are estimates: of two good ones, one in six lies outside the other's interval.
+        inside = "inside" if low <= value <= high else "outside, but the two intervals meet"
+        if other_low > high or other_high < low:
+            inside = "APART"
         print(f"p{i}: {value:.4g}, of the run in one go {low:.4g} to {high:.4g}: {inside}")
     for name, errors in differences(other, one).items():
         print(f"{name}: the two differ by {np.mean(errors):.2%}, at most {np.max(errors):.2%}")

@@ -78,7 +78,9 @@ def plan_cells(limits: Limits, seed: int) -> list[Cell]:
     order = []
     rounds = max(len(column) for column in columns)
     for r in range(rounds):
-        for i in _spread(len(columns)):
+        # The first round goes up, so that the engine's own limit of sequences, where no flag gives
+        # it, is met with a batch that is a little too large, not with a queue of hundreds.
+        for i in _spread(len(columns)) if r else range(len(columns)):
             column = columns[i]
             if r < len(column):
                 # A different stratum for each batch size in the same round.
