@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -194,7 +195,7 @@ def _tell(args: argparse.Namespace, result: Measured) -> int:
             print(f"not measured, beyond the budget: {', '.join(outcome.unaffordable)}")
         print(f"written: {args.output}")
     number = result.signal_number
-    early = outcome.stopped or (number and f"ended by signal {number}")
+    early = outcome.stopped or (number and f"ended by {signal.Signals(number).name}")
     if early or result.missing:
         kept = f"{len(result.samples)} samples are in {samples_path(args.output)}; --resume goes on"
         wrote = "" if result.fit else f"; no profile was written: {result.missing}"

@@ -24,6 +24,7 @@ import numpy as np
 from hetero_gateway.core.fitting import Sample, decode_terms, fit_rows, prefill_terms
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.load.client import LoadClient, Target
+from hetero_gateway.load.replay import raise_file_limit
 from hetero_gateway.profiler.batch import BatchSender, Shot
 from hetero_gateway.profiler.chunked import KEY, record
 from hetero_gateway.profiler.engine import Counters, EngineClient, EngineFacts
@@ -144,6 +145,7 @@ class Campaign:
 
         Cancelling it is safe at any time.
         """
+        raise_file_limit()
         client = LoadClient(
             self._target, "/v1/completions", stream=True, timeout_s=self._plan.timeout_s
         )
