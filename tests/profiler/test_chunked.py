@@ -36,6 +36,12 @@ def test_batches_of_several_steps_are_compared_not_fitted():
     assert found.error(constants) == pytest.approx(off)
 
 
+def test_all_of_them_are_there_as_measured_for_who_wants_a_compromise():
+    long, deep = line(1, 5000, chunks=3), line(4, 2000, chunks=4)
+    found = chunked_prefills([*ONE_STEP, long, deep], 2048)
+    assert [s.prefill_s for s in found.measured] == [x[KEY]["prefill_s"] for x in (long, deep)]
+
+
 def test_without_any_there_is_no_error_to_tell():
     assert chunked_prefills(ONE_STEP, 2048).error((C.p1, C.p2, C.p3, C.p4)) is None
 

@@ -68,6 +68,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="as the engine was started with (default: 2048, vLLM's on most cards)",
     )
+    add(
+        "--deep-prefills",
+        action="store_true",
+        help="fit prefills of several steps too; with --resume, of the samples that are there",
+    )
     known = parser.add_argument_group("what the engine tells, unless given here")
     add = known.add_argument
     add("--kv-capacity-tokens", type=positive_int, metavar="N", help="KV cache of the instance")
@@ -169,6 +174,7 @@ def _asked(args: argparse.Namespace) -> tuple[Plan, Overrides]:
         passes=args.passes,
         timeout_s=args.timeout,
         max_batched_tokens=args.max_num_batched_tokens,
+        deep_prefills=args.deep_prefills,
     )
     given = Overrides(
         model=args.model,

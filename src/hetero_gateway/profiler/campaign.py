@@ -72,6 +72,7 @@ class Plan:
         passes: how often each cell is measured.
         timeout_s: of one request.
         max_batched_tokens: what the engine prefills in one step at most.
+        deep_prefills: fit prefills of several steps as well, as they were measured.
     """
 
     budget_s: float = 600.0
@@ -79,6 +80,7 @@ class Plan:
     passes: int = 3
     timeout_s: float = 600.0
     max_batched_tokens: int = 2048
+    deep_prefills: bool = False
 
 
 @dataclass(slots=True)

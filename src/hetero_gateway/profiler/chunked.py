@@ -8,7 +8,8 @@ times what Eq. (3) says, and the fit was off by 10 % where Eq. (3) holds exactly
 
 So it is fitted to batches of one step, and to single prompts of several steps with the further
 steps' fixed part, (steps − 1)·(p2 + p4), taken off: they are what shows attention's growth with the
-prompt's length. How far Eq. (3) is off for the other batches is measured and told.
+prompt's length. How far Eq. (3) is off for the other batches is measured and told; whoever wants a
+compromise can have all of them fitted as they were measured (``--deep-prefills``).
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class Chunked:
     Args:
         singles: of one prompt, as if the whole of it had run in one step.
         batches: of several prompts, as measured.
+        measured: all of them, as measured.
     """
 
     singles: list[Sample]
     batches: list[Sample]
+    measured: list[Sample]
 
     def error(self, constants: Sequence[float]) -> float | None:
         """Mean relative error of p1..p4 on the batches; None without any."""
@@ -64,16 +67,17 @@ def chunked_prefills(records: Iterable[Mapping[str, Any]], max_batched_tokens: i
         times = np.array([s.prefill_s for s in one_step])
         p = fit_robustly(prefill_terms(one_step), times, np.ones(len(times)))
         fixed_s = float(p[1] + p[3])
-    singles, batches = [], []
+    singles: list[Sample] = []
+    measured: list[Sample] = []
     for r in kept:
         if KEY not in r:
             continue
         prompt, prefill_s = r[KEY]["prompt_tokens"], r[KEY]["prefill_s"]
+        measured.append(Sample(r["batch_size"], prompt, 1, prefill_s, None))
         if r["batch_size"] > 1:
-            batches.append(Sample(r["batch_size"], prompt, 1, prefill_s, None))
             continue
         steps = math.ceil(prompt / max_batched_tokens)
         rest_s = prefill_s - (steps - 1) * fixed_s
         if rest_s > prefill_s / 2:  # else the steps' fixed part is all there is to see
             singles.append(Sample(1, prompt, 1, rest_s, None))
-    return Chunked(singles, batches)
+    return Chunked(singles, [s for s in measured if s.batch_size > 1], measured)

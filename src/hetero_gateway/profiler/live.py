@@ -161,7 +161,8 @@ def _conclude(
 ) -> Measured:
     """Fit what there is and write it."""
     chunked = chunked_prefills(campaign.records, plan.max_batched_tokens)
-    samples = [*kept_samples(campaign.records), *chunked.singles]
+    samples = kept_samples(campaign.records)
+    samples += chunked.measured if plan.deep_prefills else chunked.singles
     discarded = discarded_counts(campaign.records)
     outcome = campaign.outcome
     fitted, document, missing = None, None, None
@@ -173,7 +174,7 @@ def _conclude(
         if (off := chunked.error(fitted.prefill.constants)) is not None:
             outcome.notes.append(
                 f"Eq. (3) is off by {off:.0%} on average for the {len(chunked.batches)} batches "
-                "measured whose prefill takes several steps; they are not fitted"
+                f"measured whose prefill takes several steps; they are{_fitted_or_not(plan)}"
             )
         document = profile_document(
             fitted,
@@ -194,6 +195,10 @@ def _conclude(
         if plot is not None:
             write_plot(plot, samples, fitted)
     return Measured(document, fitted, missing, samples, discarded, outcome, signal_number)
+
+
+def _fitted_or_not(plan: Plan) -> str:
+    return " fitted too" if plan.deep_prefills else " not fitted (--deep-prefills does)"
 
 
 def _note(
