@@ -6,9 +6,10 @@
     python benchmarks/profiled.py --time-scale 1 --gate
 
 All eight planted constants matter somewhere on the grid. Printed are the ratios found / planted,
-and the errors of predicted batches on a hold-out grid of batch sizes and lengths that are not
-measured: prefills of one step, and decodes. ``--slower`` multiplies the constants: at a high time
-scale the emulator's timers (1 ms) and the machine's scheduling must be small against a step.
+and the errors of predicted batches on a hold-out grid of combinations of batch size and length
+that are not measured: prefills of one step, and decodes. ``--slower`` multiplies the constants:
+at a high time scale the emulator's timers (1 ms) and the machine's scheduling must be small
+against a step.
 
 ``--interrupt`` measures twice: once in one go; once killed after a third (SIGKILL), interrupted
 after two thirds (SIGINT) and resumed. It says whether the constants of the second lie within the
