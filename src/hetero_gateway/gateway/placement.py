@@ -226,24 +226,25 @@ class Placement:
 
     def watch(self, placed: Placed) -> Callable[[Exchange], None] | None:
         """What an exchange is to call when its stream begins; None: the core predicts it."""
-        if not self.queues or not placed.dispatch.request.streams:
+        if not placed.dispatch.request.streams:
             return None
         return partial(self._stream_began, placed.dispatch)
 
     def _stream_began(self, dispatch: Dispatch, exchange: Exchange) -> None:
-        self._scheduler.first_token(dispatch, time.monotonic())
-        self._steps.add(exchange, dispatch)
+        now_s = time.monotonic()
+        self._scheduler.first_token(dispatch, now_s)
+        self._steps.add(exchange, dispatch, now_s)
         self.pump_soon()
 
     def settle(
         self, dispatch: Dispatch, outcome: Outcome, exchange: Exchange | None = None
     ) -> None:
         """Take a dispatch off, and give its room to the next at the end of this turn."""
-        self._scheduler.settle(dispatch, outcome, time.monotonic())
-        if self.queues:
-            if exchange is not None:
-                self._steps.discard(exchange)
-            self.pump_soon()
+        now_s = time.monotonic()
+        self._scheduler.settle(dispatch, outcome, now_s)
+        if exchange is not None:
+            self._steps.discard(exchange, now_s)
+        self.pump_soon()
 
     # Pumping
 
