@@ -40,6 +40,7 @@ def test_a_first_token_on_an_idle_instance_takes_its_prefill() -> None:
 
 def test_a_first_token_behind_others_or_of_many_steps_is_not_clear() -> None:
     assert not FirstTokenRow(0.1, 1, 100, 1, 50, 0, 0).clear
+    assert not FirstTokenRow(0.1, 1, 100, 0, 0, 2, 50).clear
     assert not FirstTokenRow(0.1, 1, 5000, 0, 0, 0, 0).clear
 
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
                 percent(i["engine_kv_usage"]),
                 percent(i["requests"] / total if total else None),
                 str(i["requests"]),
-                i["profile"],
+                i["profile"] + (" (recalibrated)" if _recalibrated(i) else ""),
                 ", ".join(i["models"]) or "-",
             )
             for i in instances
@@ -76,6 +76,10 @@ def _drift(instance: dict[str, Any]) -> str:
         return "-"
     ratios = f"{figure(drift['decode'])}/{figure(drift['prefill'])}"
     return ratios + (" !" if drift["drifted"] else "")
+
+
+def _recalibrated(instance: dict[str, Any]) -> bool:
+    return bool(instance.get("recalibrated")) and instance["profile"] != "learned"
 
 
 def _state(instance: dict[str, Any]) -> str:

@@ -87,7 +87,7 @@ def refit(
     clear = [row for row in first_tokens if row.clear]
     if len(steps) < LEAST_ROWS:
         return None
-    terms = np.array([row.terms for row in (*steps, *clear)])
+    terms = np.array([r.terms for r in steps] + [r.terms for r in clear])
     times = np.array([*(row.duration_s for row in steps), *(row.ttft_s for row in clear)])
     is_step = np.arange(len(times)) < len(steps)
     held = np.arange(len(times)) % _HOLD_OUT == _HOLD_OUT - 1
@@ -121,7 +121,9 @@ def _errors(errors: FloatArray) -> Errors:
     return Errors(float(np.median(errors)), float(np.percentile(errors, 90)))
 
 
-def _fit(terms: FloatArray, times: FloatArray, present: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _fit(
+    terms: FloatArray, times: FloatArray, present: FloatArray
+) -> tuple[FloatArray, FloatArray]:
     """The constants, and how much of its freedom each has left (1: all; the rows say nothing)."""
     base = _scaled(terms, times, present)
     unit = base.copy()
@@ -161,7 +163,8 @@ def _scaled(terms: FloatArray, times: FloatArray, present: FloatArray) -> FloatA
     found, _ = nnls(lhs, rhs)
     low, high = 1 / _MOST_RATIO, _MOST_RATIO
     prefill, decode = (float(np.clip(ratio * f, low, high)) for f in found)
-    return present * np.array([prefill] * 4 + [decode] * 4)
+    result: FloatArray = present * np.array([prefill] * 4 + [decode] * 4)
+    return result
 
 
 def _constants(values: FloatArray, present: Constants) -> Constants:

@@ -75,21 +75,18 @@ class FirstTokenRow(NamedTuple):
 
     @property
     def clear(self) -> bool:
-        """Whether it is plain what took the time: nobody waited before it, one step does it."""
-        return self.waiting == 0 and self.prompt_tokens <= _CHUNK_TOKENS
+        """Whether it was its own prefill, in one step, that took the time: nobody else was there.
+
+        Beside streams it would wait for the rest of a step first, and what is left of so short a
+        time is noise; such prefills are in the rows of steps.
+        """
+        return self.waiting == 0 and self.streaming == 0 and self.prompt_tokens <= _CHUNK_TOKENS
 
     @property
     def terms(self) -> tuple[float, ...]:
-        """What p1..p8 multiply, where it is ``clear``.
-
-        Beside streams it waits for half a step on average, and its own step decodes, too; of p4 and
-        p8 such a step pays one (``sim/engine.py``), so p4 takes no part.
-        """
-        prefill = (self.prompt_tokens, self.prompts, self.prompt_tokens / self.prompts)
-        if self.streaming == 0:
-            return (*prefill, 1.0, 0.0, 0.0, 0.0, 0.0)
-        b, tokens, steps = self.streaming, self.cached_tokens, 1.5
-        return (*prefill, 0.0, steps * b * tokens, steps * b, steps * tokens, steps)
+        """What p1..p8 multiply, where it is ``clear``."""
+        tokens, n = self.prompt_tokens, self.prompts
+        return (tokens, n, tokens / n, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def seconds(terms: tuple[float, ...], c: Constants) -> tuple[float, float]:

@@ -455,6 +455,11 @@ class Scheduler:
         """How far an instance's profile is from what is seen of it; None: it has no profile."""
         return self._drifts.get(instance_id)
 
+    def stand_in(self, instance_id: InstanceId) -> Constants:
+        """What an instance without a profile is taken for."""
+        given = self.progress.stand_in(self._slots[instance_id])
+        return given or stand_in(self._specs[instance_id], ())
+
     def observations(self, instance_id: InstanceId) -> Observations:
         """What was seen of an instance. Raises KeyError when there is none."""
         return self.progress.observations(self._slots[instance_id])

@@ -48,6 +48,7 @@ class InstancePatch(BaseModel):
 
     draining: bool | None = None
     weight: float | None = Field(None, ge=1e-3, le=1e3)
+    recalibrated: bool | None = None
 
 
 def is_loopback(host: str) -> bool:
@@ -153,7 +154,11 @@ async def add_instance(request: Request) -> Response:
 
 @router.patch("/instances/{instance_id}")
 async def change_instance(request: Request, instance_id: str) -> Response:
-    """Change ``draining`` or ``weight``."""
+    """Change ``draining`` or ``weight``, or bring the original profile back.
+
+    ``recalibrated`` false restores the constants that the configuration names (or none) and keeps
+    them; true lets them follow the traffic again, where ``scheduler.recalibrate`` is on.
+    """
     gateway = _gateway(request)
     instance = _known(gateway, instance_id)
     data = await _read_json(request)
@@ -161,6 +166,10 @@ async def change_instance(request: Request, instance_id: str) -> Response:
         patch = parse_model(InstancePatch, data, "body")
     except ConfigError as error:
         raise ClientError(400, "invalid_instance", str(error)) from error
+    if patch.recalibrated and not gateway.config.scheduler.recalibrate:
+        raise ClientError(400, "invalid_instance", "recalibrated: scheduler.recalibrate is off")
+    if patch.recalibrated is not None:
+        gateway.fleet.set_recalibrated(instance, patch.recalibrated)
     if patch.draining is not None:
         instance.draining = patch.draining
     if patch.weight is not None:
@@ -233,6 +242,7 @@ async def list_observations(request: Request, instance: str) -> Response:
             "instance": known.id,
             "models": sorted(known.models),
             "profile": None if profile is None else describe_profile(profile),
+            "stand_in": None if profile else dataclasses.asdict(scheduler.stand_in(known.id)),
             "kv_capacity_tokens": known.engine_kv_capacity_tokens,
             "drift": _describe_drift(gateway, known),
             "observed_s": observations.observed_s,
@@ -371,7 +381,8 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "id": instance.id,
         "base_url": instance.config.base_url,
         "models": sorted(instance.models),
-        "profile": profile.name if profile else "unprofiled",
+        "profile": instance.profile_name,
+        "recalibrated": instance.calibrated is not None,
         "profile_source": profile.source.get("how") if profile else None,
         "profile_age_s": instance.profile_age_s(),
         "drift": _describe_drift(gateway, instance),

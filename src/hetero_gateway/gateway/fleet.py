@@ -36,6 +36,9 @@ class Instance:
         self.config = config
         self.id = InstanceId(config.id)
         self.profile = instance_profile(config, base_dir)
+        # What traffic made of it, where ``scheduler.recalibrate`` lets it; the original stays.
+        self.calibrated: Profile | None = None
+        self.recalibrates = gateway.scheduler.recalibrate
         self.api_key = secret(config.api_key_env, f"instance {config.id}: api_key_env")
         self.ssl_context = _ssl_context(config)
         self.pool = InstancePool(
@@ -65,13 +68,20 @@ class Instance:
             kv_capacity_tokens=self.engine_kv_capacity_tokens,
         )
 
+    @property
+    def profile_name(self) -> str:
+        """The profile's; or that there is none, or that it is learned."""
+        if self.profile is not None:
+            return self.profile.name
+        return "unprofiled" if self.calibrated is None else "learned"
+
     def profile_age_s(self) -> float | None:
         """Since the day that the profile names; None where it names none that can be read."""
         return None if self.profile is None else _age_s(self.profile.source.get("date"))
 
     def _effective_profile(self) -> Profile | None:
         # A live engine knows its KV pool better than a formula does.
-        profile, tokens = self.profile, self.engine_kv_capacity_tokens
+        profile, tokens = self.calibrated or self.profile, self.engine_kv_capacity_tokens
         if profile is None or tokens is None or tokens == profile.kv_capacity_tokens:
             return profile
         return dataclasses.replace(profile, kv_capacity_tokens=tokens)
@@ -140,6 +150,14 @@ class Fleet:
     def _changed(self) -> None:
         if self.on_change is not None:
             self.on_change()
+
+    def set_recalibrated(self, instance: Instance, wanted: bool) -> None:
+        """Let an instance's constants follow the traffic, or bring the original back for good."""
+        instance.recalibrates = wanted
+        if not wanted and instance.calibrated is not None:
+            instance.calibrated = None
+            _log.info("instance %s: its original profile is back", instance.id)
+            self.publish(instance)
 
     def mark_up(self, instance: Instance) -> None:
         instance.failed_probes = 0

@@ -60,10 +60,10 @@ class StepWatch:
 
     Args:
         fleet: its scheduler is told.
-        on_look: called after each look, with the time.
+        on_look: called after each look.
     """
 
-    def __init__(self, fleet: Fleet, on_look: Callable[[float], None] | None = None) -> None:
+    def __init__(self, fleet: Fleet, on_look: Callable[[], None] | None = None) -> None:
         self._fleet = fleet
         self._on_look = on_look
         self._loop = asyncio.get_running_loop()
@@ -142,7 +142,7 @@ class StepWatch:
                 # here.
                 self._tell(instance_id, 0.0, 0.0, now_s)
         if self._on_look is not None:
-            self._on_look(now_s)
+            self._on_look()
 
     def _tell(self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float) -> None:
         scheduler = self._fleet.scheduler
