@@ -223,6 +223,9 @@ async def test_unprofiled_instances_get_requests_by_their_speed() -> None:
         rows = (await client.get("/admin/instances")).json()["instances"]
         assert rows[0]["requests"] > 3 * rows[1]["requests"]
         assert [row["profile"] for row in rows] == ["unprofiled"] * 2
+        explained = (await client.get("/admin/explain?prompt_tokens=99")).json()
+        assert "done in" in explained["reason"]
+        assert "(where there is no profile, by observed speed)" in explained["reason"]
 
 
 async def test_a_profile_from_the_gateway_fits_what_it_saw(quick: None, tmp_path: Path) -> None:
