@@ -259,7 +259,7 @@ async def test_what_cannot_be_fitted_is_told_in_a_line(
             await ask(run_from_gateway, running.url, None, output, admin_key="secret-27182")
         with pytest.raises(HeteroGatewayError, match=r"404.*nobody"):
             await ask(run_from_gateway, running.url, "nobody", output, admin_key="secret-27182")
-        with pytest.raises(ProfileError, match=r"0 seconds of streams.*needed"):
+        with pytest.raises(ProfileError, match=r"0 rows of streams.*needed"):
             await ask(run_from_gateway, running.url, "i0", output, admin_key="secret-27182")
         with pytest.raises(HeteroGatewayError, match="not a gateway's answer"):
             await ask(run_from_gateway, fakes[0].url, "i0", output)
