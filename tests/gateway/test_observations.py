@@ -13,6 +13,7 @@ import httpx
 import pytest
 import yaml
 
+from hetero_gateway.cli import main
 from hetero_gateway.config import load_profile
 from hetero_gateway.core.calibration import MOST_CHANGE
 from hetero_gateway.core.observation import FirstTokenRow, StepRow
