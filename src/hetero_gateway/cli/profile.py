@@ -53,6 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--model", metavar="NAME", help="default: the first that the engine lists")
     add("--gpu", metavar="NAME", help="for the profile's name")
     add("--tensor-parallel", type=positive_int, metavar="N", help="likewise (default: 1)")
+    add("--quantization", metavar="NAME", help="of the weights, as the engine was told; noted only")
     add("--resume", action="store_true", help="go on with the samples that FILE has already")
     add("--plot", type=Path, metavar="FILE", help="measured against fitted, .png or .svg")
     add("--json", action="store_true", help="print one JSON document")
@@ -184,7 +185,7 @@ def _live(args: argparse.Namespace) -> int:
             return await measure(
                 target,
                 args.output,
-                Hardware(args.gpu or _NO_GPU, args.tensor_parallel or 1),
+                Hardware(args.gpu or _NO_GPU, args.tensor_parallel or 1, args.quantization),
                 given,
                 plan,
                 plot=args.plot,
