@@ -13,7 +13,7 @@ vllm:prompt_tokens_cached_total{engine="0",model_name="tiny"} 7.0
 vllm:generation_tokens_total{engine="0",model_name="tiny"} 50.0
 vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 16.0
 vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",\
-kv_cache_size_tokens="524288",num_gpu_blocks="4096"} 1.0
+gpu_memory_utilization="0.92",kv_cache_size_tokens="524288",num_gpu_blocks="4096"} 1.0
 """
 
 
