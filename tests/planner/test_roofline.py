@@ -8,17 +8,14 @@ import pytest
 
 from hetero_gateway.config import builtin_profiles, load_profile
 from hetero_gateway.core.cost_model import decode_step_time_s, prefill_time_s
-from hetero_gateway.planner.roofline import (
-    L4,
-    LLAMA_3_8B,
-    Accelerator,
-    grid,
-    roofline_profile,
-    step_times,
-)
+from hetero_gateway.planner.accelerators import Accelerator, accelerator
+from hetero_gateway.planner.models import model_card
+from hetero_gateway.planner.roofline import grid, roofline_profile, step_times
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
+LLAMA_3_8B = model_card("Llama-3-8B")
+L4 = accelerator("L4")
 
 # Data sheets: dense fp16 tensor FLOP/s, memory, memory bytes/s, link bytes/s in one direction.
 A10G = Accelerator("A10G-24GB", 70e12, 24 * GIB, 600e9, 32e9)
@@ -52,7 +49,8 @@ def test_its_step_times_deviate_from_the_built_in_profiles_as_documented(
         for time_s, which in zip((prefill_time_s, decode_step_time_s), shapes, strict=True)
     ]
     assert ratios == pytest.approx([prefill, decode], abs=0.006)
-    assert guess.kv_capacity_tokens == known.kv_capacity_tokens
+    # Built from 8.03e9 parameters, where the shape counts 8 029 995 008.
+    assert abs(guess.kv_capacity_tokens - known.kv_capacity_tokens) <= 1
 
 
 def test_the_stored_l4_profile_is_what_the_roofline_gives():

@@ -30,19 +30,16 @@ with the vendor's figure for it; the cards have less (an L4 22.06 GiB), so the r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from hetero_gateway.core.cost_model import kv_bytes_per_token, kv_capacity_bytes
+from hetero_gateway.core.cost_model import kv_capacity_bytes
 from hetero_gateway.core.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
+from hetero_gateway.planner.accelerators import Accelerator
+from hetero_gateway.planner.model_shape import ModelShape
 
-# Share of the data sheet's figures that large matrix products and streaming reads reach: round
-# figures of common experience, checked by the table above.
-COMPUTE_EFFICIENCY = 0.75
-MEMORY_EFFICIENCY = 0.8
 # What vLLM's scheduler, sampler and input preparation add to a step: as in the built-in profiles.
 STEP_OVERHEAD_S = 1e-3
 SEQUENCE_OVERHEAD_S = 1e-5
@@ -60,73 +57,19 @@ MAX_PREFILL_TOKENS = 8192
 StepTime = Callable[[int, int], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Accelerator:
-    """A data sheet: dense fp16 tensor FLOP/s, memory in bytes and bytes/s, link in bytes/s.
-
-    ``link_bytes_per_s`` is one direction of what an all-reduce goes over; 0 where there is none.
-    """
-
-    name: str
-    flop_per_s: float
-    memory_bytes: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float = 0.0
-    compute_efficiency: float = COMPUTE_EFFICIENCY
-    memory_efficiency: float = MEMORY_EFFICIENCY
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A dense decoder: counts, and bytes per weight and per cached element."""
-
-    name: str
-    parameters: float
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    bytes_per_weight: float = 2.0
-    bytes_per_cached: float = 2.0
-
-    @property
-    def output_weights(self) -> float:
-        return float(self.vocabulary) * self.hidden
-
-    @property
-    def layer_weights(self) -> float:
-        """Everything but the embedding table (looked up) and the output layer."""
-        return self.parameters - 2 * self.output_weights
-
-
-LLAMA_3_8B = ModelShape("Llama-3-8B", 8.03e9, 32, 4096, 32, 8, 128, 128_256)
-# NVIDIA's data sheet: 242 TFLOP/s fp16 with sparsity, 300 GB/s, PCIe 4.0 x16. Half of the
-# arithmetic, because that is what the L40S of the same generation reaches, and at 72 W it is not
-# going to be more.
-L4 = Accelerator("L4-24GB", 121e12, 24 * 2**30, 300e9, 32e9, compute_efficiency=0.5)
-
-
 def roofline_profile(
     accelerator: Accelerator,
     model: ModelShape,
     tensor_parallel: int = 1,
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
+    kv_capacity_tokens: int | None = None,
 ) -> Profile | None:
-    """The profile of one instance, or None when the model's weights leave no room for KV."""
-    kv_token_bytes = kv_bytes_per_token(
-        model.layers, model.kv_heads, model.head_dim, model.bytes_per_cached
-    )
-    kv_bytes = kv_capacity_bytes(
-        tensor_parallel,
-        accelerator.memory_bytes,
-        UTILISATION,
-        RESERVED_BYTES,
-        model.parameters,
-        model.bytes_per_weight,
-    )
-    kv_capacity_tokens = int(kv_bytes // kv_token_bytes)
+    """The profile of one instance, or None when the model's weights leave no room for KV.
+
+    ``kv_capacity_tokens`` is what a better model than Eq. (1) says.
+    """
+    if kv_capacity_tokens is None:
+        kv_capacity_tokens = paper_kv_tokens(accelerator, model, tensor_parallel)
     if kv_capacity_tokens < 1:
         return None
     prefill, decode = step_times(accelerator, model, tensor_parallel)
@@ -154,19 +97,37 @@ def roofline_profile(
     )
 
 
+def paper_kv_tokens(accelerator: Accelerator, model: ModelShape, tensor_parallel: int) -> int:
+    """Eq. (1) in tokens, with φ, δ and the nominal memory as the paper sets them."""
+    kv_bytes = kv_capacity_bytes(
+        tensor_parallel,
+        accelerator.memory_bytes,
+        UTILISATION,
+        RESERVED_BYTES,
+        model.parameters,
+        model.bytes_per_weight,
+    )
+    return int(kv_bytes // model.kv_token_bytes())
+
+
 def step_times(
     accelerator: Accelerator, model: ModelShape, tensor_parallel: int
 ) -> tuple[StepTime, StepTime]:
     """The roofline itself: seconds of a prefill and of a decode step of (batch, tokens each)."""
-    flop_per_s = accelerator.flop_per_s * accelerator.compute_efficiency * tensor_parallel
+    flop_per_s = matrix_flop_per_s(accelerator, model) * tensor_parallel
+    attention_flop_per_s = accelerator.flop_per_s * accelerator.compute_efficiency * tensor_parallel
     bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency * tensor_parallel
-    kv_token_bytes = kv_bytes_per_token(
-        model.layers, model.kv_heads, model.head_dim, model.bytes_per_cached
-    )
+    kv_token_bytes = model.kv_token_bytes(tensor_parallel)
 
-    def products(weights: float, tokens: float) -> float:
+    def layers(tokens: float) -> float:
         return max(
-            2 * weights * tokens / flop_per_s, weights * model.bytes_per_weight / bytes_per_s
+            2 * model.active_layer_weights * tokens / flop_per_s,
+            model.layer_weights_touched(tokens) * model.bytes_per_weight / bytes_per_s,
+        )
+
+    def output(sequences: float) -> float:
+        return model.output_weights * max(
+            2 * sequences / attention_flop_per_s, model.dtype_bytes / bytes_per_s
         )
 
     def added(batch: int, tokens: int) -> float:
@@ -183,16 +144,24 @@ def step_times(
     def prefill(batch: int, prompt_tokens: int) -> float:
         tokens = batch * prompt_tokens
         width = model.heads * model.head_dim
-        attention = 2 * model.layers * width * tokens * prompt_tokens / flop_per_s
-        layers = products(model.layer_weights, tokens) + attention
-        return layers + products(model.output_weights, batch) + added(batch, tokens)
+        attention = 2 * model.layers * width * tokens * prompt_tokens / attention_flop_per_s
+        return layers(tokens) + attention + output(batch) + added(batch, tokens)
 
     def decode(batch: int, cached_tokens: int) -> float:
         read = batch * cached_tokens * kv_token_bytes / bytes_per_s
-        weights = model.layer_weights + model.output_weights
-        return products(weights, batch) + read + added(batch, batch)
+        return layers(batch) + output(batch) + read + added(batch, batch)
 
     return prefill, decode
+
+
+def matrix_flop_per_s(accelerator: Accelerator, model: ModelShape) -> float:
+    """What products with the layers' weights reach: in eight bits where both have them."""
+    peak = accelerator.flop_per_s
+    stored = model.quantization
+    if stored is not None and stored.bits == 8:
+        eight = accelerator.fp8_op_per_s if stored.method == "fp8" else accelerator.int8_op_per_s
+        peak = max(peak, eight)
+    return peak * accelerator.compute_efficiency
 
 
 def grid(

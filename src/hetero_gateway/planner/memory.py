@@ -1,0 +1,415 @@
+"""How much KV memory an instance has left: Eq. (1), and a model of what the rest is made of.
+
+    paper    t·d·φ − t·δ − Φ·b, with the nominal d and δ = 2 GiB per accelerator
+    fitted   t·(usable·φ − weights − activations − outside torch [− CUDA graphs])
+
+Per accelerator, with T = max_num_batched_tokens, n = max_num_seqs, b = bytes of the dtype:
+
+    weights        ``ModelShape.weight_bytes``: as loaded, KV heads copied where t exceeds them
+    activations    the larger of  MLP      mlp·b·T·(3·intermediate/t + 3·hidden)
+                             and  sampler  (logit + b − 2)·n·vocabulary
+                   + b·T·hidden, what one pass keeps, and what the experts keep:
+                   T·experts_per_token·b·(3·moe_intermediate/t + hidden)
+    outside torch  the CUDA context; with t > 1 what the all-reduce keeps, more over NVLink
+    CUDA graphs    graph + graph_per_layer·layers, taken off since vLLM 0.21
+
+vLLM measures all but the weights at start-up, in one pass over T tokens and n logits; what it keeps
+has changed with its versions. The coefficients are fitted to its own logs and tested on model
+families that were left out: benchmarks/planner_memory.py, docs/planner.md. Logs were of NVIDIA's
+cards but for one: elsewhere the uncertainty is larger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from hetero_gateway.core.cost_model import kv_capacity_bytes
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.planner.accelerators import GIB, Accelerator
+from hetero_gateway.planner.model_shape import ModelShape, Quantization
+from hetero_gateway.planner.parallelism import precision_refusal, refusal
+from hetero_gateway.planner.plan import MemoryEstimate, MemoryPart
+
+Method = Literal["fitted", "paper"]
+
+# Eq. (1) as the paper sets it: δ per accelerator.
+RESERVED_BYTES = 2 * GIB
+# How far Eq. (1) was off on vLLM's logs: the root mean square in benchmarks/planner_memory.py.
+PAPER_UNCERTAINTY = 0.15
+# Of a model with parts that are not modelled.
+UNMODELLED_UNCERTAINTY = 0.3
+# vLLM hands out KV memory in blocks of so many tokens.
+BLOCK_TOKENS = 16
+# vLLM's defaults: (max_num_batched_tokens, max_num_seqs) of its server. Large cards are those of
+# 70 GiB or more, without the A100 (vllm/engine/arg_utils.py goes by the device's name).
+LARGE_BYTES = 70 * GIB
+LARGE_DEFAULTS, SMALL_DEFAULTS = (8192, 1024), (2048, 256)
+# The newest version whose start-up is modelled.
+NEWEST = "0.21"
+# Links at or above this are NVLink's and its like, below it a PCIe slot's.
+FAST_LINK_BYTES_PER_S = 100e9
+
+_LAST_V0, _SMALL_SAMPLER, _GRAPHS_COUNTED, _TORCH_COUNTED = (0, 7), (0, 17), (0, 21), (0, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """What was fitted; memory in GiB per accelerator, unless it says bytes.
+
+    Args:
+        mlp: measured over counted bytes of the MLP's peak.
+        logit_bytes_before_0_17, logit_bytes: the sampler's, per sequence and vocabulary entry.
+        outside_before_0_6: with what its allocator kept, which those versions counted there.
+        outside_before_0_17, outside: of one accelerator alone.
+        fast_link, slow_link: on top, with tensor parallelism over NVLink or PCIe.
+        graphs, graphs_per_layer: CUDA graphs.
+        sigma: standard deviation of the whole, on families left out of the fit; sigma_others: on
+            other makers' cards than NVIDIA's, by the one log of an MI300X.
+        sigma_link: of what is on top with tensor parallelism: logs say 0.2 to 2.1.
+    """
+
+    mlp: float
+    logit_bytes_before_0_17: float
+    logit_bytes: float
+    outside_before_0_6: float
+    outside_before_0_17: float
+    outside: float
+    fast_link: float
+    slow_link: float
+    graphs: float
+    graphs_per_layer: float
+    sigma: float
+    sigma_others: float
+    sigma_link: float
+
+
+# benchmarks/planner_memory.py prints them. slow_link is no fit: no log of the facts has t > 1 over
+# PCIe; logs in vLLM's issues say 0.2 to 0.6 GiB.
+FITTED = Coefficients(
+    mlp=1.01,
+    logit_bytes_before_0_17=38.9,
+    logit_bytes=14.8,
+    outside_before_0_6=0.83,
+    outside_before_0_17=0.17,
+    outside=0.27,
+    fast_link=1.86,
+    slow_link=0.35,
+    graphs=0.21,
+    graphs_per_layer=0.0208,
+    sigma=0.25,
+    sigma_others=2.5,
+    sigma_link=0.6,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What ``vllm serve`` is told, as far as it changes memory; None: vLLM's own default.
+
+    Args:
+        utilisation: ``--gpu-memory-utilization``, in (0, 1].
+        max_model_len: tokens of the longest request; None: what the model is made for.
+        vllm_version: "0.21", "0.11.2", …; later than the newest modelled counts as that.
+        kv_dtype: ``--kv-cache-dtype``: "auto", "fp8", …
+        enforce_eager: no CUDA graphs.
+
+    Raises:
+        ConfigError: a value that vLLM would not take.
+    """
+
+    utilisation: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    vllm_version: str = NEWEST
+    kv_dtype: str = "auto"
+    enforce_eager: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.utilisation <= 1:
+            raise ConfigError(f"utilisation is {self.utilisation}: it must be above 0, at most 1")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: it must be at least 1")
+        if self.kv_dtype not in ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"):
+            raise ConfigError(f"kv_dtype {self.kv_dtype!r} is not known: auto, bfloat16, fp8, …")
+        _ = self.version
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """(major, minor); the patch level changes nothing that is modelled."""
+        found = re.match(r"v?(\d+)\.(\d+)", self.vllm_version)
+        if found is None:
+            raise ConfigError(f"vllm_version {self.vllm_version!r} is not like 0.21 or 0.21.1")
+        return int(found[1]), int(found[2])
+
+    def sequences(self, accelerator: Accelerator) -> int:
+        """max_num_seqs there."""
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        return _defaults(accelerator)[1]
+
+    def batched_tokens(self, accelerator: Accelerator) -> int:
+        """max_num_batched_tokens there."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(_defaults(accelerator)[0], self.sequences(accelerator))
+
+
+def _defaults(accelerator: Accelerator) -> tuple[int, int]:
+    large = accelerator.usable_bytes >= LARGE_BYTES and "A100" not in accelerator.name
+    return LARGE_DEFAULTS if large else SMALL_DEFAULTS
+
+
+def estimate_memory(
+    model: ModelShape,
+    accelerator: Accelerator,
+    tensor_parallel: int,
+    options: EngineOptions,
+    method: Method = "fitted",
+    *,
+    needed_tokens: int = 1,
+    coefficients: Coefficients = FITTED,
+) -> MemoryEstimate:
+    """The KV memory of one instance, and what else is in its accelerators' memory.
+
+    The parts and the KV cache add up to the accelerators' nominal memory. Where the model does not
+    fit at all, ``kv_bytes`` is negative and the capacity 0.
+
+    Args:
+        method: "fitted", or "paper" for Eq. (1) as printed.
+        needed_tokens: of the longest request; what ``tight`` is judged by, with max_model_len.
+    """
+    if method == "paper":
+        parts = _paper_parts(model, accelerator, tensor_parallel, options)
+    else:
+        parts = _fitted_parts(model, accelerator, tensor_parallel, options, coefficients)
+    taken = sum(part.bytes_per_accelerator for part in parts)
+    kv_bytes = tensor_parallel * (accelerator.memory_bytes - taken)
+    tokens = max(0, int(kv_bytes // model.kv_token_bytes(tensor_parallel, options.kv_dtype)))
+    uncertainty = PAPER_UNCERTAINTY
+    if method == "fitted":
+        tokens -= tokens % BLOCK_TOKENS
+        spread = spread_bytes(accelerator, tensor_parallel, coefficients)
+        uncertainty = min(1.0, spread / kv_bytes) if kv_bytes > 0 else 1.0
+        if model.unmodelled:
+            uncertainty = max(uncertainty, UNMODELLED_UNCERTAINTY)
+    needed = max(needed_tokens, options.max_model_len or 1)
+    return MemoryEstimate(
+        kv_capacity_tokens=tokens,
+        kv_bytes=kv_bytes,
+        parts=parts,
+        uncertainty=uncertainty,
+        # Two standard deviations to either side.
+        tight=tokens * (1 - 2 * uncertainty) < needed <= tokens * (1 + 2 * uncertainty),
+        how=method,
+    )
+
+
+def is_feasible(estimate: MemoryEstimate, needed_tokens: int) -> bool:
+    """Eq. (2); of an estimate with a known spread, with one standard deviation to spare.
+
+    vLLM refuses to start when its KV cache cannot hold one request of max_model_len.
+    """
+    tokens = float(estimate.kv_capacity_tokens)
+    if estimate.how == "fitted":
+        tokens *= 1 - estimate.uncertainty
+    return estimate.kv_capacity_tokens >= 1 and tokens >= needed_tokens
+
+
+def spread_bytes(
+    accelerator: Accelerator, tensor_parallel: int, coefficients: Coefficients = FITTED
+) -> float:
+    """One standard deviation of the instance's KV bytes.
+
+    What one accelerator is wrong by, all are.
+    """
+    sigma = coefficients.sigma if accelerator.cuda_capability else coefficients.sigma_others
+    if tensor_parallel > 1:
+        sigma = math.hypot(sigma, coefficients.sigma_link)
+    return sigma * GIB * tensor_parallel
+
+
+def shortfall_bytes(
+    estimate: MemoryEstimate,
+    model: ModelShape,
+    accelerator: Accelerator,
+    tensor_parallel: int,
+    options: EngineOptions,
+    needed_tokens: int,
+) -> float:
+    """What is missing on each accelerator for ``is_feasible``; 0 where it is."""
+    if is_feasible(estimate, needed_tokens):
+        return 0.0
+    blocks = -(-needed_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    needed = blocks * model.kv_token_bytes(tensor_parallel, options.kv_dtype)
+    margin = 0.0
+    if estimate.how == "fitted":
+        margin = spread_bytes(accelerator, tensor_parallel)
+        if model.unmodelled:
+            margin = max(margin, needed * UNMODELLED_UNCERTAINTY / (1 - UNMODELLED_UNCERTAINTY))
+    return max(0.0, needed + margin - estimate.kv_bytes) / tensor_parallel
+
+
+def _paper_parts(
+    model: ModelShape, accelerator: Accelerator, tensor_parallel: int, options: EngineOptions
+) -> tuple[MemoryPart, ...]:
+    """Eq. (1) taken apart; the KV bytes that it leaves are those of ``core.cost_model``."""
+    d = accelerator.memory_bytes
+    kv_bytes = kv_capacity_bytes(
+        tensor_parallel, d, options.utilisation, RESERVED_BYTES,
+        model.parameters, model.bytes_per_weight,
+    )  # fmt: skip
+    free = d * (1 - options.utilisation)
+    return (
+        MemoryPart("left free", free),
+        MemoryPart("weights", d - free - RESERVED_BYTES - kv_bytes / tensor_parallel),
+        MemoryPart("reserved", float(RESERVED_BYTES)),
+    )
+
+
+def _fitted_parts(
+    model: ModelShape,
+    accelerator: Accelerator,
+    tensor_parallel: int,
+    options: EngineOptions,
+    c: Coefficients,
+) -> tuple[MemoryPart, ...]:
+    usable = accelerator.usable_bytes
+    parts = [
+        MemoryPart("not usable", accelerator.memory_bytes - usable),
+        MemoryPart("left free", usable * (1 - options.utilisation)),
+        MemoryPart("weights", model.weight_bytes(tensor_parallel)),
+        MemoryPart(
+            "activations", activation_bytes(model, accelerator, tensor_parallel, options, c)
+        ),
+        MemoryPart("outside torch", outside_bytes(accelerator, tensor_parallel, options, c)),
+    ]
+    if options.version >= _GRAPHS_COUNTED and not options.enforce_eager:
+        graphs = (c.graphs + c.graphs_per_layer * model.layers) * GIB
+        parts.append(MemoryPart("CUDA graphs", graphs))
+    return tuple(parts)
+
+
+def activation_bytes(
+    model: ModelShape,
+    accelerator: Accelerator,
+    tensor_parallel: int,
+    options: EngineOptions,
+    c: Coefficients = FITTED,
+) -> float:
+    """The peak of vLLM's start-up pass."""
+    size, tokens = model.dtype_bytes, options.batched_tokens(accelerator)
+    kept = size * tokens * model.hidden
+    mlp = c.mlp * mlp_bytes(model, tensor_parallel, tokens)
+    sampler = logit_bytes(options, model, c) * logits(model, accelerator, options)
+    if options.version <= _LAST_V0:
+        peak = max(mlp, sampler + kept)
+    else:
+        peak = max(mlp, sampler) + kept
+    if model.moe_layers:
+        width = 3 * model.moe_intermediate / tensor_parallel + model.hidden
+        peak += size * tokens * model.experts_per_token * width
+    return peak
+
+
+def mlp_bytes(model: ModelShape, tensor_parallel: int, tokens: int) -> float:
+    """Gate, up and their product, of T tokens; without a gate, one less."""
+    matrices = 3 if model.gated else 2
+    width = matrices * model.intermediate / tensor_parallel + 3 * model.hidden
+    return model.dtype_bytes * tokens * width
+
+
+def logits(model: ModelShape, accelerator: Accelerator, options: EngineOptions) -> float:
+    """Entries that the sampler sorts in the start-up pass."""
+    tokens = options.batched_tokens(accelerator)
+    # V0 with chunked prefill ended its pass before the sampler.
+    length = options.max_model_len or model.max_position
+    if options.version <= _LAST_V0 and tokens < length:
+        return 0.0
+    return float(min(options.sequences(accelerator), tokens)) * model.vocabulary
+
+
+def logit_bytes(options: EngineOptions, model: ModelShape, c: Coefficients = FITTED) -> float:
+    """Of one entry: the logit itself in the model's dtype, and what sorting it takes."""
+    base = c.logit_bytes_before_0_17 if options.version < _SMALL_SAMPLER else c.logit_bytes
+    return base + model.dtype_bytes - 2
+
+
+def outside_bytes(
+    accelerator: Accelerator, tensor_parallel: int, options: EngineOptions, c: Coefficients = FITTED
+) -> float:
+    """What is not torch's: the context, and the buffers of the all-reduce."""
+    if options.version < _TORCH_COUNTED:
+        outside = c.outside_before_0_6
+    elif options.version < _SMALL_SAMPLER:
+        outside = c.outside_before_0_17
+    else:
+        outside = c.outside
+    if tensor_parallel > 1:
+        fast = accelerator.link_bytes_per_s >= FAST_LINK_BYTES_PER_S
+        outside += c.fast_link if fast else c.slow_link
+    return outside * GIB
+
+
+def remedies(
+    model: ModelShape,
+    accelerator: Accelerator,
+    tensor_parallel: int,
+    options: EngineOptions,
+    *,
+    needed_tokens: int,
+    largest: int,
+    method: Method = "fitted",
+) -> tuple[str, ...]:
+    """What would make it fit: more accelerators, shorter requests, fewer bits; each by itself.
+
+    Args:
+        needed_tokens: of the longest request.
+        largest: accelerators of the machine.
+    """
+
+    def estimate(t: int, shape: ModelShape = model, o: EngineOptions = options) -> MemoryEstimate:
+        return estimate_memory(shape, accelerator, t, o, method)
+
+    found = []
+    for t in range(tensor_parallel + 1, largest + 1):
+        if refusal(model, t) is None and is_feasible(estimate(t), needed_tokens):
+            found.append(f"tensor_parallel {t}")
+            break
+    here = estimate(tensor_parallel)
+    sure = 1 - here.uncertainty if method == "fitted" else 1.0
+    tokens = int(here.kv_capacity_tokens * sure) // BLOCK_TOKENS * BLOCK_TOKENS
+    if BLOCK_TOKENS <= tokens < needed_tokens:
+        found.append(f"a max length of {tokens} tokens")
+    for shape, name in _fewer_bits(model):
+        if refusal(shape, tensor_parallel) or precision_refusal(shape, accelerator):
+            continue
+        if is_feasible(estimate(tensor_parallel, shape), needed_tokens):
+            found.append(f"{name} weights")
+            break
+    if options.kv_dtype == "auto" and (accelerator.cuda_capability or 0.0) >= 8.9:
+        halved = dataclasses.replace(options, kv_dtype="fp8")
+        if is_feasible(estimate(tensor_parallel, o=halved), needed_tokens):
+            found.append("an fp8 KV cache")
+    return tuple(found)
+
+
+def _fewer_bits(model: ModelShape) -> list[tuple[ModelShape, str]]:
+    """The same model quantised further, most bits first."""
+    bits = 8 * model.dtype_bytes if model.quantization is None else model.quantization.bits
+    choices = (
+        ("fp8", Quantization("fp8", 8)),
+        ("int8", Quantization("compressed-tensors", 8)),
+        ("int4 (AWQ or GPTQ)", Quantization("gptq", 4, 128, zero_points=True)),
+    )
+    return [
+        (dataclasses.replace(model, quantization=stored), name)
+        for name, stored in choices
+        if stored.bits < bits
+    ]

@@ -1,0 +1,25 @@
+"""Names of a catalogue that are close to one that it does not have, for an error's text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+
+def folded(name: str) -> str:
+    """A name as it is compared: lower case, letters and digits only."""
+    return re.sub(r"[^a-z0-9]", "", name.casefold())
+
+
+def nearest_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """The ``count`` names most like ``name``, best first; equal ones in alphabetical order."""
+    wanted = folded(name)
+
+    def likeness(candidate: str) -> float:
+        known = folded(candidate)
+        whole = SequenceMatcher(None, wanted, known).ratio()
+        # "H100" is all of the beginning of "H100-80GB-SXM", though less than half of its letters.
+        return whole + (1.0 if wanted and known.startswith(wanted) else 0.0)
+
+    return sorted(names, key=lambda known: (-likeness(known), known))[:count]
