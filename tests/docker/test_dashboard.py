@@ -197,7 +197,9 @@ def test_prometheus_accepts_every_expression_of_the_dashboard(files, tmp_path):
 
 @pytest.mark.system
 def test_alerts_fire_when_they_should_and_only_then(files, tmp_path):
-    (tmp_path / "alerts.yml").write_bytes((files.monitoring / "prometheus" / "alerts.yml").read_bytes())
+    (tmp_path / "alerts.yml").write_bytes(
+        (files.monitoring / "prometheus" / "alerts.yml").read_bytes()
+    )
     cases = Path(__file__).with_name("alerts_test.yml")
     (tmp_path / cases.name).write_bytes(cases.read_bytes())
     tested = {

@@ -100,5 +100,7 @@ def own_address(instance: DeployedInstance) -> str:
 
 def dumped(document: Any) -> str:
     """YAML in the order that it was written in, the same text for the same document."""
-    text: str = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)
+    text: str = yaml.dump(
+        document, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True, width=100
+    )
     return text

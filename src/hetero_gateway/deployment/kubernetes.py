@@ -26,6 +26,8 @@ _PART_OF = {"app.kubernetes.io/part-of": "hetero-gateway"}
 _PORT = 8000
 _ETC = "/etc/hetero-gateway"
 _GRACE_MARGIN_S = 20
+# No token, and no variables named after Services: one called "vllm" would set VLLM_PORT.
+_QUIET = {"automountServiceAccountToken": False, "enableServiceLinks": False}
 # Of ten seconds each: half an hour for the download of the weights.
 _STARTUP_PROBES = 180
 
@@ -80,7 +82,7 @@ def gateway_manifests(configuration: str, profiles: Mapping[str, str]) -> str:
     pod = {
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         "terminationGracePeriodSeconds": 40,
-        "automountServiceAccountToken": False,
+        **_QUIET,
         "containers": [container],
         "volumes": [
             {"name": "configuration", "configMap": {"name": "hetero-gateway", "items": items}},
@@ -145,7 +147,7 @@ def _stateful_set(
     first = members[0]
     pod = _emulated_pod(first, options) if options.emulate else _vllm_pod(first, options)
     pod["terminationGracePeriodSeconds"] = options.shutdown_timeout_s + _GRACE_MARGIN_S
-    pod["automountServiceAccountToken"] = False
+    pod |= _QUIET
     if not options.emulate:
         pod["nodeSelector"] = {"kubernetes.io/hostname": first.machine_name}
     return {
@@ -280,14 +282,14 @@ def _unexpanded(text: str) -> str:
     return text.replace("$(", "$$(")
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.CSafeDumper):
     """Writes a text of several lines as such, and repeats a mapping instead of pointing at it."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+def _text(dumper: yaml.CSafeDumper, value: str) -> yaml.ScalarNode:
     style = "|" if "\n" in value else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
