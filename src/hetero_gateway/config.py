@@ -320,6 +320,18 @@ class GatewayConfig(_Model):
         return self
 
 
+class PartSourceModel(_Model):
+    """How well one equation fits, on batches that the fit had not seen."""
+
+    r2: float | None = None
+    median_error: float | None = Field(None, ge=0)
+    worst_error: float | None = Field(None, ge=0)
+    attention_error: float | None = Field(None, ge=0)
+    validation: str = ""
+    samples: int | None = Field(None, ge=0)
+    outliers: int | None = Field(None, ge=0)
+
+
 class SourceModel(_Model):
     """How a profile's constants were obtained."""
 
@@ -327,6 +339,13 @@ class SourceModel(_Model):
     date: Any = None
     note: str = ""
     error: dict[str, float] = Field(default_factory=dict)
+    engine: str | None = None
+    block_size: int | None = Field(None, ge=1)
+    max_model_len: int | None = Field(None, ge=1)
+    discarded: dict[str, int] = Field(default_factory=dict)
+    fit: dict[Literal["prefill", "decode"], PartSourceModel] = Field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    unidentified: list[str] = Field(default_factory=list)
 
 
 class ProfileModel(_Model):
