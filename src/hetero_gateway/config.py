@@ -222,6 +222,10 @@ class SchedulerConfig(_Model):
     reference_output_tokens: int = Field(
         256, ge=1, description="Output of the request that fitted capacities are computed for."
     )
+    recalibrate: bool = Field(
+        False,
+        description="Let constants follow the traffic, within a factor of 4 of the profile's.",
+    )
     queue: QueueConfig = Field(default_factory=QueueConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
     tokens: TokensConfig = Field(default_factory=TokensConfig)

@@ -321,6 +321,29 @@ def test_without_constants_it_counts_by_weight() -> None:
     assert chosen.count("a") == 6
 
 
+def test_a_stand_in_is_the_middle_of_the_known_ones_and_stays() -> None:
+    s = finish_time(
+        spec("slow", SLOW), spec("middle", profile(FAST.constants.scaled(1.5))), spec("fast", FAST),
+        spec("new", None, weight=2.0),
+    )  # fmt: skip
+    place(s, 1)
+    taken_for = s.stand_in(InstanceId("new"))
+    assert taken_for.p8 == pytest.approx(1.5 * FAST.constants.p8 / 2)
+    s.remove(InstanceId("slow"))
+    s.remove(InstanceId("middle"))
+    place(s, 1)
+    assert s.stand_in(InstanceId("new")) == taken_for
+
+
+def test_an_unprofiled_engine_that_tells_its_capacity_refuses_what_does_not_fit() -> None:
+    small = dataclasses.replace(spec("small", None), kv_capacity_tokens=1000)
+    s = finish_time(small)
+    told = s.submit(request(2000, 10.0), 0.0)
+    assert isinstance(told, Reject)
+    assert told.reason is RejectReason.FITS_NO_INSTANCE
+    assert not isinstance(finish_time(spec("any", None)).submit(request(2000, 10.0), 0.0), Reject)
+
+
 CRAWLING = profile(SLOW.constants.scaled(20), 100_000)
 
 

@@ -121,6 +121,8 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
         "queue_rejections_total": ("counter", "reason"),
         "instance_speed_factor": ("gauge", "instance"),
         "instance_waiting_first_token": ("gauge", "instance"),
+        "profile_drift_ratio": ("gauge", "instance phase"),
+        "profile_age_seconds": ("gauge", "instance"),
         "build_info": ("gauge", "version"),
     }
     return {

@@ -14,6 +14,7 @@ The gateway passes bodies on unchanged, so a test puts what it wants under the k
     garbage       not HTTP at all
     extra         bytes after the end of the response
     event_bytes   size of one event's text
+    event_tokens  tokens that the usage counts for one event (default 1)
 
 It counts what a test asks about: ``requests``, ``open`` requests, ``aborted`` ones (the client's
 socket closed early), ``peers`` that sent requests, and keeps each request's head and body.
@@ -39,6 +40,7 @@ class FakeInstance:
         self.metrics = ""
         self.api_key: str | None = None
         self.close_after_response = False
+        self.delay_s = 0.0  # between events, where the request says nothing of it
         self.requests = 0
         self.open = 0
         self.aborted = 0
@@ -215,7 +217,7 @@ class FakeInstance:
         await event(_chunk({"role": "assistant", "content": ""}))
         for _ in range(events):
             await event(_chunk({"content": text}))
-            await asyncio.sleep(fake.get("delay_s", 0))
+            await asyncio.sleep(fake.get("delay_s", self.delay_s))
         if fake.get("die") == "after_events":
             await asyncio.sleep(0.02)
             writer.transport.abort()
@@ -231,7 +233,10 @@ class FakeInstance:
         else:
             await event(_chunk({}, "abort" if fake.get("end") == "abort" else "stop"))
             if fake.get("usage", True):
-                usage = {"prompt_tokens": 10, "completion_tokens": events}
+                usage = {
+                    "prompt_tokens": 10,
+                    "completion_tokens": events * fake.get("event_tokens", 1),
+                }
                 await event(json.dumps({"choices": [], "usage": usage}).encode())
         await event(b"[DONE]")
         if close:

@@ -14,6 +14,8 @@ from tests.fakes.vllm import fake_instances
 
 CHAT = "/v1/chat/completions"
 EXPECTED = {
+    "profile_age_seconds",
+    "profile_drift_ratio",
     "requests", "request_duration_seconds", "time_to_first_token_seconds",
     "time_per_output_token_seconds", "input_tokens", "output_tokens", "in_flight_requests",
     "instance_workload", "instance_kv_usage_ratio", "instance_up", "routing_decisions",

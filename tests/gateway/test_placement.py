@@ -332,9 +332,34 @@ async def test_policies_that_place_at_once_have_no_queue_and_no_timer(policy: st
             assert running.gateway.placement.idle
             document = (await client.get("/admin/instances")).json()
             assert document["queue"] is None
-            assert document["instances"][0]["speed_factor"] is None
-            assert "instance_speed_factor{" not in await running.metrics()
+            assert document["instances"][0]["waiting_first_token"] is None
             await asyncio.gather(*streams)
+
+
+@pytest.mark.parametrize("policy", ["min-max", "round-robin"])
+async def test_policies_that_do_not_ask_for_it_have_their_profiles_checked_too(policy: str) -> None:
+    # The profile says about 12 ms a step; the fake makes one in 60 ms.
+    async with fake_instances(1) as fakes:
+        async with serving(config_for(fakes, scheduler={"policy": policy})) as (running, client):
+            body = chat(events=60, delay_s=0.06)
+            streams = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(3)]
+            fleet = running.gateway.fleet
+            await eventually(lambda: (fleet.speed(InstanceId("i0")) or 0) > 2)
+            await asyncio.gather(*streams)
+            await eventually(lambda: running.gateway.placement.idle)
+            assert fleet.scheduler.progress.requests(0) == 0
+
+
+async def test_a_request_whose_progress_nobody_sees_spoils_no_observation() -> None:
+    async with fake_instances(1) as fakes:
+        configuration = config_for(fakes, scheduler={"policy": "min-max"})
+        async with serving(configuration) as (running, client):
+            plain = chat(stream=False, first_delay_s=3.0)
+            stream = chat(events=100, delay_s=0.03)
+            await asyncio.gather(*(client.post(CHAT, json=body) for body in (plain, stream)))
+            observations = running.gateway.fleet.scheduler.observations(InstanceId("i0"))
+        # The plain one was there all the time, or all but a moment of it.
+        assert len(observations.steps) <= 1
 
 
 async def test_the_speed_factor_follows_what_the_streams_show() -> None:

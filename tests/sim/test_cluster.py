@@ -343,6 +343,28 @@ def test_an_unprofiled_instance_takes_part():
         assert not np.isnan(records.finish_s).any()
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, 100.0])
+@pytest.mark.parametrize("rate", [6.0, 40.0])
+def test_with_no_profile_at_all_requests_are_shared_by_observed_speed(scale: float, rate: float):
+    # One is four times as slow; nobody has told the scheduler, nor how fast the other is.
+    fast = Profile("fast", "m", 1, FAST_CONSTANTS.scaled(scale), 200_000, 256)
+    slow = Profile("slow", "m", 1, FAST_CONSTANTS.scaled(4 * scale), 200_000, 256)
+    load = random_workload(1200, rate / scale)
+    late = np.arange(1200) >= 300
+    shares, latencies = [], []
+    for known in (True, False):
+        cluster = [
+            SimulatedInstance(InstanceId(name), p, p if known else None)
+            for name, p in (("slow", slow), ("fast", fast))
+        ]
+        records = run(cluster, load, make_scheduler("finish-time"))
+        shares.append((records.instance[late] == 1).mean())
+        latencies.append((records.finish_s - load.arrival_s)[late].mean())
+    assert shares[1] == pytest.approx(shares[0], abs=0.06)
+    assert latencies[1] < 1.1 * latencies[0]
+    assert shares[1] > 0.7
+
+
 def test_everything_at_once_is_worked_off():
     load = random_workload(400, 1.0)
     load = Workload(np.zeros(400), load.prompt_tokens, load.output_tokens)

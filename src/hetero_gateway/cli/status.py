@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     total = sum(i["requests"] for i in instances)
     admin_client.print_table(
-        ("INSTANCE", "STATE", "IN FLIGHT", "NO TOKEN", "SPEED", "WORKLOAD", "KV EST",
+        ("INSTANCE", "STATE", "IN FLIGHT", "NO TOKEN", "SPEED", "DRIFT", "WORKLOAD", "KV EST",
          "KV ENGINE", "SHARE", "REQUESTS", "PROFILE", "MODELS"),
         [
             (
@@ -46,12 +46,13 @@ def run(args: argparse.Namespace) -> int:
                 str(i["in_flight"]),
                 figure(i["waiting_first_token"]),
                 figure(i["speed_factor"]),
+                _drift(i),
                 figure(i["workload"]),
                 percent(i["kv_usage"]),
                 percent(i["engine_kv_usage"]),
                 percent(i["requests"] / total if total else None),
                 str(i["requests"]),
-                i["profile"],
+                i["profile"] + (" (recalibrated)" if _recalibrated(i) else ""),
                 ", ".join(i["models"]) or "-",
             )
             for i in instances
@@ -60,7 +61,25 @@ def run(args: argparse.Namespace) -> int:
     for i in instances:
         if not i["up"]:
             print(f"{i['id']} is down: {admin_client.printable(i['down_reason'] or 'unknown')}")
+        if (i.get("drift") or {}).get("drifted"):
+            print(
+                f"{i['id']}: its profile has drifted (decode/prefill: observed over modelled); "
+                "`hetero-gateway profile --from-gateway URL` makes a new one from the traffic"
+            )
     return 0
+
+
+def _drift(instance: dict[str, Any]) -> str:
+    """Decode and prefill, observed over modelled; a mark where the profile has drifted."""
+    drift = instance.get("drift")
+    if drift is None or (drift["decode"] is None and drift["prefill"] is None):
+        return "-"
+    ratios = f"{figure(drift['decode'])}/{figure(drift['prefill'])}"
+    return ratios + (" !" if drift["drifted"] else "")
+
+
+def _recalibrated(instance: dict[str, Any]) -> bool:
+    return bool(instance.get("recalibrated")) and instance["profile"] != "learned"
 
 
 def _state(instance: dict[str, Any]) -> str:

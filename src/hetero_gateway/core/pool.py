@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
+import statistics
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from hetero_gateway.core.profile import Constants, Profile
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason, Request
 
 UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody knows
+# Some machine: about an A800 with a model of 8 billion parameters (instance_profiles.csv). What is
+# not known of a machine's speed is learnt by the speed factor; this only gives the proportions.
+_GENERIC = Constants(5e-5, 0, 0, 1e-2, 8e-8, 1e-4, 0, 1e-2)
 
 
 class Pool:
@@ -28,13 +32,15 @@ class Pool:
         members: list[tuple[InstanceSpec, int]],
         absent: Iterable[tuple[InstanceSpec, str]],
         reference: tuple[float, float],
+        stand_ins: Mapping[InstanceId, Constants] | None = None,
     ) -> None:
+        """``stand_ins``: constants of those without a profile; None: a mean, or counts."""
         self.specs = tuple(spec for spec, _ in members)
         self.ids = tuple(spec.instance_id for spec in self.specs)
         self.absent = tuple(absent)
         self.slots: NDArray[np.intp] = np.array([slot for _, slot in members], dtype=np.intp)
         self.weight = np.array([spec.weight for spec in self.specs])
-        profiles = _effective_profiles(self.specs)
+        profiles = _effective_profiles(self.specs, stand_ins)
         distinct = list(dict.fromkeys(profiles))
         self.table = ProfileTable(distinct)
         index = {profile: i for i, profile in enumerate(distinct)}
@@ -123,10 +129,28 @@ class Pool:
         )
 
 
-def _effective_profiles(specs: tuple[InstanceSpec, ...]) -> list[Profile]:
-    """A profile for everyone: an unprofiled instance gets the mean of its pool's, over its weight.
+def stand_in(spec: InstanceSpec, others: Iterable[InstanceSpec]) -> Constants:
+    """What an unprofiled instance is taken for until it was seen: the median of ``others``.
 
-    So it takes part from the first request, and with none profiled, loads are counts by weight.
+    Where none of them has a profile, ``_GENERIC``. ``weight`` times as fast.
+    """
+    known = [s.profile.constants for s in others if s.profile is not None]
+    names = [f.name for f in dataclasses.fields(Constants)]
+    middle = (
+        Constants(*(statistics.median(getattr(c, n) for c in known) for n in names))
+        if (known)
+        else _GENERIC
+    )
+    return middle.scaled(1 / spec.weight)
+
+
+def _effective_profiles(
+    specs: tuple[InstanceSpec, ...], stand_ins: Mapping[InstanceId, Constants] | None
+) -> list[Profile]:
+    """A profile for everyone, so that an unprofiled instance takes part from the first request.
+
+    Without ``stand_ins`` it gets the mean of its pool's, over its weight, and with none profiled,
+    loads are counts by weight.
     """
     known = [spec.profile for spec in specs if spec.profile is not None]
     if known:
@@ -136,23 +160,26 @@ def _effective_profiles(specs: tuple[InstanceSpec, ...]) -> list[Profile]:
         mean = Constants(0, 1, 0, 0, 0, 0, 0, 1e-9)
     result = []
     for spec in specs:
-        result.append(
-            spec.profile
-            or Profile("unknown", "unknown", 1, mean.scaled(1 / spec.weight), UNLIMITED_TOKENS)
-        )
+        profile = spec.profile
+        if profile is None:
+            c = mean.scaled(1 / spec.weight) if stand_ins is None else stand_ins[spec.instance_id]
+            capacity = spec.kv_capacity_tokens or UNLIMITED_TOKENS
+            profile = Profile("unknown", "unknown", 1, c, capacity)
+        result.append(profile)
     return result
 
 
 def _assumed_kv_capacities(specs: tuple[InstanceSpec, ...]) -> FloatArray:
-    """What Eq. (8) divides by: an unprofiled instance has the mean of its pool's, by weight.
+    """What Eq. (8) divides by: where nobody knows it, the mean of the pool's, by weight.
 
     Were its usage 0 for want of a capacity, its w would stay where that of the others grows with
     e^(θ·kvusage), and a backlog would go nearly all to it. Nothing is refused because of this.
     """
-    known = [spec.profile.kv_capacity_tokens for spec in specs if spec.profile is not None]
+    told = [s.profile.kv_capacity_tokens if s.profile else s.kv_capacity_tokens for s in specs]
+    known = [tokens for tokens in told if tokens is not None]
     mean = sum(known) / len(known) if known else UNLIMITED_TOKENS
     return np.array(
-        [s.profile.kv_capacity_tokens if s.profile else mean * s.weight for s in specs], dtype=float
+        [mean * s.weight if t is None else t for s, t in zip(specs, told, strict=True)], dtype=float
     )
 
 

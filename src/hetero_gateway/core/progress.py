@@ -19,6 +19,12 @@ advance together, so g is the clock's advance since the first token, and Σ g ne
 Residual lives depend on g by *stage* (powers of two): a heap per slot moves a sequence on when the
 clock passes its next stage.
 
+What is observed is kept as rows, too (``core/observation.py``): the batch and the context of a row
+are means over its time, since a batch may come and go between two looks.
+
+A slot without a profile has stand-in constants. What they say is of no account, so its f may be
+anything; until it was observed, f is the lowest of its kind, so that it is tried.
+
 The clock of the world is an argument; nothing here knows what a policy makes of the figures.
 """
 
@@ -26,7 +32,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +41,7 @@ from numpy.typing import NDArray
 from hetero_gateway.core.cost_model import FloatArray
 from hetero_gateway.core.ledger import Dispatch
 from hetero_gateway.core.length import STAGE_TOKENS
+from hetero_gateway.core.observation import FirstTokenRow, Observations, StepRow, seconds
 from hetero_gateway.core.profile import Constants
 
 WAITING, STREAMING, WAITING_PROMPT, WAITING_OUTPUT, CONTEXT, SPEED, SILENT_S = range(7)
@@ -50,12 +57,21 @@ _ROWS = 10
 _FORGET_S = 5.0
 _PRIOR_S = 0.2
 _SPEED_BOUNDS = (0.1, 10.0)
+_STAND_IN_BOUNDS = (1e-3, 1e3)
 
 
 class _Stay:
     """One dispatch on its instance."""
 
-    __slots__ = ("joined", "output_tokens", "prompt_tokens", "sequences", "stage", "streaming")
+    __slots__ = (
+        "before",
+        "joined",
+        "output_tokens",
+        "prompt_tokens",
+        "sequences",
+        "stage",
+        "streaming",
+    )
 
     def __init__(self, sequences: int, prompt_tokens: float, output_tokens: float) -> None:
         self.sequences = sequences
@@ -64,6 +80,22 @@ class _Stay:
         self.streaming = False
         self.stage = -1
         self.joined = 0.0  # the step clock at its first token
+        # When it was sent, and what was there: waiting, their prompts, streaming, context.
+        self.before: tuple[float, float, float, float, float] | None = None
+
+
+class _Interval:
+    """What happened on a slot since the last observation, for its row."""
+
+    __slots__ = ("context", "prompt_tokens", "prompts", "sequences", "streamed_s")
+
+    def __init__(self) -> None:
+        self.streamed_s = 0.0  # time in which anything streamed
+        self.sequences = 0.0  # ∫ of streaming sequences, and of their context, over that time
+        self.context = 0.0
+        # Whose prefill came between the decode steps.
+        self.prompts = 0.0
+        self.prompt_tokens = 0.0
 
 
 class Outlook(NamedTuple):
@@ -118,31 +150,51 @@ class Progress:
         self._rows: FloatArray = np.zeros((_ROWS, 8))
         self._stages: FloatArray = np.zeros((8, len(STAGE_TOKENS)))
         self._constants: list[Constants | None] = []
+        self._requests: list[int] = []
         self._moves: list[list[tuple[float, int, _Stay]]] = []
         self._stays: dict[Dispatch, _Stay] = {}
         self._sequence = 0
-        # For the speed factor: observed and modelled seconds, and since the last observation the
-        # prompts whose prefill came between the decode steps, and the step clock then.
+        # For the speed factor: observed and modelled seconds, what came since the last observation,
+        # and the step clock then.
         self._observed_s: list[float] = []
         self._modelled_s: list[float] = []
-        self._prefills: list[tuple[int, float]] = []
+        self._intervals: list[_Interval] = []
         self._observed_clock: list[float] = []
+        self._observations: list[Observations] = []
+        # Slots whose constants stand in for unknown ones, and whether they were observed.
+        self._stand_ins: dict[int, bool] = {}
 
-    def open_slot(self, slot: int, constants: Constants | None) -> None:
-        """Begin a slot anew, or change its constants; ``None``: unprofiled, its clock stands."""
+    def open_slot(self, slot: int, constants: Constants | None, *, stand_in: bool = False) -> None:
+        """Begin a slot anew, or change its constants: then its speed factor begins anew.
+
+        Args:
+            constants: None: its clock stands.
+            stand_in: they are not of this machine.
+        """
         while slot >= len(self._constants):
             self._constants.append(None)
+            self._requests.append(0)
             self._moves.append([])
             self._observed_s.append(_PRIOR_S)
             self._modelled_s.append(_PRIOR_S)
-            self._prefills.append((0, 0.0))
+            self._intervals.append(_Interval())
             self._observed_clock.append(math.nan)
+            self._observations.append(Observations())
         while slot >= self._rows.shape[1]:
             self._rows = np.concatenate((self._rows, np.zeros_like(self._rows)), axis=1)
             self._stages = np.concatenate((self._stages, np.zeros_like(self._stages)))
-        self._constants[slot] = constants
-        if self._rows[SPEED, slot] == 0:
+        if not stand_in:
+            self._stand_ins.pop(slot, None)
+        if self._constants[slot] != constants or self._rows[SPEED, slot] == 0:
+            self._constants[slot] = constants
+            self._observed_s[slot] = self._modelled_s[slot] = _PRIOR_S
             self._rows[SPEED, slot] = 1.0
+            if stand_in:
+                self._stand_ins[slot] = False
+                self._rows[SPEED, slot] = self._lowest_stand_in_speed()
+            self._set_rate(slot)
+        elif stand_in:
+            self._stand_ins.setdefault(slot, False)
 
     def close_slot(self, slot: int) -> None:
         """Forget a slot's past; its dispatches have left."""
@@ -151,25 +203,41 @@ class Progress:
         self._moves[slot].clear()
         self._observed_s[slot] = self._modelled_s[slot] = _PRIOR_S
         self._observed_clock[slot] = math.nan
-        self._prefills[slot] = (0, 0.0)
+        self._intervals[slot] = _Interval()
+        self._observations[slot] = Observations()
+        self._constants[slot] = None
+        self._stand_ins.pop(slot, None)
 
     # Events
 
-    def placed(self, dispatch: Dispatch, now_s: float) -> None:
-        """A request was sent: it is in U."""
+    def placed(self, dispatch: Dispatch, now_s: float, *, alone: bool = True) -> None:
+        """A request was sent: it is in U. ``alone``: nobody is there that is not known here."""
         request = dispatch.request
         n = request.sequences
         stay = _Stay(n, n * request.prompt_tokens, n * request.predicted_output_tokens)
         self._stays[dispatch] = stay
         rows, slot = self._rows, dispatch.slot
-        if rows[WAITING, slot] == 0:
+        waiting = float(rows[WAITING, slot])
+        if waiting == 0:
             rows[_HEARD_S, slot] = now_s
+        if alone:
+            stay.before = (
+                now_s,
+                waiting,
+                float(rows[WAITING_PROMPT, slot]),
+                float(rows[STREAMING, slot]),
+                float(rows[CONTEXT, slot]),
+            )
+        self._requests[slot] += 1
         rows[WAITING, slot] += n
         rows[WAITING_PROMPT, slot] += stay.prompt_tokens
         rows[WAITING_OUTPUT, slot] += stay.output_tokens
 
-    def first_token(self, dispatch: Dispatch, now_s: float) -> bool:
-        """It streams: from U to R. False, and no change, unless it was in U."""
+    def first_token(self, dispatch: Dispatch, now_s: float, *, seen: bool = True) -> bool:
+        """It streams: from U to R. False, and no change, unless it was in U.
+
+        ``seen``: or else only predicted, which nothing is to be learnt from.
+        """
         stay = self._stays.get(dispatch)
         if stay is None or stay.streaming:
             return False
@@ -183,8 +251,11 @@ class Progress:
         rows[_HEARD_S, slot] = now_s
         if rows[STREAMING, slot] > 0:
             # Only then was its prefill among decode steps that are observed.
-            prompts, tokens = self._prefills[slot]
-            self._prefills[slot] = (prompts + n, tokens + stay.prompt_tokens)
+            interval = self._intervals[slot]
+            interval.prompts += n
+            interval.prompt_tokens += stay.prompt_tokens
+        if seen:
+            self._keep_first_token(slot, stay, now_s)
         rows[STREAMING, slot] += n
         # The first token is out: each sequence holds its prompt and that one.
         rows[CONTEXT, slot] += stay.prompt_tokens + n
@@ -199,6 +270,7 @@ class Progress:
         if stay is None:
             return
         slot, rows = dispatch.slot, self._rows
+        self._requests[slot] -= 1
         if not stay.streaming:
             self._leave_waiting(slot, stay)
             return
@@ -216,32 +288,87 @@ class Progress:
             self._moves[slot].clear()
         self._set_rate(slot)
 
-    def observe_steps(self, slot: int, steps: float, duration_s: float, now_s: float) -> None:
+    def observe_steps(
+        self, slot: int, steps: float, duration_s: float, now_s: float
+    ) -> StepRow | None:
         """The engine made ``steps`` decode steps in ``duration_s``, up to now, while it streamed.
 
-        Sets the speed factor, and the step clock right.
+        Sets the speed factor, and the step clock right. Returns the row that it was; None: none.
         """
-        c = self._constants[slot]
-        prompts, tokens = self._prefills[slot]
-        self._prefills[slot] = (0, 0.0)
         clock = self._read_clock(slot, now_s)
-        if self._rows[STREAMING, slot] >= 1 and duration_s > 0:
+        interval, self._intervals[slot] = self._intervals[slot], _Interval()
+        streaming = self._rows[STREAMING, slot] >= 1
+        row = None
+        if duration_s > 0 and (streaming or interval.streamed_s > 0):
             # No step at all counts as well: that is an engine that hangs.
+            row = self._step_row(slot, steps, duration_s, interval)
+            self._observations[slot].add_steps(row)
+            c = self._constants[slot]
             if c is not None:
-                modelled_s = steps * self._step_s(slot, c) + c.p1 * tokens + c.p2 * prompts
-                self._set_speed(slot, duration_s, modelled_s)
-            true_clock = self._observed_clock[slot] + steps
-            if not math.isnan(true_clock):
-                self._advance(slot, true_clock - clock)
+                self._set_speed(slot, duration_s, sum(seconds(row.terms, c)))
+            if streaming:
+                if duration_s < interval.streamed_s / 2:
+                    steps *= interval.streamed_s / duration_s  # it saw a part only
+                true_clock = self._observed_clock[slot] + steps
+                if not math.isnan(true_clock):
+                    self._advance(slot, true_clock - clock)
         self._observed_clock[slot] = float(self._rows[_CLOCK, slot])
         self._set_rate(slot)
+        return row
+
+    def _step_row(self, slot: int, steps: float, duration_s: float, interval: _Interval) -> StepRow:
+        streamed_s, share = interval.streamed_s, 1.0
+        if streamed_s > 0:
+            sequences, context = interval.sequences / streamed_s, interval.context / streamed_s
+            share = min(1.0, duration_s / streamed_s)
+        else:
+            sequences = float(self._rows[STREAMING, slot])
+            context = float(self._rows[CONTEXT, slot])
+        return StepRow(
+            duration_s,
+            steps,
+            sequences,
+            context / sequences,
+            share * interval.prompts,
+            share * interval.prompt_tokens,
+        )
+
+    def _keep_first_token(self, slot: int, stay: _Stay, now_s: float) -> None:
+        if stay.before is None:
+            return
+        placed_s, waiting, tokens, streaming, context = stay.before
+        if now_s > placed_s:
+            cached = context / streaming if streaming else 0.0
+            self._observations[slot].add_first_token(
+                FirstTokenRow(
+                    now_s - placed_s,
+                    stay.sequences,
+                    stay.prompt_tokens,
+                    waiting,
+                    tokens,
+                    streaming,
+                    cached,
+                )
+            )
 
     def _set_speed(self, slot: int, observed_s: float, modelled_s: float) -> None:
         keep = math.exp(-observed_s / _FORGET_S)
         observed = self._observed_s[slot] = self._observed_s[slot] * keep + observed_s
         modelled = self._modelled_s[slot] = self._modelled_s[slot] * keep + modelled_s
         low, high = _SPEED_BOUNDS
+        if slot in self._stand_ins:
+            low, high = _STAND_IN_BOUNDS
+            self._stand_ins[slot] = True
         self._rows[SPEED, slot] = min(high, max(low, observed / modelled))
+        if slot in self._stand_ins:
+            lowest = self._lowest_stand_in_speed()
+            for other, observed_once in self._stand_ins.items():
+                if not observed_once:
+                    self._rows[SPEED, other] = lowest
+
+    def _lowest_stand_in_speed(self) -> float:
+        speeds = [float(self._rows[SPEED, s]) for s, seen in self._stand_ins.items() if seen]
+        return min(speeds, default=1.0)
 
     # What a policy sees
 
@@ -267,6 +394,22 @@ class Progress:
         """The speed factor f: above 1 the machine is slower than its constants say."""
         return float(self._rows[SPEED, slot])
 
+    def observed(self, slots: Iterable[int]) -> bool:
+        """Whether any of these slots was observed although its constants only stand in."""
+        return any(self._stand_ins.get(slot, False) for slot in slots)
+
+    def stand_in(self, slot: int) -> Constants | None:
+        """The constants that stand in for this slot's; None: it has its own, or none at all."""
+        return self._constants[slot] if slot in self._stand_ins else None
+
+    def requests(self, slot: int) -> int:
+        """Requests that are there."""
+        return self._requests[slot]
+
+    def observations(self, slot: int) -> Observations:
+        """What was seen of the slot."""
+        return self._observations[slot]
+
     def waiting(self, slot: int) -> int:
         """Sequences without a first token."""
         return int(self._rows[WAITING, slot])
@@ -278,7 +421,15 @@ class Progress:
         elapsed_s = now_s - float(rows[_READ_S, slot])
         if elapsed_s > 0:
             rows[_READ_S, slot] = now_s
-            self._advance(slot, elapsed_s * float(rows[_STEPS_PER_S, slot]))
+            streaming = float(rows[STREAMING, slot])
+            if streaming > 0:
+                steps = elapsed_s * float(rows[_STEPS_PER_S, slot])
+                interval = self._intervals[slot]
+                interval.streamed_s += elapsed_s
+                interval.sequences += streaming * elapsed_s
+                context = float(rows[CONTEXT, slot]) + 0.5 * steps * streaming
+                interval.context += context * elapsed_s
+                self._advance(slot, steps)
         return float(rows[_CLOCK, slot])
 
     def _advance(self, slot: int, steps: float) -> None:

@@ -27,12 +27,14 @@ import numpy as np
 
 from hetero_gateway.core.cost_model import FloatArray
 from hetero_gateway.core.decision import Decision
+from hetero_gateway.core.drift import Drift
 from hetero_gateway.core.ledger import Dispatch, Ledger
 from hetero_gateway.core.length import ResidualLives
+from hetero_gateway.core.observation import Observations, seconds
 from hetero_gateway.core.policies import Candidates, Policy
 from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
-from hetero_gateway.core.pool import Pool
+from hetero_gateway.core.pool import Pool, stand_in
 from hetero_gateway.core.profile import Constants
 from hetero_gateway.core.progress import Outlook, Progress
 from hetero_gateway.core.queue import ModelQueue, Ticket
@@ -55,6 +57,8 @@ class Scheduler:
         rng: seeded generator for ties and random policies.
         reference: (prompt, output) tokens of the request that fitted capacities are computed for.
         max_queued: most requests that wait at once, over all models.
+        observes: keep the progress of streams for a policy that does not ask for it, too, so that
+            its profiles can be checked.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Scheduler:
         theta: float = 2.0,
         reference: tuple[float, float] = (512.0, 256.0),
         max_queued: int = 2**31,
+        observes: bool = False,
     ) -> None:
         self.ledger = Ledger()
         self.progress = Progress()
@@ -75,6 +80,8 @@ class Scheduler:
         self._specs: dict[InstanceId, InstanceSpec] = {}
         self._slots: dict[InstanceId, int] = {}
         self._max_queued = max_queued
+        self._observes = observes
+        self._drifts: dict[InstanceId, Drift] = {}
         self._pools: dict[str, Pool] = {}
         self._queues: dict[str, ModelQueue] = {}
         self._residual = ResidualLives(reference[1])
@@ -94,8 +101,8 @@ class Scheduler:
         if spec.instance_id in self._specs:
             raise ValueError(f"instance {spec.instance_id!r} exists already")
         self._specs[spec.instance_id] = spec
-        slot = self._slots[spec.instance_id] = self.ledger.add_slot()
-        self.progress.open_slot(slot, _constants(spec))
+        self._slots[spec.instance_id] = self.ledger.add_slot()
+        self._open_slot(spec)
         self._pools.clear()
 
     def replace(self, spec: InstanceSpec) -> None:
@@ -103,15 +110,25 @@ class Scheduler:
 
         Raises KeyError when there is none.
         """
-        if self._specs[spec.instance_id] != spec:
+        before = self._specs[spec.instance_id]
+        if before != spec:
             self._specs[spec.instance_id] = spec
-            slot = self._slots[spec.instance_id]
-            self.progress.open_slot(slot, _constants(spec))
+            if _constants(before) != _constants(spec):
+                self._open_slot(spec)
             self._pools.clear()
+
+    def _open_slot(self, spec: InstanceSpec) -> None:
+        slot, profile = self._slots[spec.instance_id], spec.profile
+        self._drifts.pop(spec.instance_id, None)
+        self.progress.open_slot(slot, _constants(spec))
+        if profile is not None:
+            stated = dict(profile.source.get("error") or {})
+            self._drifts[spec.instance_id] = Drift(float(stated.get("decode") or 0.0))
 
     def remove(self, instance_id: InstanceId) -> list[Dispatch]:
         """Forget an instance; everything on it is settled and returned. KeyError: unknown."""
         del self._specs[instance_id]
+        self._drifts.pop(instance_id, None)
         self._pools.clear()
         slot = self._slots.pop(instance_id)
         orphans = self.ledger.remove_slot(slot)
@@ -259,7 +276,7 @@ class Scheduler:
     def _pass_unseen(self, now_s: float) -> None:
         while self._unseen and self._unseen[0][0] <= now_s:
             due_s, _, dispatch = heapq.heappop(self._unseen)
-            self.progress.first_token(dispatch, due_s)
+            self.progress.first_token(dispatch, due_s, seen=False)
 
     # Decisions
 
@@ -360,7 +377,7 @@ class Scheduler:
             self.progress.rows(candidates.slots, now_s),
             self.progress.stages(candidates.slots),
             self._residual.table(model),
-            pool.profiled,
+            pool.profiled or self.progress.observed(candidates.slots.tolist()),
             self._typical_request_time_s(pool, queue, kept),
             0 if queue is None else len(queue),
             0.0 if queue is None else now_s - queue.last_arrival_s,
@@ -393,7 +410,12 @@ class Scheduler:
         slot = int(candidates.slots[position])
         request = decision.request
         dispatch = self.ledger.dispatch(request, decision.instance_id, slot, decision.charge)
-        if self._policy.queues:
+        if not self._policy.queues:
+            if self._observes and request.streams:
+                in_flight = int(self.ledger.in_flight[slot])
+                alone = in_flight == self.progress.requests(slot) + 1
+                self.progress.placed(dispatch, now_s, alone=alone)
+        else:
             self.progress.placed(dispatch, now_s)
             if not request.streams and candidates.estimates is not None:
                 self._dispatched += 1
@@ -407,12 +429,40 @@ class Scheduler:
 
     def observe_steps(
         self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
-    ) -> None:
+    ) -> bool:
         """The instance made so many decode steps in the last ``duration_s``, while it streamed.
 
-        Raises KeyError when there is no such instance.
+        Returns whether its profile has begun or ceased to drift (``drift``). Raises KeyError when
+        there is no such instance.
         """
-        self.progress.observe_steps(self._slots[instance_id], steps, duration_s, now_s)
+        slot = self._slots[instance_id]
+        if not self._policy.queues and self.progress.requests(slot) != self.ledger.in_flight[slot]:
+            # Others are there whose progress nobody sees: the row would say that it is slow.
+            duration_s = 0.0
+        row = self.progress.observe_steps(slot, steps, duration_s, now_s)
+        drift = self._drifts.get(instance_id)
+        constants = _constants(self._specs[instance_id])
+        if drift is None or constants is None:
+            return False
+        for first in self.progress.observations(slot).take_fresh():
+            drift.observe(first.ttft_s, *seconds(first.terms, constants))
+        if row is None:
+            return False
+        drift.observe(row.duration_s, *seconds(row.terms, constants))
+        return drift.judge(row.duration_s, now_s)
+
+    def drift(self, instance_id: InstanceId) -> Drift | None:
+        """How far an instance's profile is from what is seen of it; None: it has no profile."""
+        return self._drifts.get(instance_id)
+
+    def stand_in(self, instance_id: InstanceId) -> Constants:
+        """What an instance without a profile is taken for."""
+        given = self.progress.stand_in(self._slots[instance_id])
+        return given or stand_in(self._specs[instance_id], ())
+
+    def observations(self, instance_id: InstanceId) -> Observations:
+        """What was seen of an instance. Raises KeyError when there is none."""
+        return self.progress.observations(self._slots[instance_id])
 
     def observe_output_tokens(self, model: str, output_tokens: float) -> None:
         """A sequence finished after so many output tokens."""
@@ -437,11 +487,27 @@ class Scheduler:
                     absent.append((spec, "unhealthy"))
                 else:
                     members.append((spec, self._slots[spec.instance_id]))
-            pool = Pool(members, absent, self._reference)
+            stand_ins = self._stand_ins(members, absent) if self._policy.queues else None
+            pool = Pool(members, absent, self._reference, stand_ins)
             # Names come from clients: only a name that an instance serves is worth keeping.
             if members or absent:
                 self._pools[model] = pool
         return pool
+
+    def _stand_ins(
+        self, members: list[tuple[InstanceSpec, int]], absent: list[tuple[InstanceSpec, str]]
+    ) -> dict[InstanceId, Constants]:
+        """Constants for the members without a profile; once given, they stay."""
+        result = {}
+        for spec, slot in members:
+            if spec.profile is None:
+                constants = self.progress.stand_in(slot)
+                if constants is None:
+                    others = [s for s, _ in members] + [s for s, _ in absent]
+                    constants = stand_in(spec, others)
+                    self.progress.open_slot(slot, constants, stand_in=True)
+                result[spec.instance_id] = constants
+        return result
 
     def _no_instance(self, model: str, pool: Pool) -> Reject:
         # An instance that has not answered yet may serve any name.

@@ -47,6 +47,7 @@ class InstanceSpec:
         weight: relative capacity for ``weighted-round-robin`` and for unprofiled instances.
         available: False while unhealthy.
         draining: True while it finishes what it has and gets nothing new.
+        kv_capacity_tokens: as its engine says it, for an instance without a profile; None: unknown.
     """
 
     instance_id: InstanceId
@@ -56,6 +57,7 @@ class InstanceSpec:
     weight: float = 1.0
     available: bool = True
     draining: bool = False
+    kv_capacity_tokens: int | None = None
 
 
 class Outcome(enum.Enum):

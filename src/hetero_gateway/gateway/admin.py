@@ -9,6 +9,7 @@ reverse proxy on the same machine passes on cannot always be told apart: such a 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import ipaddress
 import itertools
@@ -25,6 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_gateway.config import InstanceConfig, load_gateway_config, parse_model
 from hetero_gateway.core.decision import Decision
+from hetero_gateway.core.observation import FirstTokenRow, StepRow
+from hetero_gateway.core.profile import Profile
 from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.core.types import Request as CoreRequest
 from hetero_gateway.errors import ClientError, ConfigError
@@ -47,6 +50,7 @@ class InstancePatch(BaseModel):
 
     draining: bool | None = None
     weight: float | None = Field(None, ge=1e-3, le=1e3)
+    recalibrated: bool | None = None
 
 
 def is_loopback(host: str) -> bool:
@@ -152,7 +156,11 @@ async def add_instance(request: Request) -> Response:
 
 @router.patch("/instances/{instance_id}")
 async def change_instance(request: Request, instance_id: str) -> Response:
-    """Change ``draining`` or ``weight``."""
+    """Change ``draining`` or ``weight``, or bring the original profile back.
+
+    ``recalibrated`` false restores the constants that the configuration names (or none) and keeps
+    them; true lets them follow the traffic again, where ``scheduler.recalibrate`` is on.
+    """
     gateway = _gateway(request)
     instance = _known(gateway, instance_id)
     data = await _read_json(request)
@@ -160,6 +168,10 @@ async def change_instance(request: Request, instance_id: str) -> Response:
         patch = parse_model(InstancePatch, data, "body")
     except ConfigError as error:
         raise ClientError(400, "invalid_instance", str(error)) from error
+    if patch.recalibrated and not gateway.config.scheduler.recalibrate:
+        raise ClientError(400, "invalid_instance", "recalibrated: scheduler.recalibrate is off")
+    if patch.recalibrated is not None:
+        gateway.fleet.set_recalibrated(instance, patch.recalibrated)
     if patch.draining is not None:
         instance.draining = patch.draining
     if patch.weight is not None:
@@ -214,6 +226,34 @@ async def explain(
         reason = decision_reason(policy, result, "would get it")
     document |= {"chosen": result.instance_id, "reason": reason, "waits": waits}
     return _json(document | {"candidates": describe_decision(result)})
+
+
+@router.get("/observations")
+async def list_observations(request: Request, instance: str) -> Response:
+    """What was seen of an instance, oldest first: rows that a profile can be fitted from.
+
+    Sums and means of many requests' tokens and times; no prompt and no request's id.
+    """
+    gateway = _gateway(request)
+    known = _known(gateway, instance)
+    scheduler = gateway.fleet.scheduler
+    profile = scheduler.spec(known.id).profile
+    observations = scheduler.observations(known.id)
+    return _json(
+        {
+            "instance": known.id,
+            "models": sorted(known.models),
+            "profile": None if profile is None else describe_profile(profile),
+            "stand_in": None if profile else dataclasses.asdict(scheduler.stand_in(known.id)),
+            "kv_capacity_tokens": known.engine_kv_capacity_tokens,
+            "drift": _describe_drift(gateway, known),
+            "observed_s": observations.observed_s,
+            "step_fields": StepRow._fields,
+            "steps": list(observations.steps),
+            "first_token_fields": FirstTokenRow._fields,
+            "first_tokens": list(observations.first_tokens),
+        }
+    )
 
 
 @router.get("/decisions")
@@ -325,6 +365,22 @@ def _refusals(gateway: Gateway, model: str) -> list[dict[str, Any]]:
     return rows
 
 
+def describe_profile(profile: Profile) -> dict[str, Any]:
+    """A profile as JSON, with the keys of a profile file."""
+    source = dict(profile.source)
+    if source.get("date") is not None:
+        source["date"] = str(source["date"])
+    return {
+        "gpu": profile.gpu,
+        "model": profile.model,
+        "tensor_parallel": profile.tensor_parallel,
+        "constants": dataclasses.asdict(profile.constants),
+        "kv_capacity_tokens": profile.kv_capacity_tokens,
+        "max_num_seqs": profile.max_num_seqs,
+        "source": source,
+    }
+
+
 def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
     """An instance as JSON; never its key."""
     ledger, progress = gateway.fleet.scheduler.ledger, gateway.fleet.scheduler.progress
@@ -336,8 +392,11 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "id": instance.id,
         "base_url": instance.config.base_url,
         "models": sorted(instance.models),
-        "profile": profile.name if profile else "unprofiled",
+        "profile": instance.profile_name,
+        "recalibrated": instance.calibrated is not None,
         "profile_source": profile.source.get("how") if profile else None,
+        "profile_age_s": instance.profile_age_s(),
+        "drift": _describe_drift(gateway, instance),
         "max_model_len": instance.max_model_len,
         "weight": instance.weight,
         "up": instance.up,
@@ -349,10 +408,24 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "kv_capacity_tokens": profile.kv_capacity_tokens if profile else None,
         "kv_usage": kv_tokens / profile.kv_capacity_tokens if profile else None,
         "engine_kv_usage": instance.engine_kv_usage,
-        "speed_factor": progress.speed(slot) if queues else None,
+        "speed_factor": gateway.fleet.speed(instance.id),
         "waiting_first_token": progress.waiting(slot) if queues else None,
         "connections": instance.pool.open_connections,
         "requests": gateway.metrics.decisions[instance.id],
+    }
+
+
+def _describe_drift(gateway: Gateway, instance: Instance) -> dict[str, Any] | None:
+    drift = gateway.fleet.scheduler.drift(instance.id)
+    if drift is None:
+        return None
+    told, since_s = drift.verdict(), drift.since_s
+    return {
+        "decode": told.decode,
+        "prefill": told.prefill,
+        "spread": told.spread,
+        "drifted": drift.drifted,
+        "since": None if since_s is None else time.time() - (time.monotonic() - since_s),
     }
 
 

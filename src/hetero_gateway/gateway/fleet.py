@@ -10,11 +10,14 @@ import dataclasses
 import logging
 import ssl
 from collections.abc import Callable, Iterable
+from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hetero_gateway.config import GatewayConfig, InstanceConfig, instance_profile, secret
+from hetero_gateway.core.drift import Verdict
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.profile import Profile
 from hetero_gateway.core.scheduler import Scheduler
@@ -33,6 +36,9 @@ class Instance:
         self.config = config
         self.id = InstanceId(config.id)
         self.profile = instance_profile(config, base_dir)
+        # What traffic made of it, where ``scheduler.recalibrate`` lets it; the original stays.
+        self.calibrated: Profile | None = None
+        self.recalibrates = gateway.scheduler.recalibrate
         self.api_key = secret(config.api_key_env, f"instance {config.id}: api_key_env")
         self.ssl_context = _ssl_context(config)
         self.pool = InstancePool(
@@ -59,11 +65,23 @@ class Instance:
             weight=self.weight,
             available=self.up,
             draining=self.draining,
+            kv_capacity_tokens=self.engine_kv_capacity_tokens,
         )
+
+    @property
+    def profile_name(self) -> str:
+        """The profile's; or that there is none, or that it is learned."""
+        if self.profile is not None:
+            return self.profile.name
+        return "unprofiled" if self.calibrated is None else "learned"
+
+    def profile_age_s(self) -> float | None:
+        """Since the day that the profile names; None where it names none that can be read."""
+        return None if self.profile is None else _age_s(self.profile.source.get("date"))
 
     def _effective_profile(self) -> Profile | None:
         # A live engine knows its KV pool better than a formula does.
-        profile, tokens = self.profile, self.engine_kv_capacity_tokens
+        profile, tokens = self.calibrated or self.profile, self.engine_kv_capacity_tokens
         if profile is None or tokens is None or tokens == profile.kv_capacity_tokens:
             return profile
         return dataclasses.replace(profile, kv_capacity_tokens=tokens)
@@ -94,6 +112,7 @@ class Fleet:
             scheduling.theta,
             (scheduling.reference_prompt_tokens, scheduling.reference_output_tokens),
             scheduling.queue.max_requests,
+            observes=True,
         )
         self.instances: dict[InstanceId, Instance] = {}
         for instance in config.instances:
@@ -132,6 +151,14 @@ class Fleet:
         if self.on_change is not None:
             self.on_change()
 
+    def set_recalibrated(self, instance: Instance, wanted: bool) -> None:
+        """Let an instance's constants follow the traffic, or bring the original back for good."""
+        instance.recalibrates = wanted
+        if not wanted and instance.calibrated is not None:
+            instance.calibrated = None
+            _log.info("instance %s: its original profile is back", instance.id)
+            self.publish(instance)
+
     def mark_up(self, instance: Instance) -> None:
         instance.failed_probes = 0
         if not instance.up:
@@ -147,6 +174,29 @@ class Fleet:
             self.publish(instance)
         instance.down_reason = reason
         instance.engine_kv_usage = None
+
+    def tell_drift(self, instance_id: InstanceId) -> None:
+        """Log, once, that an instance's profile has begun or ceased to drift."""
+        drift = self.scheduler.drift(instance_id)
+        if drift is None:
+            return
+        told = drift.verdict()
+        ratios = ", ".join(
+            f"{phase} takes {ratio:.2f} times as long as it says"
+            for phase, ratio in (("decode", told.decode), ("prefill", told.prefill))
+            if ratio is not None
+        )
+        if drift.drifted:
+            _log.warning(
+                "instance %s: its profile has drifted: %s (spread %.0f %%); a new one from the "
+                "traffic: hetero-gateway profile --from-gateway URL --instance %s -o FILE",
+                instance_id,
+                ratios,
+                100 * (told.spread or 0.0),
+                instance_id,
+            )
+        else:
+            _log.info("instance %s: its profile fits again: %s", instance_id, ratios)
 
     def models(self) -> dict[str, int | None]:
         """Names that live instances serve, with the longest context known for each."""
@@ -164,6 +214,12 @@ class Fleet:
     def _live(self) -> Iterable[Instance]:
         return (i for i in self.instances.values() if i.up and not i.draining)
 
+    def speed(self, instance_id: InstanceId) -> float | None:
+        """Observed over modelled step time; None: nothing is modelled."""
+        modelled = self.queues or self.scheduler.spec(instance_id).profile is not None
+        slot = self.scheduler.slot(instance_id)
+        return self.scheduler.progress.speed(slot) if modelled else None
+
     def gauges(self) -> list[InstanceGauges]:
         """Every instance as metrics show it."""
         ledger, progress = self.scheduler.ledger, self.scheduler.progress
@@ -172,6 +228,8 @@ class Fleet:
             slot = self.scheduler.slot(instance.id)
             profile = self.scheduler.spec(instance.id).profile
             tokens = float(ledger.kv_tokens[slot])
+            drift = self.scheduler.drift(instance.id)
+            told = Verdict(None, None, None) if drift is None else drift.verdict()
             result.append(
                 InstanceGauges(
                     instance_id=instance.id,
@@ -180,8 +238,11 @@ class Fleet:
                     workload=float(ledger.load[slot]),
                     kv_usage_estimated=tokens / profile.kv_capacity_tokens if profile else None,
                     kv_usage_engine=instance.engine_kv_usage,
-                    speed_factor=progress.speed(slot) if self.queues else None,
+                    speed_factor=self.speed(instance.id),
                     waiting_first_token=progress.waiting(slot) if self.queues else None,
+                    drift_decode=told.decode,
+                    drift_prefill=told.prefill,
+                    profile_age_s=instance.profile_age_s(),
                 )
             )
         return result
@@ -189,6 +250,18 @@ class Fleet:
     def close(self) -> None:
         for instance in self.instances.values():
             instance.pool.close()
+
+
+def _age_s(day: Any) -> float | None:
+    try:
+        made = day if isinstance(day, date) else datetime.fromisoformat(str(day))
+    except ValueError:
+        return None
+    if not isinstance(made, datetime):
+        made = datetime(made.year, made.month, made.day)
+    if made.tzinfo is None:
+        made = made.replace(tzinfo=UTC)
+    return max(0.0, (datetime.now(UTC) - made).total_seconds())
 
 
 def _ssl_context(config: InstanceConfig) -> ssl.SSLContext | None:

@@ -111,6 +111,9 @@ class InstanceGauges:
     kv_usage_engine: float | None
     speed_factor: float | None = None
     waiting_first_token: int | None = None
+    drift_decode: float | None = None
+    drift_prefill: float | None = None
+    profile_age_s: float | None = None
 
 
 class Metrics(Collector):
@@ -224,12 +227,22 @@ class Metrics(Collector):
         )
         speed = GaugeMetricFamily(
             PREFIX + "instance_speed_factor",
-            "Observed over modelled time of a decode step; above 1 it is slower than its profile.",
+            "Observed over modelled time of a decode step; above 1 it is slower than modelled.",
             labels=["instance"],
         )
         unseen = GaugeMetricFamily(
             PREFIX + "instance_waiting_first_token",
             "Sequences that were sent and have no first token yet.",
+            labels=["instance"],
+        )
+        drift = GaugeMetricFamily(
+            PREFIX + "profile_drift_ratio",
+            "Observed over modelled time, over minutes of traffic; 1: the profile is right.",
+            labels=("instance", "phase"),
+        )
+        age = GaugeMetricFamily(
+            PREFIX + "profile_age_seconds",
+            "Since the day that the instance's profile names.",
             labels=["instance"],
         )
         for gauges in self._gauges():
@@ -244,7 +257,13 @@ class Metrics(Collector):
                 speed.add_metric([gauges.instance_id], gauges.speed_factor)
             if gauges.waiting_first_token is not None:
                 unseen.add_metric([gauges.instance_id], gauges.waiting_first_token)
-        yield from (up, in_flight, load, kv, speed, unseen)
+            if gauges.drift_decode is not None:
+                drift.add_metric((gauges.instance_id, "decode"), gauges.drift_decode)
+            if gauges.drift_prefill is not None:
+                drift.add_metric((gauges.instance_id, "prefill"), gauges.drift_prefill)
+            if gauges.profile_age_s is not None:
+                age.add_metric([gauges.instance_id], gauges.profile_age_s)
+        yield from (up, in_flight, load, kv, speed, unseen, drift, age)
 
     def _gateway_families(self) -> Iterator[Metric]:
         yield _counter("routing_decisions", "Requests sent, by policy.", ("policy", "instance"),

@@ -29,6 +29,7 @@ from hetero_gateway.gateway.answers import shutting_down
 from hetero_gateway.gateway.downstream import Downstream
 from hetero_gateway.gateway.fleet import Fleet, Instance
 from hetero_gateway.gateway.metrics import Metrics
+from hetero_gateway.gateway.recalibration import Recalibration
 from hetero_gateway.gateway.relay import Exchange
 from hetero_gateway.gateway.speed import StepWatch
 
@@ -76,9 +77,12 @@ class Placement:
         fleet: the instances and their scheduler; tells of its changes from now on.
         metrics: decision times, waits and refusals are counted there.
         config: the queue's limits; how many may wait is the scheduler's business.
+        recalibrate: let the instances' constants follow the traffic.
     """
 
-    def __init__(self, fleet: Fleet, metrics: Metrics, config: QueueConfig) -> None:
+    def __init__(
+        self, fleet: Fleet, metrics: Metrics, config: QueueConfig, *, recalibrate: bool = False
+    ) -> None:
         self.queues = fleet.queues
         self._fleet = fleet
         self._scheduler = fleet.scheduler
@@ -86,7 +90,7 @@ class Placement:
         self._timeout_s = config.timeout_s
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Ticket, _Waiter] = {}
-        self._steps = StepWatch(fleet)
+        self._steps = StepWatch(fleet, Recalibration(fleet).look if recalibrate else None)
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s: float | None = None
@@ -226,24 +230,25 @@ class Placement:
 
     def watch(self, placed: Placed) -> Callable[[Exchange], None] | None:
         """What an exchange is to call when its stream begins; None: the core predicts it."""
-        if not self.queues or not placed.dispatch.request.streams:
+        if not placed.dispatch.request.streams:
             return None
         return partial(self._stream_began, placed.dispatch)
 
     def _stream_began(self, dispatch: Dispatch, exchange: Exchange) -> None:
-        self._scheduler.first_token(dispatch, time.monotonic())
-        self._steps.add(exchange, dispatch)
+        now_s = time.monotonic()
+        self._scheduler.first_token(dispatch, now_s)
+        self._steps.add(exchange, dispatch, now_s)
         self.pump_soon()
 
     def settle(
         self, dispatch: Dispatch, outcome: Outcome, exchange: Exchange | None = None
     ) -> None:
         """Take a dispatch off, and give its room to the next at the end of this turn."""
-        self._scheduler.settle(dispatch, outcome, time.monotonic())
-        if self.queues:
-            if exchange is not None:
-                self._steps.discard(exchange)
-            self.pump_soon()
+        now_s = time.monotonic()
+        self._scheduler.settle(dispatch, outcome, now_s)
+        if exchange is not None:
+            self._steps.discard(exchange, now_s)
+        self.pump_soon()
 
     # Pumping
 

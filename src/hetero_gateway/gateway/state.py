@@ -60,7 +60,10 @@ class Gateway:
         deadlines = Deadlines(self.config.timeouts)
         self._stack.callback(deadlines.close)
         self._stack.callback(self.fleet.close)
-        self.placement = Placement(self.fleet, self.metrics, self.config.scheduler.queue)
+        scheduling = self.config.scheduler
+        self.placement = Placement(
+            self.fleet, self.metrics, scheduling.queue, recalibrate=scheduling.recalibrate
+        )
         self._stack.callback(self.placement.close)
         expiry = tasks.create_task(self._close_idle_connections())
         self._stack.callback(expiry.cancel)

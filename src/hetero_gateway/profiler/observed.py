@@ -1,0 +1,191 @@
+"""``profile --from-gateway``: a profile from what a running gateway has seen of an instance.
+
+The rows come from /admin/observations; ``core/calibration.py`` fits them. What traffic does not
+determine leans on the profile that the gateway has of the instance now, and the file says which
+constants those are. The gateway is only asked; nothing in it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from hetero_gateway.config import ProfileModel, parse_model
+from hetero_gateway.core.calibration import LEAST_ROWS, NAMES, Errors, Refit, refit
+from hetero_gateway.core.observation import FirstTokenRow, StepRow
+from hetero_gateway.core.profile import Constants
+from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
+from hetero_gateway.profiler.document import write_profile
+
+_TIMEOUT_S = 10.0
+_DIGITS = 4
+
+
+def run_from_gateway(
+    url: str,
+    instance: str | None,
+    output: Path,
+    *,
+    admin_key: str | None = None,
+    gpu: str | None = None,
+    tensor_parallel: int | None = None,
+    kv_capacity_tokens: int | None = None,
+    max_num_seqs: int | None = None,
+) -> str:
+    """Fit a profile from a gateway's observations, write it, and return what there is to say.
+
+    Args:
+        url: the gateway, ``http://HOST:PORT``.
+        instance: its id there; None: the only one.
+        output: the profile file.
+        admin_key: of the gateway's /admin, where it wants one.
+        gpu, tensor_parallel, kv_capacity_tokens, max_num_seqs: in place of the present profile's;
+            an instance without a profile needs ``kv_capacity_tokens`` where its engine tells none.
+
+    Raises:
+        ConfigError: the URL, the instance or an option is wrong; the file cannot be written.
+        HeteroGatewayError: the gateway does not answer, or refuses.
+        ProfileError: it has not seen enough.
+    """
+    with _client(url, admin_key) as client:
+        if instance is None:
+            instance = _only_instance(client)
+        seen = _ask(client, "/admin/observations", {"instance": instance})
+    present: Mapping[str, Any] = seen["profile"] or {}
+    fit = fit_observed(seen)
+    capacity = kv_capacity_tokens or present.get("kv_capacity_tokens")
+    capacity = capacity or seen["kv_capacity_tokens"]
+    if capacity is None:
+        raise ConfigError(
+            f"--kv-capacity-tokens: needed, as neither a profile nor the engine of instance "
+            f"{instance} tells it"
+        )
+    models: Sequence[str] = seen["models"] or ["unknown"]
+    document = {
+        "gpu": gpu or present.get("gpu", "unknown"),
+        "model": present.get("model", models[0]),
+        "tensor_parallel": tensor_parallel or present.get("tensor_parallel", 1),
+        "constants": {name: _rounded(value) for name, value in asdict(fit.constants).items()},
+        "kv_capacity_tokens": capacity,
+        "max_num_seqs": max_num_seqs or present.get("max_num_seqs", 256),
+        "source": _source(fit, seen),
+    }
+    parse_model(ProfileModel, document, str(output)).to_core()  # what we write, we must accept
+    write_profile(output, document)
+    return report(fit, seen)
+
+
+def fit_observed(seen: Mapping[str, Any]) -> Refit:
+    """The constants that the rows of /admin/observations tell.
+
+    Raises:
+        ProfileError: too few rows.
+        HeteroGatewayError: the rows have other fields than these.
+    """
+    try:
+        steps = _rows(seen["step_fields"], seen["steps"], StepRow)
+        first_tokens = _rows(seen["first_token_fields"], seen["first_tokens"], FirstTokenRow)
+        base = (seen["profile"] or {}).get("constants") or seen["stand_in"]
+        present = Constants(**base)
+    except (KeyError, TypeError, ValueError) as error:
+        raise HeteroGatewayError(
+            f"the gateway's observations cannot be read, it may be of another version: {error!r}"
+        ) from error
+    fit = refit(steps, first_tokens, present)
+    if fit is None:
+        busy = sum(row.steps > 0 for row in steps)
+        raise ProfileError(
+            f"the gateway has {busy} seconds of streams of instance {seen['instance']}, and "
+            f"{LEAST_ROWS} are needed: let it serve for longer; only streams are seen"
+        )
+    return fit
+
+
+def report(fit: Refit, seen: Mapping[str, Any]) -> str:
+    """What came out, in a few lines."""
+    old = [name for name in NAMES if name not in fit.identified]
+    whose = "the present profile's" if seen["profile"] else "a generic machine's"
+    lines = [
+        f"instance {seen['instance']}: {fit.step_rows} seconds of streams and "
+        f"{fit.first_token_rows} first tokens that say something of prefill",
+        "  ".join(f"{name} {value:.3g}" for name, value in asdict(fit.constants).items()),
+        f"on held-out rows: a second's decode is off by {_told(fit.decode)}, a first token by "
+        f"{_told(fit.prefill)}",
+    ]
+    if old:
+        lines.append(
+            f"the traffic does not determine {', '.join(old)}: they are {whose}, scaled by what "
+            "was observed"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _source(fit: Refit, seen: Mapping[str, Any]) -> dict[str, Any]:
+    errors = {"prefill": fit.prefill.median, "decode": fit.decode.median}
+    return {
+        "how": "measured",
+        "date": datetime.now(UTC).date(),
+        "note": f"from live traffic: {fit.step_rows} s of streams, {fit.first_token_rows} first "
+        "tokens; errors are medians over held-out rows, noise of the network included",
+        "error": {name: _rounded(e) for name, e in errors.items() if e is not None},
+        "unidentified": [name for name in NAMES if name not in fit.identified],
+    }
+
+
+def _told(errors: Errors) -> str:
+    if errors.median is None or errors.p90 is None:
+        return "an unknown amount (no such row)"
+    return f"{errors.median:.1%} (median; nine in ten by less than {errors.p90:.1%})"
+
+
+def _rows(fields: Sequence[str], rows: Sequence[Sequence[float]], kind: Any) -> list[Any]:
+    if tuple(fields) != kind._fields:
+        raise ValueError(f"fields {fields}")
+    return [kind(*map(float, row)) for row in rows]
+
+
+def _client(url: str, admin_key: str | None) -> httpx.Client:
+    headers = {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
+    try:
+        # trust_env: a proxy of the environment would get the key.
+        return httpx.Client(
+            base_url=url.rstrip("/"), headers=headers, timeout=_TIMEOUT_S, trust_env=False
+        )
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--from-gateway: {error}") from error
+
+
+def _only_instance(client: httpx.Client) -> str:
+    listed = [i["id"] for i in _ask(client, "/admin/instances", {})["instances"]]
+    if len(listed) != 1:
+        names = ", ".join(listed) or "none"
+        raise ConfigError(f"--instance: say which; the gateway has {names}")
+    return str(listed[0])
+
+
+def _ask(client: httpx.Client, path: str, params: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        response = client.get(path, params=dict(params))
+    except httpx.UnsupportedProtocol as error:
+        raise ConfigError("--from-gateway: must be http://HOST:PORT or https://…") from error
+    except httpx.HTTPError as error:
+        raise HeteroGatewayError(f"the gateway does not answer: {error}") from error
+    try:
+        document = response.json()
+    except ValueError:
+        document = None
+    if response.is_success and isinstance(document, dict):
+        return document
+    if isinstance(document, dict) and isinstance(document.get("error"), dict):
+        message = "".join(c for c in str(document["error"].get("message")) if c.isprintable())
+        raise HeteroGatewayError(f"the gateway refuses ({response.status_code}): {message}")
+    raise HeteroGatewayError(f"status {response.status_code}, which is not a gateway's answer")
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
