@@ -37,6 +37,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         demo,
         emulate,
         explain,
+        plan,
         serve,
         simulate,
         status,
@@ -49,6 +50,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, validate, emulate, demo, simulate, bench, status, explain):
+    for command in (serve, validate, emulate, demo, plan, simulate, bench, status, explain):
         command.add_parser(subparsers)
     return parser.parse_args(argv)
