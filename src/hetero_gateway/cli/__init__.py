@@ -37,6 +37,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         demo,
         emulate,
         explain,
+        plan,
         predictor,
         serve,
         simulate,
@@ -50,6 +51,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, validate, emulate, demo, simulate, bench, predictor, status, explain):
+    commands = (
+        *(serve, validate, emulate, demo, plan, simulate, bench, predictor),
+        *(status, explain),
+    )
+    for command in commands:
         command.add_parser(subparsers)
     return parser.parse_args(argv)

@@ -45,7 +45,7 @@ def machine_layouts(accelerators: int, feasible: Collection[int]) -> list[Layout
     sizes = sorted(feasible, reverse=True)
     if not sizes:
         return []
-    found = {layout for layout in _full(accelerators, sizes)}
+    found = set(_full(accelerators, sizes))
     found |= {(t,) * (accelerators // t) for t in sizes if t <= accelerators}
     return sorted(found, reverse=True)
 

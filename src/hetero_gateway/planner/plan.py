@@ -133,8 +133,8 @@ class Candidate:
             None when the estimates, or the sum of its instances alone, ruled it out before.
         accelerators: that run an instance.
         idle_accelerators: left over by the layouts, of machines that are used.
-        usd_per_million_tokens: None without prices, or without ``simulated``. A machine that is
-            used is paid for whole.
+        usd_per_million_tokens: by what was simulated, else by its instances alone; None without
+            prices. A machine that is used is paid for whole.
         why_not: one line against the best; empty for the best.
         alone_tokens_per_s: the sum of what its instances do alone; 0 where that is not known.
         at_rate: the whole system at the plan's ``rate_per_s``; None where it was not simulated or

@@ -36,7 +36,7 @@ def why_not(
     """One line on why ``candidate`` is not the best."""
     parts = []
     if candidate.simulated is None:
-        parts.append(_ruled_out(candidate, best))
+        parts.append(_ruled_out(candidate, best, goals))
     elif candidate.holds is False:
         parts.append(_not_held(candidate, goals))
     elif goals.name == "fewest" and candidate.accelerators > best.accelerators:
@@ -49,7 +49,11 @@ def why_not(
     if goals.name == "throughput":
         if candidate.simulated is not None and best.simulated is not None:
             ratio = candidate.simulated.tokens_per_s / best.simulated.tokens_per_s
-            parts.append(f"{ratio - 1:+.1%}")
+            text = f"{ratio - 1:+.1%}"
+            if ratio >= 1:
+                own = candidate.alone_tokens_per_s / best.alone_tokens_per_s
+                text = f"{text} is noise, {own - 1:+.1%} by its instances alone"
+            parts.append(text)
         loss = _policy_loss(candidate)
         if loss:
             parts.append(loss)
@@ -60,33 +64,56 @@ def why_not(
 
 
 def relative_uncertainty(
-    candidate: Candidate, machines: Mapping[str, Machine], types: Types
+    candidate: Candidate, machines: Mapping[str, Machine], types: Types, alone: AloneByType
 ) -> float:
-    """Of a candidate's throughput: the worst of its types' step times and KV memory."""
-    used = {
-        types[machines[i].accelerator, t] for i, layout in candidate.layouts.items() for t in layout
-    }
-    return max((t.time_uncertainty for t in used), default=0.0)
+    """Of a candidate's throughput: that of its most uncertain type."""
+    used = _instances(candidate, machines)
+    return max((_uncertainty(types[key], alone[key]) for key in used if key in alone), default=0.0)
 
 
 def lead(
-    best: Candidate, second: Candidate, machines: Mapping[str, Machine], types: Types
+    best: Candidate,
+    second: Candidate,
+    machines: Mapping[str, Machine],
+    types: Types,
+    alone: AloneByType,
 ) -> str | None:
-    """A line when the lead over the second is within the uncertainty of the two; else None."""
+    """A line when the lead over the second is within what is uncertain of it; else None.
+
+    What both have of a type cancels out: only of the instances that one has more of does the
+    error count. Errors of different types are taken to be independent.
+    """
     if best.simulated is None or second.simulated is None:
         return None
     gain = best.simulated.tokens_per_s / second.simulated.tokens_per_s - 1
-    # Two that share all their types share their errors, too.
-    if gain < 0 or _used(best, machines) == _used(second, machines):
-        return None
-    uncertain = math.hypot(
-        relative_uncertainty(best, machines, types), relative_uncertainty(second, machines, types)
+    more = _instances(best, machines)
+    more.subtract(_instances(second, machines))
+    error = math.hypot(
+        *(
+            n * alone[key].tokens_per_s * _uncertainty(types[key], alone[key])
+            for key, n in more.items()
+            if key in alone
+        )
     )
+    uncertain = error / best.alone_tokens_per_s if best.alone_tokens_per_s else 0.0
     if gain >= uncertain:
         return None
     return (
-        f"the best leads {summary(second, machines)} by {gain:.1%}, and the times behind the two "
-        f"are uncertain by {uncertain:.0%}: either may win; measure both types with profile"
+        f"the best leads {summary(second, machines)} by {gain:.1%}, and what they do not share is "
+        f"uncertain by {uncertain:.0%} of it: either may win; profile would tell"
+    )
+
+
+def _instances(candidate: Candidate, machines: Mapping[str, Machine]) -> Counter[tuple[str, int]]:
+    return Counter(
+        (machines[i].accelerator, t) for i, layout in candidate.layouts.items() for t in layout
+    )
+
+
+def _uncertainty(found: InstanceType, alone: Alone) -> float:
+    """Relative, of its throughput: of its step times, and of its KV where that limits it."""
+    return math.hypot(
+        found.time_uncertainty, found.memory.uncertainty if alone.limit == "KV" else 0.0
     )
 
 
@@ -108,10 +135,12 @@ def summary(candidate: Candidate, machines: Mapping[str, Machine]) -> str:
     return "; ".join(parts) or "nothing"
 
 
-def _ruled_out(candidate: Candidate, best: Candidate) -> str:
-    if candidate.alone_tokens_per_s and best.alone_tokens_per_s:
+def _ruled_out(candidate: Candidate, best: Candidate, goals: Goals) -> str:
+    if candidate.alone_tokens_per_s and best.alone_tokens_per_s and goals.name == "throughput":
         ratio = candidate.alone_tokens_per_s / best.alone_tokens_per_s
         return f"{ratio - 1:+.1%} by the sum of its instances alone"
+    if goals.name == "cost" and candidate.usd_per_million_tokens is not None:
+        return f"${candidate.usd_per_million_tokens:.3g} by its instances alone"
     ratio = candidate.estimate_tokens_per_s / best.estimate_tokens_per_s
     return f"Algorithm 1 gives it {ratio:.2f} of the best"
 
@@ -128,12 +157,6 @@ def _policy_loss(candidate: Candidate) -> str:
         return ""
     kept = candidate.simulated.tokens_per_s / candidate.alone_tokens_per_s
     return f"the policy gets {kept:.0%} of what its instances do alone" if kept < _KEPT else ""
-
-
-def _used(candidate: Candidate, machines: Mapping[str, Machine]) -> set[tuple[str, int]]:
-    return {
-        (machines[i].accelerator, t) for i, layout in candidate.layouts.items() for t in layout
-    }
 
 
 def _cause(
@@ -199,13 +222,11 @@ def _compare_types(
         other_fixed = types[accelerator, other].profile.constants.p8 * other
         if t > other and fixed * _NOTABLE > other_fixed:
             causes.append(
-                f"the fixed part of a step takes {fixed * 1000:.0f} accelerator-ms, "
-                f"{other_fixed * 1000:.0f} at tp{other}: all-reduce and launches do not shrink"
+                f"fixed part of a step {fixed * 1000:.0f} accelerator-ms, not "
+                f"{other_fixed * 1000:.0f} (all-reduce, launches)"
             )
         elif mine.step_s / its.step_s > 1 / _NOTABLE:
-            causes.append(
-                f"a step takes {mine.step_s * 1000:.0f} ms, {its.step_s * 1000:.0f} at tp{other}"
-            )
+            causes.append(f"a step takes {mine.step_s * 1000:.0f} ms, not {its.step_s * 1000:.0f}")
     if not causes:
         causes.append(
             f"{mine.tokens_per_s / t:.0f} tokens/s an accelerator, "
@@ -218,7 +239,9 @@ def _fewer_sequences(
     accelerator: str, t: int, other: int, types: Types, alone: AloneByType, layout: Layout
 ) -> str:
     mine, its = alone[accelerator, t], alone[accelerator, other]
-    text = f"batch {mine.batch:.0f} = {mine.batch / t:.0f} an accelerator, not {its.batch / other:.0f}"
+    text = (
+        f"batch {mine.batch:.0f} = {mine.batch / t:.0f} an accelerator, not {its.batch / other:.0f}"
+    )
     if mine.limit == "max_num_seqs":
         return f"{text} (max_num_seqs {types[accelerator, t].profile.max_num_seqs})"
     if mine.limit == "prefill":

@@ -221,9 +221,7 @@ class _Search:
         """The share of a rate at which the latency goals are kept; 0: none that was tried."""
 
         def keeps(share: float) -> bool:
-            figures = trials.hold_alone(
-                profile, self._mix, self._q.engines, share * most_per_s
-            )
+            figures = trials.hold_alone(profile, self._mix, self._q.engines, share * most_per_s)
             return figures is not None and not self._q.goals.missed(figures)
 
         if keeps(1.0):
@@ -365,9 +363,7 @@ class _Search:
         layouts = {m.id: layouts[m.id] for m in self._q.machines}
         running = sum(sum(layout) for layout in layouts.values())
         present = sum(self._machines[i].count for i, layout in layouts.items() if layout)
-        cost = None
-        if simulated is not None:
-            cost = usd_per_million_tokens(self._q.machines, layouts, simulated.tokens_per_s)
+        tokens_per_s = alone if simulated is None else simulated.tokens_per_s
         return Candidate(
             layouts=layouts,
             estimate_paper_tokens_per_s=paper,
@@ -375,7 +371,7 @@ class _Search:
             simulated=simulated,
             accelerators=running,
             idle_accelerators=present - running,
-            usd_per_million_tokens=cost,
+            usd_per_million_tokens=usd_per_million_tokens(self._q.machines, layouts, tokens_per_s),
             alone_tokens_per_s=alone,
         )
 
@@ -385,7 +381,7 @@ class _Search:
     def _rank(self, candidate: Candidate) -> tuple[float, ...]:
         """Sorts the better candidate first; what was not simulated comes last."""
         known = candidate.simulated is not None
-        if known and self._q.goals.name == "cost":
+        if self._q.goals.name == "cost" and candidate.alone_tokens_per_s:
             key = (candidate.usd_per_million_tokens or 0.0, -_throughput(candidate))
         elif known and self._q.goals.name == "fewest":
             key = (float(candidate.accelerators), -_throughput(candidate))
@@ -438,7 +434,7 @@ class _Search:
         notes = []
         if self._q.goals.name == "throughput":
             others = [c for c in candidates[1:] if c.simulated is not None]
-            if others and (line := reasons.lead(best, others[0], self._machines, self._q.types)):
+            if others and (line := self._lead(best, others[0])):
                 notes.append(line)
         for machine in self._q.machines:
             layout = best.layouts[machine.id]
@@ -448,9 +444,7 @@ class _Search:
                   if m.id in g.ids]  # fmt: skip
         if unable:
             notes.append(f"no instance fits {_few(unable)}")
-        used = {
-            (self._machines[i].accelerator, t) for i, of in best.layouts.items() for t in of
-        }
+        used = {(self._machines[i].accelerator, t) for i, of in best.layouts.items() for t in of}
         for accelerator, t in sorted(used):
             if self._q.types[accelerator, t].memory.tight:
                 notes.append(
@@ -459,9 +453,10 @@ class _Search:
                 )
         return notes
 
-    def _nothing_holds(
-        self, goodput: Mapping[Key, float], largest: Candidate | None = None
-    ) -> str:
+    def _lead(self, best: Candidate, second: Candidate) -> str | None:
+        return reasons.lead(best, second, self._machines, self._q.types, self._alone)
+
+    def _nothing_holds(self, goodput: Mapping[Key, float], largest: Candidate | None = None) -> str:
         limits = f" within {self._q.goals.limits}" if self._q.goals.has_latency else ""
         if not goodput:
             return f"no instance of any machine keeps {self._q.goals.limits} at any rate"

@@ -45,8 +45,10 @@ from hetero_gateway.sim.workload import Integers, Lengths, Workload, all_at_once
 _POOL = 20_000
 # Requests of an instance alone, and how many of its batches they must be at least. All types get
 # the same requests, so that their number decides how well the mix is known, not who wins.
-_ALONE_REQUESTS = 6000
-_ALONE_BATCHES = 8
+_ALONE_REQUESTS = 5000
+_ALONE_BATCHES = 6
+# Of the run before it that only finds the batch.
+_FIRST_BATCHES = 3
 # Batches of a whole system; and fewer where that would be more requests than the budget.
 _SYSTEM_BATCHES = 5
 _LEAST_BATCHES = 2
@@ -127,18 +129,18 @@ def run_alone(profile: Profile, mix: Mix, engines: Engines) -> Alone | None:
     It is run twice: the first run finds how many sequences it comes to, which is fewer than fit
     where prefills take most of the time, and the second begins with as many half done.
     """
-    batch: float | None = mix.batch(profile)
-    alone = None
-    for _ in range(2):
-        if batch is not None:
-            alone = _run_alone(profile, mix, engines, batch)
-        batch = None if alone is None else alone.batch
-    return alone
+    fitting = math.ceil(mix.batch(profile))
+    found = _run_alone(profile, mix, engines, fitting, _FIRST_BATCHES * fitting)
+    if found is None:
+        return None
+    batch = math.ceil(found.batch)
+    return _run_alone(profile, mix, engines, batch, max(_ALONE_REQUESTS, _ALONE_BATCHES * batch))
 
 
-def _run_alone(profile: Profile, mix: Mix, engines: Engines, expected: float) -> Alone | None:
-    half_done = math.ceil(expected)
-    prompt, output = mix.requests(half_done, max(_ALONE_REQUESTS, _ALONE_BATCHES * half_done))
+def _run_alone(
+    profile: Profile, mix: Mix, engines: Engines, half_done: int, fresh: int
+) -> Alone | None:
+    prompt, output = mix.requests(half_done, fresh)
     workload = Workload(all_at_once(prompt.size), prompt, output)
     fleet = _fleet(profile, engines)
     fits = prompt + output - 1 <= fleet.capacity_tokens(0)
