@@ -183,6 +183,7 @@ class PlanRequest:
         model_name: what vLLM is to be told to serve, as the file names it.
         options: what vLLM is told; ``max_model_len`` is set.
         trace: the trace's path, if there is one.
+        model_directory: where the config.json is, if the file names one.
     """
 
     source: str
@@ -192,6 +193,7 @@ class PlanRequest:
     memory: Method
     question: Question
     trace: Path | None
+    model_directory: Path | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -305,7 +307,10 @@ def plan_request(
         seed=config.seed,
         notes=tuple(notes),
     )
-    return PlanRequest(source, model, model_name, options, config.memory, question, trace)
+    return PlanRequest(
+        source, model, model_name, options, config.memory, question, trace,
+        _model_directory(config.model, base_dir),
+    )  # fmt: skip
 
 
 def _model(value: str | ModelConfig, source: str, base_dir: Path) -> tuple[ModelShape, str]:
@@ -323,6 +328,12 @@ def _model(value: str | ModelConfig, source: str, base_dir: Path) -> tuple[Model
     except ConfigError as error:
         raise ConfigError(f"{source}: model: {error}") from error
     return shape, name
+
+
+def _model_directory(value: str | ModelConfig, base_dir: Path) -> Path | None:
+    if isinstance(value, str) or value.config is None:
+        return None
+    return (base_dir / value.config).absolute().parent
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_gateway.cli import plan_output
 from hetero_gateway.cli.arguments import positive_float
 from hetero_gateway.errors import ConfigError
 
@@ -77,6 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--report", type=Path, metavar="FILE.html", help="write a page with plots, needs plotly"
     )
+    plan_output.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -89,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.report is not None:
         report_page.check_can_write(args.report)
+    plan_output.check_arguments(args)
     request = _request(args)
     begin_s = time.monotonic()
     plan = _search(request)
@@ -102,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         report_page.write(args.report, plan_report.render(plan, request, told))
         print(f"wrote {args.report}", file=sys.stderr)
+    plan_output.write(args, plan, request, told)
     return 0
 
 

@@ -32,6 +32,8 @@ def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> l
         words += ["--quantization", options.quantization]
     if options.kv_cache_dtype not in (None, "auto"):
         words += ["--kv-cache-dtype", str(options.kv_cache_dtype)]
+    if options.enforce_eager:
+        words.append("--enforce-eager")
     return [*words, "--shutdown-timeout", str(options.shutdown_timeout_s)]
 
 
@@ -44,6 +46,8 @@ def emulate_arguments(instance: DeployedInstance, options: DeploymentOptions) ->
     words += ["--max-num-seqs", str(instance.type.profile.max_num_seqs)]
     if options.max_num_batched_tokens is not None:
         words += ["--max-num-batched-tokens", str(batched_tokens(instance, options))]
+    if options.prefill_first:
+        words += ["--scheduling", "prefill-first"]
     return [*words, "--shutdown-timeout", str(options.shutdown_timeout_s)]
 
 

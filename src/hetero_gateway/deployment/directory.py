@@ -7,6 +7,7 @@
     commands/NAME.sh     the instances of one machine
     compose.yaml         containers; gateway.compose.yaml and monitoring/ are its files
     kubernetes/          manifests
+    requests.csv         requests of the planned lengths, to load it with
 
 Texts are made first and written last. A new directory appears complete or not at all; with
 ``force`` files are replaced one at a time, each at once, and those of an older plan are removed.
@@ -92,6 +93,9 @@ def render_deployment(
     files |= _scripts(instances, options)
     files |= compose.monitoring_files(instances, options)
     files |= _kubernetes_files(plan, instances, options, profile_files(instances, options))
+    if options.workload:
+        rows = "".join(f"{prompt},{output}\n" for prompt, output in options.workload)
+        files["requests.csv"] = f"input_tokens,output_tokens\n{rows}"
     files["README.md"] = readme_text(plan, candidate, instances, options)
     files[_DOCUMENT] = _document(instances, options, [*files, _DOCUMENT])
     return dict(sorted(files.items()))

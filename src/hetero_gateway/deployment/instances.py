@@ -42,6 +42,9 @@ class DeploymentOptions:
         time_scale: of emulated instances: so many times faster than the hardware.
         priors: the gateway's expectations before it has seen requests: mean prompt and output
             tokens; None: its own.
+        enforce_eager: vLLM's flag.
+        prefill_first: emulated instances keep prefill and decode steps apart, as vLLM V0 did.
+        workload: prompt and output tokens of requests to load the instances with, as planned.
         document: the plan as JSON, written beside the files.
         command: how the directory was made, for its README.
 
@@ -64,6 +67,9 @@ class DeploymentOptions:
     emulate: bool = False
     time_scale: float = 1.0
     priors: tuple[float, float] | None = None
+    enforce_eager: bool = False
+    prefill_first: bool = False
+    workload: Sequence[tuple[int, int]] = ()
     document: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
 

@@ -27,6 +27,8 @@ def readme_text(
     """Plain sentences; every command can be copied."""
     one_host = on_one_host(instances, options)
     parts = [_head(plan, candidate, instances, options), _bare(instances, options, one_host)]
+    if options.workload:
+        parts.append(_load(options))
     parts += [_compose(instances, options, one_host), _kubernetes(options)]
     parts.append(_caveats(options, instances, one_host))
     return "\n".join(parts)
@@ -105,6 +107,22 @@ def _bare(instances: Sequence[DeployedInstance], options: DeploymentOptions, one
             f"`MODEL=/path ./commands/….sh` serves `/path` in place of `{options.model}`. "
             "Logs and pid files are in `run/`.",
         ]
+    return "\n".join([*lines, ""])
+
+
+def _load(options: DeploymentOptions) -> str:
+    lines = [
+        "## Under load",
+        "",
+        f"`requests.csv` has {len(options.workload)} requests of the lengths that were planned "
+        "for. All of them at once:",
+        "",
+        f"    hetero-gateway bench http://127.0.0.1:{options.gateway_port} "
+        "--requests requests.csv --rate inf --prompt token-ids",
+        "",
+        "The planned throughput is that of a run in its stride; the filling at the start of a run "
+        "and the emptying at its end make the measured one lower.",
+    ]
     return "\n".join([*lines, ""])
 
 
