@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hetero_gateway.planner.plan import Plan
 
 # requests.csv, in batches of the whole system: enough that a run is mostly in its stride.
-_BATCHES = 12
+_BATCHES = 20
 _LEAST_REQUESTS, _MOST_REQUESTS = 200, 20_000
 
 
