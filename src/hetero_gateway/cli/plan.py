@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_gateway.cli import plan_output
+from hetero_gateway.cli import plan_again, plan_output
 from hetero_gateway.cli.arguments import positive_float
 from hetero_gateway.errors import ConfigError
 
@@ -79,6 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--report", type=Path, metavar="FILE.html", help="write a page with plots, needs plotly"
     )
     plan_output.add_arguments(parser)
+    plan_again.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -92,16 +93,24 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         report_page.check_can_write(args.report)
     plan_output.check_arguments(args)
-    request = _request(args)
+    again = None if args.from_gateway is None else plan_again.prepare(args, _overrides(args))
+    request = _request(args) if again is None else again.request
     begin_s = time.monotonic()
     plan = _search(request)
     took_s = time.monotonic() - begin_s
+    if again is not None:
+        plan = plan_again.aligned_plan(plan, again)
     told = document(plan, request, took_s)
+    if again is not None:
+        told["from_gateway"] = plan_again.comparison(plan, again)
     if args.json:
         print(json.dumps(told, allow_nan=False))
     else:
         print(_title(request, plan, took_s))
         print_plan(plan)
+        if again is not None:
+            print()
+            plan_again.print_comparison(plan, again)
     if args.report is not None:
         report_page.write(args.report, plan_report.render(plan, request, told))
         print(f"wrote {args.report}", file=sys.stderr)
@@ -113,7 +122,13 @@ def _request(args: argparse.Namespace) -> PlanRequest:
     """The file with the flags over it."""
     from hetero_gateway.plan_config import load_request
 
-    overrides: dict[str, Any] = {
+    return load_request(
+        args.config, _overrides(args), requests=args.requests, profiles=args.profile
+    )
+
+
+def _overrides(args: argparse.Namespace) -> dict[str, Any]:
+    return {
         "goals.goal": args.goal,
         "goals.ttft_p99_s": args.ttft_p99,
         "goals.tpot_p99_s": args.tpot_p99,
@@ -123,7 +138,6 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         "estimator": args.estimator,
         "seed": args.seed,
     }
-    return load_request(args.config, overrides, requests=args.requests, profiles=args.profile)
 
 
 def _search(request: PlanRequest) -> Plan:

@@ -1,0 +1,389 @@
+"""``plan --from-gateway URL``: plan again with what a gateway has observed, and what that is worth.
+
+    /admin/instances      which instances there are, and the policy
+    /admin/observations   of each: the profile that the gateway has of it, and rows to fit one from
+    /admin/requests       lengths and times of the last requests
+
+The gateway is only asked; nothing in it changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from hetero_gateway.cli.admin_client import fetch, fetch_csv, print_table, printable
+from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
+
+if TYPE_CHECKING:
+    from hetero_gateway.core.profile import Profile
+    from hetero_gateway.deployment.present import Present, Running
+    from hetero_gateway.load.trace import TraceRequest
+    from hetero_gateway.plan_config import PlanRequest
+    from hetero_gateway.planner.plan import Candidate, Figures, Layout, Plan
+
+# Fewer requests say little of lengths and rates.
+_FEW_REQUESTS = 100
+# A fit that misses held-out rows by more than this (median) is not believed, as in the gateway.
+_MOST_ERROR = 0.3
+# What stands for a trace's path in messages.
+_TRACE = Path("requests that the gateway has seen")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the gateway told."""
+
+    url: str
+    policy: str
+    running: tuple[Running, ...]
+    rows: tuple[TraceRequest, ...]
+    rate_per_s: float | None
+    span_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The question to plan with, and the present deployment by the same profiles."""
+
+    seen: Seen
+    request: PlanRequest
+    present: Present
+    now: Candidate | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from-gateway",
+        metavar="URL",
+        help="plan again with the profiles, lengths and rate that this gateway has observed, and "
+        "say what a change would be worth",
+    )
+    parser.add_argument(
+        "--admin-key-env",
+        metavar="NAME",
+        help="with --from-gateway: environment variable with the gateway's admin key",
+    )
+
+
+def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
+    """Ask the gateway, and put together what to plan with.
+
+    Raises:
+        ConfigError: the URL, the key or the file is wrong, or nothing that runs is in the file.
+        HeteroGatewayError: the gateway does not answer, or refuses.
+    """
+    from hetero_gateway.config import load_profile
+    from hetero_gateway.deployment.present import (
+        capacity_notes,
+        observed_profiles,
+        place,
+        simulate_present,
+        with_running_types,
+    )
+    from hetero_gateway.load.trace import read_trace
+    from hetero_gateway.plan_config import load_plan_config, plan_request
+    from hetero_gateway.planner.trials import Mix
+
+    seen = ask(args)
+    overrides = dict(overrides)
+    for key, value in (("policy", seen.policy), ("workload.rate_per_s", seen.rate_per_s)):
+        if overrides.get(key) is None:
+            overrides[key] = value
+    config = load_plan_config(args.config, overrides)
+    base_dir = args.config.parent
+    rows: Sequence[TraceRequest] | None = seen.rows or None
+    trace: Path | None = _TRACE if seen.rows else None
+    if args.requests is not None:
+        rows, trace = read_trace(args.requests), args.requests
+    elif not seen.rows and config.workload.requests is not None:
+        trace = base_dir / config.workload.requests
+        rows = read_trace(trace)
+    own = [load_profile(name) for name in args.profile]
+    own += [load_profile(name, base_dir) for name in config.profiles]
+
+    def asked(profiles: Sequence[Profile]) -> PlanRequest:
+        return plan_request(
+            config, str(args.config), base_dir, rows=rows, trace=trace, measured=profiles
+        )
+
+    before = asked(own)
+    model, question = before.model, before.question
+    present = place(seen.running, question.machines, model)
+    if not present.placed:
+        reasons = "; ".join(f"{name}: {why}" for name, why in present.left_out) or "it has none"
+        raise ConfigError(
+            f"{args.config}: none of the gateway's instances is on a machine of the file: "
+            f"{printable(reasons)}"
+        )
+    mix = Mix.of(question.lengths, question.seed)
+    profiles = observed_profiles(present, question.types, model, mix.mean_prompt, mix.mean_output)
+    request = asked([*profiles, *own])
+    notes = (
+        *request.question.notes,
+        *_notes(seen, args.requests is not None),
+        *capacity_notes(present, request.question.types),
+    )
+    asked_for = with_running_types(request.question, present, model)
+    asked_for = dataclasses.replace(asked_for, notes=tuple(printable(note) for note in notes))
+    # What runs, runs under the gateway's own policy.
+    now = simulate_present(dataclasses.replace(asked_for, policy=seen.policy), present.layouts)
+    return Again(seen, dataclasses.replace(request, question=asked_for), present, now)
+
+
+def _notes(seen: Seen, own_trace: bool) -> list[str]:
+    if own_trace:
+        return []
+    if not seen.rows:
+        return ["the gateway has seen no request yet: lengths are those of the file"]
+    if len(seen.rows) < _FEW_REQUESTS:
+        return [f"the gateway has seen only {len(seen.rows)} requests: lengths are uncertain"]
+    return []
+
+
+def ask(args: argparse.Namespace) -> Seen:
+    """Everything that the gateway tells. Raises as ``prepare``."""
+    target = argparse.Namespace(url=args.from_gateway, admin_key_env=args.admin_key_env)
+    try:
+        document = fetch(target, "/admin/instances", {})
+        policy = str(document["policy"])
+        running = tuple(_running(target, row) for row in document["instances"])
+        served = {model for row in document["instances"] for model in row["models"]}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise HeteroGatewayError(
+            f"{args.from_gateway}: the answer cannot be read, it may be a gateway of another "
+            f"version: {error!r}"
+        ) from error
+    rows = _rows(target, served)
+    arrivals = [row.arrival_s for row in rows if row.arrival_s is not None]
+    span_s = max(arrivals) - min(arrivals) if arrivals else 0.0
+    rate_per_s = (len(arrivals) - 1) / span_s if span_s > 0 else None
+    return Seen(args.from_gateway, policy, running, tuple(rows), rate_per_s, span_s)
+
+
+def _rows(target: argparse.Namespace, served: set[str]) -> list[TraceRequest]:
+    """The requests of the models that are served; none is no error."""
+    from hetero_gateway.load.trace import parse_trace
+
+    text = fetch_csv(target.url, target.admin_key_env, "/admin/requests")
+    if len(text.splitlines()) < 2:
+        return []
+    rows = parse_trace(text, f"{target.url}/admin/requests")
+    return [row for row in rows if not row.model or row.model in served]
+
+
+def _running(target: argparse.Namespace, row: Mapping[str, Any]) -> Running:
+    from hetero_gateway.config import ProfileModel, parse_model
+    from hetero_gateway.deployment.present import Running
+
+    left_out = "it is down" if not row["up"] else "it is draining" if row["draining"] else ""
+    seen = fetch(target, "/admin/observations", {"instance": row["id"]})
+    described, profile, observed = seen["profile"], None, False
+    if described is not None:
+        profile = parse_model(
+            ProfileModel, described, f"{target.url}: profile of {row['id']}"
+        ).to_core()
+        fitted = _fitted(seen, profile)
+        observed = fitted is not None
+        profile = fitted or profile
+    return Running(
+        id=str(row["id"]),
+        host=urlsplit(str(row["base_url"])).hostname or "",
+        profile=profile,
+        kv_capacity_tokens=seen["kv_capacity_tokens"],
+        observed=observed,
+        left_out=left_out,
+    )
+
+
+def _fitted(seen: Mapping[str, Any], profile: Profile) -> Profile | None:
+    """The profile by what was observed; None where that is too little, or fits badly."""
+    from hetero_gateway.core.calibration import bounded
+    from hetero_gateway.profiler.observed import fit_observed
+
+    try:
+        fit = fit_observed(seen)
+    except ProfileError:
+        return None
+    if fit.decode.median is None or fit.decode.median > _MOST_ERROR:
+        return None
+    errors = {"prefill": fit.prefill.median, "decode": fit.decode.median}
+    source = {
+        "how": "measured",
+        "note": "observed by the gateway",
+        "error": {name: value for name, value in errors.items() if value is not None},
+    }
+    constants = bounded(fit.constants, profile.constants)
+    return dataclasses.replace(profile, constants=constants, source=source)
+
+
+def aligned_plan(plan: Plan, again: Again) -> Plan:
+    """The plan with its best candidate changing as few machines as it can."""
+    from hetero_gateway.deployment.present import aligned
+
+    best = aligned(plan.best, plan.machines, again.present.layouts)
+    return dataclasses.replace(plan, candidates=(best, *plan.candidates[1:]))
+
+
+def comparison(plan: Plan, again: Again) -> dict[str, Any]:
+    """Now, proposed, and what the change is worth, as JSON."""
+    best, now, present = plan.best, again.now, again.present
+    changes = _changes(best.layouts, present.layouts)
+    gain = _gain(best, now)
+    return {
+        "url": again.seen.url,
+        "policy": again.seen.policy,
+        "requests": len(again.seen.rows),
+        "observed_s": again.seen.span_s,
+        "rate_per_s": again.seen.rate_per_s,
+        "instances": [
+            {
+                "id": p.instance.id,
+                "machine": p.machine.id,
+                "accelerator": p.machine.accelerator,
+                "tensor_parallel": p.key[1],
+                "times": p.profile.source.get("how", "not said"),
+                "observed": p.instance.observed,
+            }
+            for p in present.placed
+        ],
+        "left_out": [{"id": name, "reason": reason} for name, reason in present.left_out],
+        "now": _side(now, present.layouts),
+        "proposed": _side(best, best.layouts),
+        "changes": [
+            {"machine": machine, "now": list(was), "proposed": list(becomes)}
+            for machine, was, becomes in changes
+        ],
+        "throughput_gain": gain,
+        "worth_it": _is_worth_it(plan, again),
+    }
+
+
+def _side(candidate: Candidate | None, layouts: Mapping[str, Layout]) -> dict[str, Any]:
+    simulated = None if candidate is None else candidate.simulated
+    at_rate = None if candidate is None else candidate.at_rate
+    return {
+        "layouts": {machine: list(layout) for machine, layout in layouts.items()},
+        "throughput_tokens_per_s": None if simulated is None else simulated.tokens_per_s,
+        "output_tokens_per_s": None if simulated is None else simulated.output_tokens_per_s,
+        "at_rate": None if at_rate is None else _finite(at_rate),
+        "usd_per_million_tokens": None if candidate is None else candidate.usd_per_million_tokens,
+        "accelerators": sum(map(sum, layouts.values())),
+    }
+
+
+def _finite(figures: Figures) -> dict[str, float | None]:
+    values: dict[str, float] = dataclasses.asdict(figures)
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _changes(
+    proposed: Mapping[str, Layout], now: Mapping[str, Layout]
+) -> list[tuple[str, Layout, Layout]]:
+    return [(m, now[m], layout) for m, layout in proposed.items() if layout != now[m]]
+
+
+def _gain(best: Candidate, now: Candidate | None) -> float | None:
+    """Of throughput, relative; None where one side has none."""
+    if now is None or now.simulated is None or best.simulated is None:
+        return None
+    return best.simulated.tokens_per_s / now.simulated.tokens_per_s - 1
+
+
+def _is_worth_it(plan: Plan, again: Again) -> bool:
+    """Whether the proposal is better at the goal by more than the simulator's noise."""
+    from hetero_gateway.deployment.present import NOISE
+
+    best, now = plan.best, again.now
+    if not _changes(best.layouts, again.present.layouts):
+        return False
+    if now is None:
+        return True
+    if plan.goal == "cost" and best.usd_per_million_tokens and now.usd_per_million_tokens:
+        return best.usd_per_million_tokens < now.usd_per_million_tokens * (1 - NOISE)
+    if plan.goal == "fewest":
+        return best.accelerators < now.accelerators or (best.holds is True and now.at_rate is None)
+    return (_gain(best, now) or 0.0) > NOISE
+
+
+def print_comparison(plan: Plan, again: Again) -> None:
+    """The table, and a line on every instance that was left out."""
+    from hetero_gateway.deployment.present import NOISE
+    from hetero_gateway.planner.layouts import describe
+
+    seen, present, best = again.seen, again.present, plan.best
+    rate = "" if seen.rate_per_s is None else f", {seen.rate_per_s:.3g} requests/s"
+    fitted = sum(p.instance.observed for p in present.placed)
+    print(
+        f"{seen.url}: {len(present.placed)} instances, {fitted} of them with times by their own "
+        f"traffic; {len(seen.rows)} requests in {seen.span_s:.0f} s{rate}"
+    )
+    print()
+    rows = [_row(*line) for line in _lines(again.now, best)]
+    print_table(("", "now", "proposed", "worth"), rows)
+    print()
+    changes = _changes(best.layouts, present.layouts)
+    for machine, was, becomes in changes:
+        before = describe(was) if was else "unused"
+        after = describe(becomes) if becomes else "unused"
+        print(f"{printable(machine)}: {before} → {after}")
+    if not changes:
+        print("No change: what runs is the best that was found.")
+    elif not _is_worth_it(plan, again):
+        print(f"Not worth a change: within the {NOISE:.0%} that the simulator can be off by.")
+    for name, reason in present.left_out:
+        print(f"- {printable(name)} is left out: {printable(reason)}")
+
+
+_Line = tuple[str, float | None, float | None, int]
+
+
+def _lines(now: Candidate | None, best: Candidate) -> list[_Line]:
+    """Name, now, proposed, digits after the point."""
+
+    def full(candidate: Candidate | None, name: str) -> float | None:
+        figures = None if candidate is None else candidate.simulated
+        return None if figures is None else float(getattr(figures, name))
+
+    def held(candidate: Candidate | None, name: str, factor: float = 1.0) -> float | None:
+        figures = None if candidate is None else candidate.at_rate
+        return None if figures is None else float(getattr(figures, name)) * factor
+
+    lines: list[_Line] = [
+        ("tokens/s, all at once", full(now, "tokens_per_s"), full(best, "tokens_per_s"), 0),
+        (
+            "of them output",
+            full(now, "output_tokens_per_s"),
+            full(best, "output_tokens_per_s"),
+            0,
+        ),
+    ]
+    for label, name, factor in (
+        ("latency at the rate, s", "latency_mean_s", 1.0),
+        ("latency p99, s", "latency_p99_s", 1.0),
+        ("TTFT p99, s", "ttft_p99_s", 1.0),
+        ("TPOT p99, ms", "tpot_p99_s", 1000.0),
+    ):
+        lines.append((label, held(now, name, factor), held(best, name, factor), 3))
+    cost = None if now is None else now.usd_per_million_tokens
+    if cost is not None or best.usd_per_million_tokens is not None:
+        lines.append(("$ per million tokens", cost, best.usd_per_million_tokens, 3))
+    accelerators = None if now is None else float(now.accelerators)
+    lines.append(("accelerators", accelerators, float(best.accelerators), 0))
+    return lines
+
+
+def _row(name: str, now: float | None, best: float | None, digits: int) -> list[str]:
+    def text(value: float | None) -> str:
+        return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+    worth = "-"
+    if now and best is not None and math.isfinite(now) and math.isfinite(best):
+        worth = f"{best / now - 1:+.1%}"
+    return [name, text(now), text(best), worth]
