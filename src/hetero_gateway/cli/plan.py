@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     plan = _search(request)
     took_s = time.monotonic() - begin_s
     if again is not None:
-        plan = plan_again.aligned_plan(plan, again)
+        plan, again = plan_again.compared(plan, again)
     told = document(plan, request, took_s)
     if again is not None:
         told["from_gateway"] = plan_again.comparison(plan, again)

@@ -50,12 +50,12 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The question to plan with, and the present deployment by the same profiles."""
+    """The question to plan with; ``now`` is what runs, simulated (None: nothing fits it)."""
 
     seen: Seen
     request: PlanRequest
     present: Present
-    now: Candidate | None
+    now: Candidate | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,6 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
         capacity_notes,
         observed_profiles,
         place,
-        simulate_present,
         with_running_types,
     )
     from hetero_gateway.load.trace import read_trace
@@ -132,9 +131,7 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
     )
     asked_for = with_running_types(request.question, present, model)
     asked_for = dataclasses.replace(asked_for, notes=tuple(printable(note) for note in notes))
-    # What runs, runs under the gateway's own policy.
-    now = simulate_present(dataclasses.replace(asked_for, policy=seen.policy), present.layouts)
-    return Again(seen, dataclasses.replace(request, question=asked_for), present, now)
+    return Again(seen, dataclasses.replace(request, question=asked_for), present)
 
 
 def _notes(seen: Seen, own_trace: bool) -> list[str]:
@@ -223,12 +220,21 @@ def _fitted(seen: Mapping[str, Any], profile: Profile) -> Profile | None:
     return dataclasses.replace(profile, constants=constants, source=source)
 
 
-def aligned_plan(plan: Plan, again: Again) -> Plan:
-    """The plan with its best candidate changing as few machines as it can."""
-    from hetero_gateway.deployment.present import aligned
+def compared(plan: Plan, again: Again) -> tuple[Plan, Again]:
+    """The plan with its best candidate changing as few machines as it can; and what runs now.
 
-    best = aligned(plan.best, plan.machines, again.present.layouts)
-    return dataclasses.replace(plan, candidates=(best, *plan.candidates[1:]))
+    What runs is simulated under the gateway's own policy, at the rate that the plan tells
+    latencies for.
+    """
+    from hetero_gateway.deployment.present import aligned, simulate_present
+
+    question, layouts = again.request.question, again.present.layouts
+    best = aligned(plan.best, plan.machines, layouts)
+    goals = dataclasses.replace(question.goals, rate_per_s=plan.rate_per_s or None)
+    asked = dataclasses.replace(question, policy=again.seen.policy, goals=goals)
+    now = simulate_present(asked, layouts)
+    plan = dataclasses.replace(plan, candidates=(best, *plan.candidates[1:]))
+    return plan, dataclasses.replace(again, now=now)
 
 
 def comparison(plan: Plan, again: Again) -> dict[str, Any]:
@@ -321,13 +327,17 @@ def print_comparison(plan: Plan, again: Again) -> None:
     rate = "" if seen.rate_per_s is None else f", {seen.rate_per_s:.3g} requests/s"
     fitted = sum(p.instance.observed for p in present.placed)
     print(
-        f"{seen.url}: {len(present.placed)} instances, {fitted} of them with times by their own "
-        f"traffic; {len(seen.rows)} requests in {seen.span_s:.0f} s{rate}"
+        f"{printable(seen.url)}: instances on machines of the file: {len(present.placed)}, with "
+        f"times by their own traffic: {fitted}; requests: {len(seen.rows)} in "
+        f"{seen.span_s:.0f} s{rate}"
     )
+    print(f"Latencies are told for {plan.rate_per_s:.3g} requests/s.")
     print()
     rows = [_row(*line) for line in _lines(again.now, best)]
     print_table(("", "now", "proposed", "worth"), rows)
     print()
+    if again.now is not None and again.now.at_rate is None and best.at_rate is not None:
+        print(f"What runs does not hold {plan.rate_per_s:.3g} requests/s; the proposal does.")
     changes = _changes(best.layouts, present.layouts)
     for machine, was, becomes in changes:
         before = describe(was) if was else "unused"

@@ -3,10 +3,10 @@
 An instance is put on a machine by its profile's accelerator and tensor parallelism; a machine of
 the same name comes first. What cannot be put anywhere is listed with the reason.
 
-Two biases are kept out of the comparison with a new plan. Times of what runs were observed, those
-of another tensor parallelism on the same accelerator were not: they are scaled by what observation
-differs from belief, or whatever was not tried would look better on every slow machine. And both
-deployments are simulated with the same profiles and requests.
+Two biases are kept out of the comparison with a new plan. The gateway knows the times of what runs,
+not those of another tensor parallelism on the same accelerator: these are scaled by what it knows
+differs from what was believed, or whatever was not tried would look better on every slow machine.
+And both deployments are simulated with the same profiles and requests.
 
 Arrays and values only; the command asks the gateway.
 """
@@ -43,6 +43,8 @@ from hetero_gateway.planner.search import Key, Question
 NOISE = 0.02
 # An engine whose KV cache differs by more from the modelled one was told something else.
 _KV_APART = 0.1
+# Ratios of times that are one but for rounding.
+_SAME = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ def observed_profiles(
 
     Returns:
         Of each type that runs, the mean of its instances' constants; and of each other type on the
-        same accelerator the believed one, scaled as far as observation differs from belief.
+        same accelerator the believed one, scaled as far as those differ from belief.
     """
     groups: dict[Key, list[Placed]] = {}
     for each in present.placed:
@@ -169,13 +171,16 @@ def observed_profiles(
     for key, members in groups.items():
         profile = _mean_profile(key, members, model)
         found.append(profile)
-        if key in types and any(p.instance.observed for p in members):
+        if key in types:
             believed = types[key].profile
             ratio = _ratio(profile, believed, mean_prompt, mean_output)
             ratios.setdefault(key[0], []).append(ratio)
     for (name, t), believed_type in types.items():
         if name in ratios and (name, t) not in groups:
-            found.append(_scaled(believed_type.profile, ratios[name], model, name))
+            prefill = _geometric_mean([p for p, _ in ratios[name]])
+            decode = _geometric_mean([d for _, d in ratios[name]])
+            if max(abs(prefill - 1), abs(decode - 1)) > _SAME:
+                found.append(_scaled(believed_type.profile, prefill, decode, model, name))
     return found
 
 
@@ -205,13 +210,11 @@ def _ratio(
 
 
 def _scaled(
-    profile: Profile, ratios: Sequence[tuple[float, float]], model: ModelShape, name: str
+    profile: Profile, prefill: float, decode: float, model: ModelShape, name: str
 ) -> Profile:
-    prefill = _geometric_mean([p for p, _ in ratios])
-    decode = _geometric_mean([d for _, d in ratios])
     values = dataclasses.astuple(profile.constants)
     constants = Constants(*(v * prefill for v in values[:4]), *(v * decode for v in values[4:]))
-    note = f"prefill × {prefill:.2f}, decode × {decode:.2f}, as observed at other sizes"
+    note = f"prefill × {prefill:.2f}, decode × {decode:.2f}, as at the sizes that run"
     source = dict(profile.source) | {"note": note}
     return dataclasses.replace(
         profile, gpu=name, model=model.name, constants=constants, source=_stored(source, model)
