@@ -40,7 +40,7 @@ from hetero_gateway.planner.plan import MemoryEstimate
 # Where the rows of a fit say nothing of a coefficient, it stays here: counts, not fits. A logit is
 # copied to 4 bytes, sorted (4, and 8 for where it was), turned into a probability, summed up,
 # scattered back and made a probability again (4 each), and masked; since 0.17 it is copied, turned
-# and made, beside its own 2 bytes. Memory in GiB is that of the planner's page of known facts.
+# and made, beside its own 2 bytes. Memory in GiB: round figures.
 PRIOR = Coefficients(
     mlp=1.0,
     logit_bytes_before_0_17=37.0,
@@ -55,10 +55,11 @@ PRIOR = Coefficients(
     sigma=FITTED.sigma,
     sigma_others=FITTED.sigma_others,
     sigma_link=FITTED.sigma_link,
+    sigma_graphs=FITTED.sigma_graphs,
 )
 # The prior counts as one row that is this much off, relative.
 PRIOR_WIDTH = 0.3
-NOT_FITTED = {"sigma", "sigma_others", "sigma_link", "slow_link"}
+NOT_FITTED = {"slow_link", "sigma", "sigma_others", "sigma_link", "sigma_graphs"}
 # What a log is off by, GiB: beyond it, a row weighs less (a card that something else was using).
 LOG_WIDTH = 0.1
 
@@ -94,7 +95,17 @@ class Fact:
 
 def read_facts(path: Path) -> list[Fact]:
     with path.open(newline="") as file:
-        return [fact for row in csv.DictReader(file) if (fact := _fact(row)) is not None]
+        rows = list(csv.DictReader(file))
+    facts = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            fact = _fact(row)
+        except (ConfigError, ValueError, KeyError) as error:
+            print(f"line {number} is left out: {error!r}", file=sys.stderr)
+            continue
+        if fact is not None:
+            facts.append(fact)
+    return facts
 
 
 def _fact(row: dict[str, str]) -> Fact | None:
@@ -109,7 +120,7 @@ def _fact(row: dict[str, str]) -> Fact | None:
         return None
     version = row["vllm_version"]
     options = EngineOptions(
-        utilisation=float(row["util"]),
+        utilisation=_number(row["util"]) or 0.9,
         max_model_len=_whole(row["max_model_len"]),
         max_num_seqs=_whole(row["max_num_seqs"]),
         max_num_batched_tokens=_whole(row["max_num_batched_tokens"]),
@@ -191,7 +202,7 @@ def _from_columns(row: dict[str, str]) -> ModelShape:
 def _accelerator(row: dict[str, str]) -> Accelerator:
     """By its name in the catalogue; a card that it does not have is what its log says."""
     name = row["gpu"].split("-")[0]
-    nominal = _number(row["gpu_mem_nominal_gib"]) or float(row["gpu_mem_gib"])
+    nominal = _number(row.get("gpu_mem_nominal_gib")) or float(row["gpu_mem_gib"])
     for known in (row["gpu"], name, f"{name}-{nominal:g}GB-SXM", f"{name}-{nominal:g}GB-NVLink2"):
         try:
             found = accelerator(known)
@@ -365,10 +376,8 @@ def print_spread(groups: dict[str, tuple[list[Fact], Coefficients]]) -> None:
     )
     spread, rest = (np.sqrt(np.mean(np.square(o))) for o in (off, off[~odd]))
     print(f"Left out, the KV memory of a card is off by {spread:.2f} GiB (root mean square), by")
-    print(
-        f"{rest:.2f} GiB without the {odd.sum()} logs of a development version or of another maker's"
-    )
-    print(f"card, and half of them by less than {np.median(np.abs(off)):.2f} GiB.")
+    print(f"{rest:.2f} GiB without the {odd.sum()} logs of a development version or of another")
+    print(f"maker's card, and half of them by less than {np.median(np.abs(off)):.2f} GiB.")
 
 
 def main() -> int:

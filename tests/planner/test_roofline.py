@@ -8,63 +8,81 @@ import pytest
 
 from hetero_gateway.config import builtin_profiles, load_profile
 from hetero_gateway.core.cost_model import decode_step_time_s, prefill_time_s
-from hetero_gateway.planner.accelerators import Accelerator, accelerator
+from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.models import model_card
-from hetero_gateway.planner.roofline import grid, roofline_profile, step_times
+from hetero_gateway.planner.roofline import all_reduce_s, grid, roofline_profile, step_times
 
 ROOT = Path(__file__).parents[2]
-GIB = 2**30
 LLAMA_3_8B = model_card("Llama-3-8B")
-L4 = accelerator("L4")
+L4, A10G, L40S = accelerator("L4"), accelerator("A10G"), accelerator("L40S")
+A100, H100, H200 = (accelerator(n) for n in ("A100-80GB-SXM", "H100-80GB-SXM", "H200-141GB"))
+V100 = accelerator("V100-32GB-PCIe3")
 
-# Data sheets: dense fp16 tensor FLOP/s, memory, memory bytes/s, link bytes/s in one direction.
-A10G = Accelerator("A10G-24GB", 70e12, 24 * GIB, 600e9, 32e9)
-L40S = Accelerator("L40S-48GB", 362e12, 48 * GIB, 864e9, 32e9)
-A100 = Accelerator("A100-80GB-SXM", 312e12, 80 * GIB, 2039e9, 300e9)
-H100 = Accelerator("H100-80GB-SXM", 989e12, 80 * GIB, 3350e9, 450e9)
-L40S_HALF = dataclasses.replace(L40S, compute_efficiency=0.5)
+
+def ratios(device, tensor_parallel):
+    """Mean of the roofline's step times over the built-in profile's, prefill and decode."""
+    known = builtin_profiles()[f"{device.name}/Llama-3-8B/tp{tensor_parallel}"]
+    times = step_times(device, LLAMA_3_8B, tensor_parallel)
+    shapes = grid(known.kv_capacity_tokens, known.max_num_seqs)
+    return [
+        np.mean([guess_s(*s) / known_s(known.constants, *s) for s in which])
+        for guess_s, known_s, which in zip(
+            times, (prefill_time_s, decode_step_time_s), shapes, strict=True
+        )
+    ]
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "tensor_parallel", "prefill", "decode"),
+    ("device", "tensor_parallel", "prefill", "decode"),
     [
         # The table in the module's docstring.
-        (A10G, 1, 0.95, 0.97),
-        (L40S, 1, 0.74, 0.94),
-        (L40S_HALF, 1, 1.00, 0.94),
-        (L40S, 2, 0.69, 0.93),
-        (A100, 1, 0.95, 0.83),
-        (A100, 2, 0.85, 0.79),
-        (H100, 1, 0.85, 0.88),
+        (A100, 1, 1.03, 0.94),
+        (A100, 4, 0.89, 0.90),
+        (H100, 1, 0.98, 1.04),
+        (H100, 4, 0.98, 1.08),
+        (H200, 8, 1.08, 1.05),
+        (L40S, 1, 1.06, 1.00),
+        (L40S, 2, 1.07, 1.05),
+        (V100, 4, 1.00, 0.69),
     ],
 )
 def test_its_step_times_deviate_from_the_built_in_profiles_as_documented(
-    accelerator, tensor_parallel, prefill, decode
+    device, tensor_parallel, prefill, decode
 ):
-    known = builtin_profiles()[f"{accelerator.name}/Llama-3-8B/tp{tensor_parallel}"]
-    guess = roofline_profile(accelerator, LLAMA_3_8B, tensor_parallel)
-    shapes = grid(known.kv_capacity_tokens, known.max_num_seqs)
-    ratios = [
-        np.mean([time_s(guess.constants, *s) / time_s(known.constants, *s) for s in which])
-        for time_s, which in zip((prefill_time_s, decode_step_time_s), shapes, strict=True)
-    ]
-    assert ratios == pytest.approx([prefill, decode], abs=0.006)
-    # Built from 8.03e9 parameters, where the shape counts 8 029 995 008.
-    assert abs(guess.kv_capacity_tokens - known.kv_capacity_tokens) <= 1
+    assert ratios(device, tensor_parallel) == pytest.approx([prefill, decode], abs=0.006)
 
 
-def test_the_stored_l4_profile_is_what_the_roofline_gives():
+def test_it_is_unbiased_on_profiles_of_measured_operators():
+    engines = [(A100, 1), (A100, 2), (A100, 4), (A100, 8), (L40S, 1), (L40S, 2)]
+    engines += [(device, t) for device in (H100, H200) for t in (1, 2, 4, 8)]
+    means = np.array([ratios(device, t) for device, t in engines])
+    assert np.mean(means, axis=0) == pytest.approx([1, 1], abs=0.03)
+    # What the catalogue says of a card that was checked.
+    assert np.abs(means - 1).max() < A100.uncertainty
+
+
+def test_without_a_better_figure_the_capacity_is_that_of_eq_1():
+    for device, t in ((A100, 1), (H100, 4), (A10G, 1), (L4, 1)):
+        known = builtin_profiles().get(f"{device.name}/Llama-3-8B/tp{t}")
+        wanted = known.kv_capacity_tokens if known else 38035
+        # Built from 8.03e9 parameters, where the shape counts 8 029 995 008.
+        assert abs(roofline_profile(device, LLAMA_3_8B, t).kv_capacity_tokens - wanted) <= t
+
+
+def test_the_stored_l4_profile_is_near_what_the_roofline_gives():
     stored = load_profile("configs/profiles/l4-24gb-llama-3-8b-tp1.yaml", ROOT)
     fresh = roofline_profile(L4, LLAMA_3_8B)
-    assert stored == fresh
-    assert stored.source["how"] == "roofline"
-    assert stored.source["error"] == fresh.source["error"]
+    assert stored.source["how"] == fresh.source["how"] == "roofline"
+    prefills, decodes = grid(stored.kv_capacity_tokens, stored.max_num_seqs)
+    for time_s, which in ((prefill_time_s, prefills), (decode_step_time_s, decodes)):
+        off = [time_s(stored.constants, *s) / time_s(fresh.constants, *s) - 1 for s in which]
+        assert np.abs(off).max() < 0.06
 
 
-@pytest.mark.parametrize("accelerator", [L4, A10G, L40S, A100, H100])
-def test_the_fit_stays_near_the_roofline(accelerator):
-    profile = roofline_profile(accelerator, LLAMA_3_8B)
-    prefill, decode = step_times(accelerator, LLAMA_3_8B, 1)
+@pytest.mark.parametrize("device", [L4, A10G, L40S, A100, H100])
+def test_the_fit_stays_near_the_roofline(device):
+    profile = roofline_profile(device, LLAMA_3_8B)
+    prefill, decode = step_times(device, LLAMA_3_8B, 1)
     shapes = grid(profile.kv_capacity_tokens, 256)
     for fitted, exact, which in zip(
         (prefill_time_s, decode_step_time_s), (prefill, decode), shapes, strict=True
@@ -75,7 +93,7 @@ def test_the_fit_stays_near_the_roofline(accelerator):
 
 
 def test_a_model_that_leaves_no_room_has_no_profile():
-    t4 = Accelerator("T4-16GB", 65e12, 16 * GIB, 320e9, 16e9)
+    t4 = accelerator("T4")
     assert roofline_profile(t4, LLAMA_3_8B) is None
     assert roofline_profile(t4, LLAMA_3_8B, 2).kv_capacity_tokens == 80633
 
@@ -90,3 +108,29 @@ def test_more_accelerators_are_faster_but_not_as_many_times():
     two = roofline_profile(A100, LLAMA_3_8B, 2).constants
     ratio = decode_step_time_s(one, 64, 512) / decode_step_time_s(two, 64, 512)
     assert 1 < ratio < 2
+
+
+@pytest.mark.parametrize("t", [1, 2, 4, 8])
+def test_eight_bits_make_a_decode_step_faster_and_on_new_cards_a_prefill_too(t):
+    wide = step_times(H100, LLAMA_3_8B, t)
+    narrow = step_times(H100, model_card("Llama-3-8B", quantization="fp8"), t)
+    assert narrow[0](4, 1024) < wide[0](4, 1024)
+    assert narrow[1](4, 1024) < wide[1](4, 1024)
+    old = step_times(A100, model_card("Llama-3-8B", quantization="fp8"), t)
+    assert old[0](8, 1024) == step_times(A100, LLAMA_3_8B, t)[0](8, 1024)
+
+
+def test_a_slot_shared_by_more_cards_makes_each_all_reduce_slower_than_the_ring_alone():
+    four, eight = (all_reduce_s(L40S, LLAMA_3_8B, t, 8192) for t in (4, 8))
+    ring = (1 - 1 / 8) / (1 - 1 / 4)
+    assert eight / four > 1.2 * ring
+    nvlink = [all_reduce_s(H100, LLAMA_3_8B, t, 8192) for t in (4, 8)]
+    assert nvlink[1] / nvlink[0] < 1.01 * ring
+
+
+def test_few_tokens_touch_few_experts():
+    mixtral = model_card("Mixtral-8x7B")
+    decode = step_times(H100, mixtral, 2)[1]
+    dense = step_times(H100, dataclasses.replace(mixtral, experts_per_token=8), 2)[1]
+    assert decode(1, 1) < 0.5 * dense(1, 1)
+    assert decode(64, 1) == pytest.approx(dense(64, 1), rel=0.05)

@@ -25,10 +25,10 @@ GIB: Final = 2**30
 # Usable over nominal where no figure is known: the mean of the listed cards with ECC on HBM is
 # 0.99, of those with GDDR6 0.95; the lower of HBM's (V100 0.985) is on the safe side of it.
 USABLE_SHARE = 0.985
-# Share of the data sheet's figures that large matrix products and streaming reads reach: round
-# figures of common experience; benchmarks/planner_roofline.py holds them against the built-ins.
-COMPUTE_EFFICIENCY = 0.75
-MEMORY_EFFICIENCY = 0.8
+# Share of the data sheet's figures that large matrix products and streaming reads reach, fitted to
+# the built-in profiles of measured operators by benchmarks/planner_roofline.py.
+COMPUTE_EFFICIENCY = 0.72
+MEMORY_EFFICIENCY = 0.78
 # Relative error of a roofline's step times: of one that was held against measured operators (the
 # table in roofline.py), of a card of the same make as one that was, and of one never seen.
 CHECKED, RELATED, UNCHECKED = 0.15, 0.25, 0.4

@@ -191,12 +191,12 @@ def _same_settings(
     source: Any, options: EngineOptions, max_num_seqs: int, device: Accelerator
 ) -> bool:
     """Whether a profile's own KV capacity holds here: only if it says what it was measured with."""
-    stated = source.get("gpu_memory_utilization", source.get("utilisation"))
+    stated = source.get("gpu_memory_utilization")
     return (
         stated is not None
         and abs(float(stated) - options.utilisation) < 1e-6
         and max_num_seqs == options.sequences(device)
-        and source.get("kv_dtype", "auto") == options.kv_dtype
+        and source.get("kv_cache_dtype", "auto") == options.kv_dtype
     )
 
 

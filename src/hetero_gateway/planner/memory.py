@@ -44,15 +44,19 @@ PAPER_UNCERTAINTY = 0.15
 UNMODELLED_UNCERTAINTY = 0.3
 # vLLM hands out KV memory in blocks of so many tokens.
 BLOCK_TOKENS = 16
-# vLLM's defaults: (max_num_batched_tokens, max_num_seqs) of its server. Large cards are those of
-# 70 GiB or more, without the A100 (vllm/engine/arg_utils.py goes by the device's name).
-LARGE_BYTES = 70 * GIB
-LARGE_DEFAULTS, SMALL_DEFAULTS = (8192, 1024), (2048, 256)
-# The newest version whose start-up is modelled.
-NEWEST = "0.21"
+# vLLM's defaults: (max_num_batched_tokens, max_num_seqs) of its server, as in the source of 0.32
+# (vllm/engine/arg_utils.py). Large cards are those of 70 GiB or more, without the A100: it goes by
+# the device's name. Of 160 GiB or more: since about 0.28.
+HUGE_BYTES, LARGE_BYTES = 160 * GIB, 70 * GIB
+HUGE_DEFAULTS, LARGE_DEFAULTS, SMALL_DEFAULTS = (16_384, 1024), (8192, 1024), (2048, 256)
+# The newest version whose start-up is modelled; the logs of the fit end at 0.19.
+NEWEST = "0.32"
 # Links at or above this are NVLink's and its like, below it a PCIe slot's.
 FAST_LINK_BYTES_PER_S = 100e9
 
+# 0.2 kept the input of each all-reduce until the pass was over (torch's record_stream).
+_INPUTS_KEPT = (0, 2)
+_HUGE_KNOWN = (0, 28)
 _LAST_V0, _SMALL_SAMPLER, _GRAPHS_COUNTED, _TORCH_COUNTED = (0, 7), (0, 17), (0, 21), (0, 6)
 
 
@@ -70,6 +74,7 @@ class Coefficients:
         sigma: standard deviation of the whole, on families left out of the fit; sigma_others: on
             other makers' cards than NVIDIA's, by the one log of an MI300X.
         sigma_link: of what is on top with tensor parallelism: logs say 0.2 to 2.1.
+        sigma_graphs: of CUDA graphs; logs of vLLM's estimate say 0.1 to 1.6.
     """
 
     mlp: float
@@ -85,10 +90,11 @@ class Coefficients:
     sigma: float
     sigma_others: float
     sigma_link: float
+    sigma_graphs: float
 
 
-# benchmarks/planner_memory.py prints them. slow_link is no fit: no log of the facts has t > 1 over
-# PCIe; logs in vLLM's issues say 0.2 to 0.6 GiB.
+# benchmarks/planner_memory.py prints them. Not fitted: slow_link, as no log of the facts has t > 1
+# over PCIe (logs in vLLM's issues say 0.05 to 0.45 GiB), and the sigmas, which are rounded up.
 FITTED = Coefficients(
     mlp=1.01,
     logit_bytes_before_0_17=38.9,
@@ -97,12 +103,13 @@ FITTED = Coefficients(
     outside_before_0_17=0.17,
     outside=0.27,
     fast_link=1.86,
-    slow_link=0.35,
+    slow_link=0.2,
     graphs=0.21,
     graphs_per_layer=0.0208,
-    sigma=0.25,
+    sigma=0.4,
     sigma_others=2.5,
     sigma_link=0.6,
+    sigma_graphs=0.3,
 )
 
 
@@ -113,7 +120,7 @@ class EngineOptions:
     Args:
         utilisation: ``--gpu-memory-utilization``, in (0, 1].
         max_model_len: tokens of the longest request; None: what the model is made for.
-        vllm_version: "0.21", "0.11.2", …; later than the newest modelled counts as that.
+        vllm_version: "0.32", "0.11.2", …; a later one counts as the newest modelled.
         kv_dtype: ``--kv-cache-dtype``: "auto", "fp8", …
         enforce_eager: no CUDA graphs.
 
@@ -152,18 +159,24 @@ class EngineOptions:
         """max_num_seqs there."""
         if self.max_num_seqs is not None:
             return self.max_num_seqs
-        return _defaults(accelerator)[1]
+        return SMALL_DEFAULTS[1] if self.version <= _LAST_V0 else self._defaults(accelerator)[1]
 
     def batched_tokens(self, accelerator: Accelerator) -> int:
         """max_num_batched_tokens there."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        return max(_defaults(accelerator)[0], self.sequences(accelerator))
+        tokens = self._defaults(accelerator)[0]
+        if self.version <= _LAST_V0:
+            # The whole of a prompt at once, unless prompts may be long: then in chunks.
+            length = self.max_model_len or 0
+            tokens = max(2048, length if length <= 32_768 else 0)
+        return max(tokens, self.sequences(accelerator))
 
-
-def _defaults(accelerator: Accelerator) -> tuple[int, int]:
-    large = accelerator.usable_bytes >= LARGE_BYTES and "A100" not in accelerator.name
-    return LARGE_DEFAULTS if large else SMALL_DEFAULTS
+    def _defaults(self, accelerator: Accelerator) -> tuple[int, int]:
+        if accelerator.usable_bytes >= HUGE_BYTES and self.version >= _HUGE_KNOWN:
+            return HUGE_DEFAULTS
+        large = accelerator.usable_bytes >= LARGE_BYTES and "A100" not in accelerator.name
+        return LARGE_DEFAULTS if large else SMALL_DEFAULTS
 
 
 def estimate_memory(
@@ -195,7 +208,7 @@ def estimate_memory(
     uncertainty = PAPER_UNCERTAINTY
     if method == "fitted":
         tokens -= tokens % BLOCK_TOKENS
-        spread = spread_bytes(accelerator, tensor_parallel, coefficients)
+        spread = spread_bytes(accelerator, tensor_parallel, options, coefficients)
         uncertainty = min(1.0, spread / kv_bytes) if kv_bytes > 0 else 1.0
         if model.unmodelled:
             uncertainty = max(uncertainty, UNMODELLED_UNCERTAINTY)
@@ -223,16 +236,22 @@ def is_feasible(estimate: MemoryEstimate, needed_tokens: int) -> bool:
 
 
 def spread_bytes(
-    accelerator: Accelerator, tensor_parallel: int, coefficients: Coefficients = FITTED
+    accelerator: Accelerator,
+    tensor_parallel: int,
+    options: EngineOptions,
+    coefficients: Coefficients = FITTED,
 ) -> float:
     """One standard deviation of the instance's KV bytes.
 
     What one accelerator is wrong by, all are.
     """
-    sigma = coefficients.sigma if accelerator.cuda_capability else coefficients.sigma_others
+    c = coefficients
+    sigmas = [c.sigma if accelerator.cuda_capability else c.sigma_others]
     if tensor_parallel > 1:
-        sigma = math.hypot(sigma, coefficients.sigma_link)
-    return sigma * GIB * tensor_parallel
+        sigmas.append(c.sigma_link)
+    if _graphs_counted(options):
+        sigmas.append(c.sigma_graphs)
+    return math.hypot(*sigmas) * GIB * tensor_parallel
 
 
 def shortfall_bytes(
@@ -250,7 +269,7 @@ def shortfall_bytes(
     needed = blocks * model.kv_token_bytes(tensor_parallel, options.kv_dtype)
     margin = 0.0
     if estimate.how == "fitted":
-        margin = spread_bytes(accelerator, tensor_parallel)
+        margin = spread_bytes(accelerator, tensor_parallel, options)
         if model.unmodelled:
             margin = max(margin, needed * UNMODELLED_UNCERTAINTY / (1 - UNMODELLED_UNCERTAINTY))
     return max(0.0, needed + margin - estimate.kv_bytes) / tensor_parallel
@@ -290,10 +309,14 @@ def _fitted_parts(
         ),
         MemoryPart("outside torch", outside_bytes(accelerator, tensor_parallel, options, c)),
     ]
-    if options.version >= _GRAPHS_COUNTED and not options.enforce_eager:
+    if _graphs_counted(options):
         graphs = (c.graphs + c.graphs_per_layer * model.layers) * GIB
         parts.append(MemoryPart("CUDA graphs", graphs))
     return tuple(parts)
+
+
+def _graphs_counted(options: EngineOptions) -> bool:
+    return options.version >= _GRAPHS_COUNTED and not options.enforce_eager
 
 
 def activation_bytes(
@@ -315,6 +338,8 @@ def activation_bytes(
     if model.moe_layers:
         width = 3 * model.moe_intermediate / tensor_parallel + model.hidden
         peak += size * tokens * model.experts_per_token * width
+    if tensor_parallel > 1 and options.version <= _INPUTS_KEPT:
+        peak += 2 * model.layers * kept
     return peak
 
 

@@ -107,7 +107,12 @@ MODEL_CARDS: Final[dict[str, ModelShape]] = {
 }
 _FOLDED: Final = {folded(name): name for name in MODEL_CARDS}
 # Suffixes of tuned versions, whose shape is that of the model.
-_TUNED: Final = ("instruct", "it", "chat", "hf", "base", "v0.1", "v0.2", "v0.3")
+_TUNED: Final = {"meta", "instruct", "it", "chat", "hf", "base", "dynamic", "v0.1", "v0.2", "v0.3"}
+# Suffixes of quantised checkpoints, and what they are stored as.
+_STORED: Final = {
+    "fp8": "fp8", "awq": "awq", "gptq": "gptq", "int4": "int4", "w4a16": "int4",
+    "int8": "int8", "w8a8": "int8", "quantized.w4a16": "int4", "quantized.w8a8": "int8",
+}  # fmt: skip
 
 
 def model_card(
@@ -116,21 +121,25 @@ def model_card(
     """The built-in card of that name; case, an organisation and "-Instruct" do not matter.
 
     Args:
-        dtype, quantization: as of ``model_from_config``; None: bfloat16, nothing quantised.
+        name: "Qwen/Qwen2.5-72B-Instruct-AWQ" is Qwen2.5-72B, stored as AWQ.
+        dtype, quantization: as of ``model_from_config``; None: bfloat16, and what the name says.
 
     Raises:
         ConfigError: with the nearest names, or for a dtype or method that is not known.
     """
     short = name.rsplit("/", 1)[-1]
-    parts = [part for part in short.split("-") if part.casefold() not in _TUNED]
-    known = _FOLDED.get(folded(short)) or _FOLDED.get(folded("-".join(parts)))
-    if known is None:
-        known = _FOLDED.get(folded("-".join(parts)).removeprefix("meta"))
+    parts = short.casefold().split("-")
+    plain = [part for part in parts if part not in _TUNED and part not in _STORED]
+    known = _FOLDED.get(folded(short)) or _FOLDED.get(folded("-".join(plain)))
     if known is None:
         raise ConfigError(
             f"model {name!r} has no built-in card; the nearest: "
             f"{', '.join(nearest_names(short, MODEL_CARDS))}; or give its config.json"
         )
+    if quantization is None:
+        stored = [_STORED[part] for part in parts if part in _STORED]
+        # "GPTQ-Int8": the bits count.
+        quantization = "int8" if "int8" in stored else next(iter(stored), None)
     return dataclasses.replace(
         MODEL_CARDS[known],
         dtype=_dtype(dtype, "bfloat16"),

@@ -1,0 +1,75 @@
+"""The catalogue of accelerators: complete, plausible, and findable by what people call them."""
+
+import pytest
+
+from hetero_gateway.config import builtin_profiles
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.planner.accelerators import ACCELERATORS, GIB, accelerator
+
+
+def test_every_built_in_profile_is_of_an_accelerator_in_the_catalogue():
+    assert {profile.gpu for profile in builtin_profiles().values()} <= set(ACCELERATORS)
+
+
+@pytest.mark.parametrize("device", ACCELERATORS.values(), ids=lambda device: device.name)
+def test_a_row_is_plausible_and_says_where_it_is_from(device):
+    assert device.source
+    assert 0.85 < device.usable_bytes / device.memory_bytes <= 1
+    # From a T4 to a B200: FLOP per byte of memory traffic, and an hour of streaming is none.
+    assert 30 < device.flop_per_s / device.memory_bytes_per_s < 600
+    assert 200e9 < device.memory_bytes_per_s < 10e12
+    assert 0 < device.link_bytes_per_s < device.memory_bytes_per_s
+    assert device.fp8_op_per_s in (0, pytest.approx(device.flop_per_s, rel=0.01)) or (
+        1.9 < device.fp8_op_per_s / device.flop_per_s < 2.1
+    )
+    assert 0.1 <= device.uncertainty <= 0.5
+
+
+@pytest.mark.parametrize(
+    "device", [d for d in ACCELERATORS.values() if d.cuda_capability], ids=lambda d: d.name
+)
+def test_bf16_and_fp8_come_with_the_generation(device):
+    assert device.bf16 == (device.cuda_capability >= 8.0)
+    assert (device.fp8_op_per_s > 0) == (device.cuda_capability >= 8.9)
+
+
+def test_what_vllm_logged_as_a_cards_memory_is_in_the_catalogue():
+    logged = {
+        "H100-80GB-SXM": 79.19, "H200-141GB": 139.81, "V100-32GB-NVLink2": 31.74,
+        "A10G-24GB": 22.06, "L4-24GB": 22.06,
+    }  # fmt: skip
+    for name, gib in logged.items():
+        assert ACCELERATORS[name].usable_bytes / GIB == pytest.approx(gib, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("h100-80gb-sxm", "H100-80GB-SXM"),
+        ("V100 32GB SXM2", "V100-32GB-NVLink2"),
+        ("V100-32GB-PCIe", "V100-32GB-PCIe3"),
+        ("L40S", "L40S-48GB"),
+        ("rtx 4090", "RTX4090-24GB"),
+        ("RTX-4090-24GB", "RTX4090-24GB"),
+        ("MI250X", "MI250X-64GB"),
+        ("Ascend 910B", "Ascend-910B-64GB"),
+    ],
+)
+def test_case_dashes_and_usual_names_do_not_matter(said, meant):
+    assert accelerator(said).name == meant
+
+
+@pytest.mark.parametrize(
+    ("said", "nearest"),
+    [("H100", "H100-80GB-SXM"), ("A100-80GB", "A100-80GB-PCIe"), ("L4OS-48GB", "L40S-48GB")],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(said, nearest):
+    with pytest.raises(ConfigError, match=f"{said!r} is not in the catalogue.*{nearest}"):
+        accelerator(said)
+
+
+def test_one_link_direction_is_less_over_a_slot_than_over_nvlink():
+    for kind in ("V100-32GB", "A100-80GB", "H100-80GB", "A800-80GB"):
+        slot = next(d for n, d in ACCELERATORS.items() if n.startswith(kind) and "PCIe" in n)
+        nvlink = next(d for n, d in ACCELERATORS.items() if n.startswith(kind) and "PCIe" not in n)
+        assert slot.link_bytes_per_s * 3 < nvlink.link_bytes_per_s

@@ -1,0 +1,274 @@
+"""The memory model against figures of vLLM's own logs and real engines, and its laws."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.cost_model import kv_capacity_bytes
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.planner.accelerators import ACCELERATORS, GIB, accelerator
+from hetero_gateway.planner.memory import (
+    EngineOptions,
+    activation_bytes,
+    estimate_memory,
+    is_feasible,
+    remedies,
+    shortfall_bytes,
+    spread_bytes,
+)
+from hetero_gateway.planner.models import MODEL_CARDS, model_card, model_from_config
+from hetero_gateway.planner.parallelism import refusal
+
+LLAMA = model_card("Llama-3.1-8B")
+H100 = accelerator("H100-80GB-SXM")
+
+models = st.sampled_from(sorted(MODEL_CARDS)).map(MODEL_CARDS.__getitem__)
+devices = st.sampled_from(sorted(ACCELERATORS)).map(ACCELERATORS.__getitem__)
+methods = st.sampled_from(["fitted", "paper"])
+options = st.builds(
+    EngineOptions,
+    utilisation=st.floats(0.5, 0.98),
+    max_num_seqs=st.none() | st.integers(1, 1024),
+    vllm_version=st.sampled_from(["0.6.3", "0.11", "0.19", "0.21"]),
+    kv_dtype=st.sampled_from(["auto", "fp8"]),
+)
+
+
+# Published start-ups (public issues of vLLM and its neighbours): what is known, what was logged.
+@pytest.mark.parametrize(
+    ("name", "card", "t", "told", "kv_gib"),
+    [
+        ("Llama-3.1-8B", "H100-80GB-SXM", 1, {"utilisation": 0.95}, 58.11),
+        ("Llama-3.1-8B", "H100-80GB-SXM", 2, {"utilisation": 0.95}, 63.76),
+        ("Llama-3.1-8B", "H100-80GB-SXM", 4, {"utilisation": 0.95}, 67.44),
+        ("gemma-2-9b", "H100-80GB-SXM", 1, {"utilisation": 0.95}, 54.12),
+        ("Mixtral-8x7B", "H100-80GB-SXM", 2, {"utilisation": 0.95}, 28.44),
+        ("Qwen2.5-1.5B", "H200-141GB", 1, {}, 120.53),
+        (
+            "DeepSeek-R1-Distill-Qwen-14B", "RTX4090", 2,
+            {"utilisation": 0.98, "vllm_version": "0.7.2", "max_model_len": 131072}, 8.69,
+        ),
+    ],
+)  # fmt: skip
+def test_the_kv_memory_of_published_start_ups_comes_out(name, card, t, told, kv_gib):
+    told = {"vllm_version": "0.19"} | told
+    found = estimate_memory(model_card(name), accelerator(card), t, EngineOptions(**told))
+    assert found.kv_bytes / t / GIB == pytest.approx(kv_gib, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "t", "told", "kv_gib"),
+    [
+        (
+            "DeepSeek-R1-Distill-Qwen-14B", "RTX4090", 2,
+            {"utilisation": 0.98, "vllm_version": "0.7.2", "max_model_len": 131072}, 8.69,
+        ),
+        ("Qwen3-235B-A22B-FP8", "H100-80GB-SXM", 4, {"vllm_version": "0.9.2"}, 8.11),
+        ("Qwen2.5-14B-AWQ", "A10G", 1, {"vllm_version": "0.19.1"}, 9.10),
+        ("Qwen2.5-14B-AWQ", "A10G", 1, {"vllm_version": "0.19.1", "utilisation": 0.5}, 0.18),
+    ],
+)  # fmt: skip
+def test_start_ups_that_no_fit_has_seen_are_within_two_standard_deviations(
+    name, card, t, told, kv_gib
+):
+    # The table in docs/planner.md.
+    options = EngineOptions(**told)
+    found = estimate_memory(model_card(name), accelerator(card), t, options)
+    spread_gib = spread_bytes(accelerator(card), t, options) / t / GIB
+    assert abs(found.kv_bytes / t / GIB - kv_gib) < 2 * spread_gib
+
+
+def test_eq_1_promises_twice_what_a_nearly_full_card_has():
+    model, told = model_card("Llama-3-70B"), EngineOptions(max_model_len=8192)
+    card = accelerator("A100-80GB-SXM")
+    paper, fitted = (estimate_memory(model, card, 2, told, m) for m in ("paper", "fitted"))
+    assert paper.kv_bytes > 1.5 * fitted.kv_bytes
+    # Such a deployment had 6048 tokens, and vLLM refused it: public, with Llama 3's 8192 tokens.
+    assert paper.kv_capacity_tokens > 8192
+    assert is_feasible(paper, 8192)
+    assert not is_feasible(fitted, 8192)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "kv_heads", "tokens"), [(4, 4, 2, 524_288), (8, 12, 4, 131_072)]
+)
+def test_one_gib_holds_as_many_tokens_as_real_cpu_engines_report(layers, heads, kv_heads, tokens):
+    # docs/real-vllm.md; tests/real_vllm/test_memory.py asks the engines themselves.
+    model = model_from_config(
+        {
+            "model_type": "llama", "hidden_size": 64 * heads, "intermediate_size": 256 * heads,
+            "num_hidden_layers": layers, "num_attention_heads": heads, "head_dim": 64,
+            "num_key_value_heads": kv_heads, "vocab_size": 2048, "dtype": "bfloat16",
+        },
+        name="tiny",
+    )  # fmt: skip
+    assert GIB == tokens * model.kv_token_bytes()
+
+
+def test_defaults_are_those_of_vllm_for_the_card():
+    told = EngineOptions()
+    assert (told.batched_tokens(H100), told.sequences(H100)) == (8192, 1024)
+    b200 = accelerator("B200")
+    assert (told.batched_tokens(b200), told.sequences(b200)) == (16_384, 1024)
+    assert EngineOptions(vllm_version="0.21").batched_tokens(b200) == 8192
+    for name in ("A100-80GB-SXM", "L40S", "V100-32GB-NVLink2"):
+        assert (told.batched_tokens(accelerator(name)), told.sequences(accelerator(name))) == (
+            2048, 256,
+        )  # fmt: skip
+
+
+def test_before_0_8_a_prompt_was_one_piece_unless_it_may_be_long():
+    def tokens(length):
+        told = EngineOptions(vllm_version="0.6.4", max_model_len=length)
+        return told.batched_tokens(H100), told.sequences(H100)
+
+    assert tokens(1000) == (2048, 256)
+    assert tokens(20_000) == (20_000, 256)
+    assert tokens(131_072) == (2048, 256)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"utilisation": 0}, {"utilisation": 1.2}, {"max_model_len": 0}, {"vllm_version": "newest"},
+     {"kv_dtype": "int3"}, {"max_num_seqs": -1}],
+)  # fmt: skip
+def test_what_vllm_would_not_take_is_an_error(told):
+    with pytest.raises(ConfigError, match=next(iter(told))):
+        EngineOptions(**told)
+
+
+@pytest.mark.parametrize(
+    ("version", "gib"),
+    # Logged: 1.26 by 0.6.5 with 256 sequences, 4.76 by 0.11 and 1.89 by 0.19 with 1024.
+    [("0.6.5", 1.26), ("0.11", 4.76), ("0.19", 1.89)],
+)
+def test_the_sampler_of_a_version_is_what_it_logged(version, gib):
+    sequences = 256 if version == "0.6.5" else 1024
+    told = EngineOptions(
+        vllm_version=version, max_num_seqs=sequences, max_num_batched_tokens=8192,
+        max_model_len=8192,
+    )  # fmt: skip
+    assert activation_bytes(LLAMA, H100, 1, told) / GIB == pytest.approx(gib, rel=0.05)
+
+
+def test_cuda_graphs_are_taken_off_since_0_21_unless_there_are_none():
+    def names(**told):
+        parts = estimate_memory(LLAMA, H100, 1, EngineOptions(**told)).parts
+        return [part.name for part in parts]
+
+    assert "CUDA graphs" in names()
+    assert "CUDA graphs" not in names(vllm_version="0.20.2")
+    assert "CUDA graphs" not in names(enforce_eager=True)
+
+
+@given(models, devices, st.integers(1, 8), options, methods)
+def test_parts_and_kv_cache_are_the_whole_memory(model, device, t, told, method):
+    found = estimate_memory(model, device, t, told, method)
+    parts = sum(part.bytes_per_accelerator for part in found.parts)
+    assert t * parts + found.kv_bytes == pytest.approx(t * device.memory_bytes)
+    assert all(part.bytes_per_accelerator >= 0 for part in found.parts)
+    assert 0 < found.uncertainty <= 1
+
+
+@given(models, devices, st.integers(1, 8), st.floats(0.5, 0.98))
+def test_the_papers_method_is_eq_1(model, device, t, utilisation):
+    found = estimate_memory(model, device, t, EngineOptions(utilisation=utilisation), "paper")
+    wanted = kv_capacity_bytes(
+        t, device.memory_bytes, utilisation, 2 * GIB, model.parameters, model.bytes_per_weight
+    )
+    assert found.kv_bytes == pytest.approx(wanted, abs=1e3)
+
+
+@given(models, devices, st.integers(1, 8), options, methods, st.floats(1, 3), st.integers(1, 10**6))
+def test_more_memory_never_lowers_the_capacity_nor_makes_it_unfit(
+    model, device, t, told, method, factor, needed
+):
+    # The same engine: the defaults go by the card's memory.
+    told = dataclasses.replace(
+        told,
+        max_num_seqs=told.sequences(device),
+        max_num_batched_tokens=told.batched_tokens(device),
+    )
+    larger = dataclasses.replace(
+        device,
+        memory_bytes=device.memory_bytes * factor,
+        usable_memory_bytes=device.usable_bytes * factor,
+    )
+    small = estimate_memory(model, device, t, told, method)
+    large = estimate_memory(model, larger, t, told, method)
+    assert large.kv_capacity_tokens >= small.kv_capacity_tokens
+    assert is_feasible(large, needed) or not is_feasible(small, needed)
+
+
+@given(models, devices, options, methods)
+def test_more_accelerators_never_lower_the_kv_bytes_of_an_instance(model, device, told, method):
+    sizes = [t for t in range(1, 9) if refusal(model, t) is None]
+    kv = [estimate_memory(model, device, t, told, method).kv_bytes for t in sizes]
+    # Also where one is too few: what is missing on all of them shrinks.
+    assert kv == sorted(kv)
+
+
+@given(models, devices, st.integers(1, 8), options, methods, st.integers(1, 2 * 10**6))
+def test_feasible_has_room_and_unfit_has_a_shortfall(model, device, t, told, method, needed):
+    found = estimate_memory(model, device, t, told, method)
+    missing = shortfall_bytes(found, model, device, t, told, needed)
+    if is_feasible(found, needed):
+        assert found.kv_capacity_tokens >= needed
+        assert missing == 0
+    else:
+        assert missing > 0
+        # With that much more on each, and a block, it fits.
+        block = 2 * 16 * model.kv_token_bytes(t, told.kv_dtype)
+        larger = dataclasses.replace(
+            device,
+            memory_bytes=device.memory_bytes + (missing + block) / told.utilisation,
+            usable_memory_bytes=device.usable_bytes + (missing + block) / told.utilisation,
+        )
+        told = dataclasses.replace(
+            told,
+            max_num_seqs=told.sequences(device),
+            max_num_batched_tokens=told.batched_tokens(device),
+        )
+        assert is_feasible(estimate_memory(model, larger, t, told, method), needed)
+
+
+def test_tight_is_what_two_standard_deviations_would_change():
+    found = estimate_memory(LLAMA, accelerator("A10"), 1, EngineOptions())
+    tokens, two = found.kv_capacity_tokens, 2 * found.uncertainty
+
+    def tight(needed):
+        return estimate_memory(
+            LLAMA, accelerator("A10"), 1, EngineOptions(), needed_tokens=int(needed)
+        ).tight
+
+    assert not tight(tokens * (1 - two) * 0.99)
+    assert tight(tokens * (1 - two) * 1.01)
+    assert tight(tokens * (1 + two) * 0.99)
+    assert not tight(tokens * (1 + two) * 1.01)
+
+
+def test_what_would_help_does_help():
+    model, card = model_card("Llama-3-70B"), accelerator("A100-80GB-SXM")
+    told = EngineOptions()
+
+    def found(t, needed):
+        return remedies(model, card, t, told, needed_tokens=needed, largest=8)
+
+    assert found(1, 8192) == ("tensor_parallel 4", "int4 (AWQ or GPTQ) weights")
+    assert found(2, 8192)[0] == "tensor_parallel 4"
+    long = found(4, 10**6)
+    length = next(int(r.split()[4]) for r in long if r.startswith("a max length of"))
+    assert is_feasible(estimate_memory(model, card, 4, told), length)
+    assert not is_feasible(estimate_memory(model, card, 4, told), length + 64)
+    # No fp8 on a V100.
+    old = remedies(LLAMA, accelerator("V100-16GB-PCIe"), 1, told, needed_tokens=8192, largest=1)
+    assert not any("fp8" in remedy for remedy in old)
+
+
+def test_what_is_not_modelled_makes_the_estimate_uncertain():
+    plain = estimate_memory(LLAMA, H100, 1, EngineOptions())
+    odd = dataclasses.replace(LLAMA, unmodelled=("sliding window",))
+    assert plain.uncertainty < 0.02
+    assert estimate_memory(odd, H100, 1, EngineOptions()).uncertainty >= 0.3

@@ -1,0 +1,249 @@
+"""Model cards against published counts, and config.json of the families that vLLM serves."""
+
+import pytest
+
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.planner.models import MODEL_CARDS, model_card, model_from_config
+
+GIB = 2**30
+
+# Billions, as the models' own pages have them (the sum of their checkpoints' tensors).
+PUBLISHED = {
+    "Llama-2-7B": 6.738, "Llama-2-13B": 13.016, "Llama-2-70B": 68.977, "CodeLlama-7B": 6.739,
+    "Llama-3-8B": 8.030, "Llama-3-70B": 70.554, "Llama-3.1-8B": 8.030, "Llama-3.1-70B": 70.554,
+    "Llama-3.2-1B": 1.236, "Llama-3.2-3B": 3.213, "Llama-3.3-70B": 70.554,
+    "Qwen2.5-0.5B": 0.494, "Qwen2.5-1.5B": 1.544, "Qwen2.5-3B": 3.086, "Qwen2.5-7B": 7.616,
+    "Qwen2.5-14B": 14.770, "Qwen2.5-32B": 32.764, "Qwen2.5-72B": 72.706,
+    "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.721, "Qwen3-4B": 4.022, "Qwen3-8B": 8.191,
+    "Qwen3-14B": 14.768, "Qwen3-32B": 32.762, "Qwen3-30B-A3B": 30.532, "Qwen3-235B-A22B": 235.094,
+    "DeepSeek-R1-Distill-Qwen-1.5B": 1.777, "DeepSeek-R1-Distill-Qwen-7B": 7.616,
+    "DeepSeek-R1-Distill-Qwen-14B": 14.770, "DeepSeek-R1-Distill-Qwen-32B": 32.764,
+    "DeepSeek-R1-Distill-Llama-8B": 8.030, "DeepSeek-R1-Distill-Llama-70B": 70.554,
+    "Mistral-7B": 7.248, "Mistral-Nemo-12B": 12.248, "Mistral-Small-24B": 23.572,
+    "Mixtral-8x7B": 46.703, "Mixtral-8x22B": 140.630,
+    "gemma-2-2b": 2.614, "gemma-2-9b": 9.242, "gemma-2-27b": 27.227,
+    "granite-3.1-2b": 2.534, "granite-3.1-8b": 8.171, "granite-3.3-8b": 8.171,
+    "phi-2": 2.780, "Phi-3-mini": 3.821, "phi-4": 14.660,
+}  # fmt: skip
+
+
+def test_every_card_has_the_published_number_of_parameters():
+    assert set(PUBLISHED) == set(MODEL_CARDS)
+    for name, billions in PUBLISHED.items():
+        assert MODEL_CARDS[name].parameters == pytest.approx(billions * 1e9, rel=0.001), name
+
+
+def config(**changes):
+    """Llama-3-8B's."""
+    fields = {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "torch_dtype": "bfloat16", "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return {k: v for k, v in (fields | changes).items() if v is not ...}
+
+
+def test_a_config_gives_what_the_card_holds():
+    assert model_from_config(config(), name="Llama-3-8B") == model_card("Llama-3-8B")
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size"],
+)
+def test_a_missing_field_is_named(field):
+    with pytest.raises(ConfigError, match=f"mine: config.json has no {field}"):
+        model_from_config(config(**{field: ...}), name="mine")
+
+
+@pytest.mark.parametrize("value", [0, -1, 3.5, "many", True, [1]])
+def test_a_field_of_no_use_is_named_with_its_value(value):
+    with pytest.raises(ConfigError, match="num_hidden_layers is"):
+        model_from_config(config(num_hidden_layers=value), name="mine")
+
+
+def test_without_kv_heads_every_head_is_one():
+    assert model_from_config(config(num_key_value_heads=...), name="m").kv_heads == 32
+
+
+def test_the_dtype_is_the_files_unless_told_otherwise():
+    assert model_from_config(config(), name="m").dtype == "bfloat16"
+    assert model_from_config(config(), name="m", dtype="half").dtype == "float16"
+    # vLLM loads a float32 checkpoint as float16.
+    assert model_from_config(config(torch_dtype="float32"), name="m", dtype="auto").dtype_bytes == 2
+    assert model_from_config(config(), name="m", dtype="float32").dtype_bytes == 4
+    new_name = config(torch_dtype=..., dtype="float16")
+    assert model_from_config(new_name, name="m").dtype == "float16"
+    with pytest.raises(ConfigError, match="dtype 'fp7'"):
+        model_from_config(config(), name="m", dtype="fp7")
+
+
+# What vLLM's logs say of Llama-3.1-8B, "Model loading took … GiB".
+@pytest.mark.parametrize(
+    ("quantization", "t", "gib"),
+    [(None, 1, 14.99), (None, 2, 7.51), (None, 4, 3.77), ("fp8", 1, 8.49), ("int8", 1, 8.49),
+     ("int4", 1, 5.38)],
+)  # fmt: skip
+def test_weights_as_loaded_are_what_vllm_logged(quantization, t, gib):
+    model = model_card("Llama-3.1-8B", quantization=quantization)
+    assert model.weight_bytes(t) / GIB == pytest.approx(gib, rel=0.01)
+
+
+def test_kv_matrices_are_copied_where_accelerators_outnumber_the_kv_heads():
+    model = model_card("Qwen2.5-7B")  # 4 KV heads
+    assert model.kv_token_bytes(4) == model.kv_token_bytes(1)
+    assert model.kv_token_bytes(28) == 7 * model.kv_token_bytes(1)
+    assert 28 * model.weight_bytes(28) > 1.01 * 4 * model.weight_bytes(4)
+    assert model.kv_token_bytes(1, "fp8") == model.kv_token_bytes(1) / 2
+
+
+@pytest.mark.parametrize(
+    ("stored", "method", "bits"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, "gptq", 4),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq", 4),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 8),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}},
+            },
+            "compressed-tensors",
+            8,
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", 4),
+        ({"quant_method": "mxfp4"}, "mxfp4", 4.25),
+    ],
+)
+def test_a_quantised_checkpoint_keeps_its_embeddings_wide(stored, method, bits):
+    model = model_from_config(config(quantization_config=stored), name="m")
+    assert (model.quantization.method, model.quantization.bits) == (method, bits)
+    wide = model_from_config(config(), name="m")
+    layers = wide.layer_weights * model.quantization.bytes_per_weight
+    assert bits / 8 <= model.quantization.bytes_per_weight < 1.1 * bits / 8
+    saved = wide.weight_bytes() - model.weight_bytes()
+    assert saved == pytest.approx(2 * wide.layer_weights - layers)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    ["q4_k_m", {"quant_method": "nothing known"}, {"quant_method": "gptq", "bits": 0},
+     {"quant_method": "compressed-tensors"}],
+)  # fmt: skip
+def test_an_unknown_quantisation_is_an_error(stored):
+    with pytest.raises(ConfigError, match="quantization"):
+        model_from_config(config(), name="m", quantization=stored)
+
+
+def test_experts_are_counted_per_family():
+    mixtral = config(
+        model_type="mixtral", vocab_size=32000, num_local_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=32768,
+    )  # fmt: skip
+    assert model_from_config(mixtral, name="Mixtral-8x7B") == model_card("Mixtral-8x7B")
+    qwen = config(
+        model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, head_dim=128,
+        num_hidden_layers=48, num_key_value_heads=4, vocab_size=151936, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )  # fmt: skip
+    model = model_from_config(qwen, name="Qwen3-30B-A3B")
+    assert model.parameters == MODEL_CARDS["Qwen3-30B-A3B"].parameters
+    # Three billion of thirty are active.
+    assert model.active_layer_weights + model.embedding_weights == pytest.approx(3.3e9, rel=0.05)
+    with pytest.raises(ConfigError, match="num_local_experts or num_experts"):
+        model_from_config(mixtral | {"num_local_experts": None}, name="m")
+
+
+def test_shared_experts_and_dense_layers_count():
+    v2_lite = {
+        "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "vocab_size": 102400, "n_routed_experts": 64, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+        "moe_layer_freq": 1, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128, "v_head_dim": 128, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    model = model_from_config(v2_lite, name="DeepSeek-V2-Lite")
+    assert model.moe_layers == 26
+    assert model.parameters == pytest.approx(15.706e9, rel=0.001)
+    assert model.kv_token_bytes() == 27 * (512 + 64) * 2
+    assert "multi-head latent attention" in model.unmodelled
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"model_type": "gemma3_text", "layer_types": ["sliding_attention"] * 5}, "sliding"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding window"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention"]}, "hybrid"),
+        (
+            {
+                "model_type": "gpt_oss",
+                "num_local_experts": 32,
+                "num_experts_per_tok": 4,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "sliding",
+        ),
+    ],
+)
+def test_what_is_not_modelled_is_said(changes, word):
+    assert any(word in said for said in model_from_config(config(**changes), name="m").unmodelled)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"model_type": "qwen2", "sliding_window": 131072, "use_sliding_window": False},
+     {"model_type": "gemma2", "sliding_window": 4096},
+     {"model_type": "mistral", "sliding_window": None}],
+)  # fmt: skip
+def test_a_window_that_is_not_used_is_none(changes):
+    assert model_from_config(config(**changes), name="m").unmodelled == ()
+
+
+def test_of_a_multimodal_model_the_text_part_is_taken():
+    both = {"model_type": "x", "vision_config": {}, "text_config": config(model_type="llama")}
+    model = model_from_config(both, name="m")
+    assert model.layers == 32
+    assert model.unmodelled == ("the vision or audio part",)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("llama-3-8b", "Llama-3-8B"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3-8B"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+        ("Qwen/Qwen2.5-14B-Instruct", "Qwen2.5-14B"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("deepseek-r1-distill-qwen-14b", "DeepSeek-R1-Distill-Qwen-14B"),
+    ],
+)
+def test_a_card_is_found_by_what_people_call_it(said, meant):
+    assert model_card(said).name == meant
+
+
+@pytest.mark.parametrize(
+    ("said", "meant", "method", "bits"),
+    [
+        ("Qwen/Qwen2.5-72B-Instruct-AWQ", "Qwen2.5-72B", "awq", 4),
+        ("Qwen/Qwen2.5-14B-Instruct-GPTQ-Int8", "Qwen2.5-14B", "compressed-tensors", 8),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16", "Llama-3.1-8B",
+         "compressed-tensors", 4),
+        ("neuralmagic/Meta-Llama-3-70B-Instruct-FP8", "Llama-3-70B", "fp8", 8),
+    ],
+)  # fmt: skip
+def test_a_quantised_checkpoint_is_known_by_its_suffix(said, meant, method, bits):
+    model = model_card(said)
+    assert model.name == meant
+    assert (model.quantization.method, model.quantization.bits) == (method, bits)
+    # What is said beside the name counts more.
+    assert model_card(said, quantization="none").quantization is None
+
+
+def test_an_unknown_model_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"'Llama-3-9B' has no built-in card.*Llama-3-8B"):
+        model_card("Llama-3-9B")
