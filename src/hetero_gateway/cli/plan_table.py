@@ -100,8 +100,10 @@ def headline(plan: Plan) -> str:
             f"{_tokens(best.simulated.tokens_per_s)} tokens/s with always enough to do "
             f"(± {uncertain:.0%}; {_tokens(best.simulated.output_tokens_per_s)} of them output)"
         )
+    instances = sum(map(len, best.layouts.values()))
     parts.append(
-        f"{best.accelerators} accelerators, {sum(map(len, best.layouts.values()))} instances"
+        f"{best.accelerators} accelerator{'s' if best.accelerators > 1 else ''}, "
+        f"{instances} instance{'s' if instances > 1 else ''}"
     )
     if best.usd_per_million_tokens is not None:
         parts.append(f"${best.usd_per_million_tokens:.3g} per million tokens")

@@ -239,9 +239,7 @@ def _fewer_sequences(
     accelerator: str, t: int, other: int, types: Types, alone: AloneByType, layout: Layout
 ) -> str:
     mine, its = alone[accelerator, t], alone[accelerator, other]
-    text = (
-        f"batch {mine.batch:.0f} = {mine.batch / t:.0f} an accelerator, not {its.batch / other:.0f}"
-    )
+    text = f"{mine.batch / t:.0f} sequences an accelerator, not {its.batch / other:.0f}"
     if mine.limit == "max_num_seqs":
         return f"{text} (max_num_seqs {types[accelerator, t].profile.max_num_seqs})"
     if mine.limit == "prefill":

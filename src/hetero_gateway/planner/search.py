@@ -358,7 +358,8 @@ class _Search:
                 estimates = self._estimated(group, layout)
                 paper += machines * estimates[0]
                 unpadded += machines * estimates[1]
-                alone += machines * self._worths[group].get(layout, 0.0)
+                if all((group.accelerator, t) in self._alone for t in layout):
+                    alone += machines * self._alone_sum(group, layout)
             layouts.update((machine_id, ()) for machine_id in ids)
         layouts = {m.id: layouts[m.id] for m in self._q.machines}
         running = sum(sum(layout) for layout in layouts.values())
