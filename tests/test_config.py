@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from hetero_gateway.cli import main
 from hetero_gateway.config import (
     GatewayConfig,
+    PartSourceModel,
     PolicyName,
     ProfileModel,
     builtin_profiles,
@@ -479,6 +480,11 @@ def test_every_field_and_its_default_are_documented(model: type[BaseModel], top:
             assert float(told) == expected, f"{section}.{key}"
         elif isinstance(expected, bool | str):
             assert told == str(expected).lower(), f"{section}.{key}"
+
+
+def test_every_figure_of_a_fit_is_documented() -> None:
+    told = documented()["profile.source"]["fit"][1]
+    assert set(re.findall(r"`(\w+)`", told)) == {"prefill", "decode", *PartSourceModel.model_fields}
 
 
 def test_nothing_is_documented_that_does_not_exist() -> None:

@@ -14,7 +14,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -32,6 +32,7 @@ from pydantic import (
 
 from hetero_gateway.core.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
 from hetero_gateway.errors import ConfigError, ProfileError
+from hetero_gateway.length_model_file import read_length_model
 
 PolicyName = Literal[
     "finish-time",
@@ -46,7 +47,9 @@ PolicyName = Literal[
     "least-work",
     "power-of-two",
 ]
-PredictorName = Literal["bucket-mean", "constant", "normal"]
+BUILTIN_PREDICTORS = ("bucket-mean", "constant", "normal", "trained")
+# Packages that bring a predictor of their own register it here; docs/predictors.md.
+PREDICTOR_GROUP = "hetero_gateway.predictors"
 
 _ENV_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 # What may stand in a header and in a metric's label without surprise.
@@ -125,14 +128,43 @@ class ServerConfig(_Model):
 class PredictorConfig(_Model):
     """How output lengths are predicted."""
 
-    kind: PredictorName | None = Field(
-        None, description="bucket-mean (default), constant, or normal (default of policy paper)."
+    kind: str | None = Field(
+        None,
+        description="bucket-mean (default), constant, normal (default of policy paper), trained, "
+        "or the name of an installed one.",
+    )
+    file: Path | None = Field(
+        None, description="trained: what `hetero-gateway predictor fit` wrote."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="What an installed predictor is made with."
     )
     mean_tokens: float = Field(256.0, gt=0, description="The prior, the constant, or the mean.")
     sd_tokens: float = Field(200.0, ge=0, description="Standard deviation of `normal`, in tokens.")
     prior_requests: float = Field(
         8.0, gt=0, description="How many finished requests the prior weighs as much as."
     )
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, value: str | None) -> str | None:
+        if value is None or value in BUILTIN_PREDICTORS:
+            return value
+        installed = sorted(predictor_entry_points())
+        if value not in installed:
+            raise ValueError(
+                f"no predictor is named {value!r}; there are {', '.join(BUILTIN_PREDICTORS)}, and "
+                f"installed ones (entry points {PREDICTOR_GROUP}): {', '.join(installed) or 'none'}"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_belongings(self) -> PredictorConfig:
+        if (self.file is not None) != (self.kind == "trained"):
+            raise ValueError("file: kind trained needs one, and no other kind has one")
+        if self.options and (self.kind is None or self.kind in BUILTIN_PREDICTORS):
+            raise ValueError("options: only an installed predictor has any")
+        return self
 
 
 class TokensConfig(_Model):
@@ -320,6 +352,18 @@ class GatewayConfig(_Model):
         return self
 
 
+class PartSourceModel(_Model):
+    """How well one equation fits, on batches that the fit had not seen."""
+
+    r2: float | None = None
+    median_error: float | None = Field(None, ge=0)
+    worst_error: float | None = Field(None, ge=0)
+    attention_error: float | None = Field(None, ge=0)
+    validation: str = ""
+    samples: int | None = Field(None, ge=0)
+    outliers: int | None = Field(None, ge=0)
+
+
 class SourceModel(_Model):
     """How a profile's constants were obtained."""
 
@@ -327,6 +371,13 @@ class SourceModel(_Model):
     date: Any = None
     note: str = ""
     error: dict[str, float] = Field(default_factory=dict)
+    engine: str | None = None
+    block_size: int | None = Field(None, ge=1)
+    max_model_len: int | None = Field(None, ge=1)
+    discarded: dict[str, int] = Field(default_factory=dict)
+    fit: dict[Literal["prefill", "decode"], PartSourceModel] = Field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    unidentified: list[str] = Field(default_factory=list)
 
 
 class ProfileModel(_Model):
@@ -386,7 +437,17 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
             instance_profile(instance, path.parent)
         except ConfigError as error:
             raise ConfigError(f"{path}: instances.{i}.profile: {error}") from error
+    if (file := config.scheduler.predictor.file) is not None:
+        try:
+            read_length_model(path.parent / file)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: scheduler.predictor.file: {error}") from error
     return config
+
+
+def predictor_entry_points() -> dict[str, metadata.EntryPoint]:
+    """The predictors that installed packages bring, by name; none of them is imported."""
+    return {point.name: point for point in metadata.entry_points(group=PREDICTOR_GROUP)}
 
 
 def instance_profile(instance: InstanceConfig, base_dir: Path) -> Profile | None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from hetero_gateway.cli import main
+from hetero_gateway.core.length_model import ANY_MODEL, Leaf, LengthModel
+from hetero_gateway.length_model_file import write_length_model
 
 CLUSTER = """
 instances:
@@ -309,3 +311,27 @@ def test_min_max_beats_round_robin_on_unequal_instances(
     assert ours["throughput_tokens_per_s"]["mean"] > 1.2 * turns["throughput_tokens_per_s"]["mean"]
     assert math.isclose(sum(i["requests"] for i in ours["instances"]), 300)
     assert ours["completion_spread"]["mean"] < turns["completion_spread"]["mean"]
+
+
+def test_a_trained_predictor_is_read_from_its_file(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "predictor.json"
+    write_length_model(path, LengthModel({ANY_MODEL: Leaf(16.0, 100)}), {})
+    flags = ("--predictor", "trained", "--predictor-file", str(path), "--rate", "inf")
+    told = document(capsys, cluster, "--policy", "min-max", *flags)
+    assert told["predictor"] == "trained"
+    assert told["results"][0]["throughput_tokens_per_s"]["mean"] > 0
+    path.write_text("{}")
+    assert "predictor.json: format is missing" in error(capsys, cluster, *flags).replace(
+        "document: ", ""
+    )
+
+
+@pytest.mark.parametrize(
+    "flags", [("--predictor", "trained"), ("--predictor-file", "p.json")], ids=["kind", "file"]
+)
+def test_a_trained_predictor_and_its_file_belong_together(
+    cluster: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    assert "--predictor trained needs --predictor-file" in error(capsys, cluster, *flags)

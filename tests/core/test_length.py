@@ -12,6 +12,7 @@ from hetero_gateway.core.length import (
     BucketMeanPredictor,
     BytesPerToken,
     ConstantPredictor,
+    LengthFeatures,
     NormalPredictor,
     OutputLengthPredictor,
     capped_output_tokens,
@@ -21,84 +22,86 @@ from hetero_gateway.core.length import (
 
 
 def test_a_bucket_starts_at_the_prior() -> None:
-    assert BucketMeanPredictor(256.0).predict("m", 100) == 256.0
+    assert BucketMeanPredictor(256.0).predict(LengthFeatures("m", 100)) == 256.0
 
 
 def test_the_prior_weighs_as_much_as_it_says() -> None:
     predictor = BucketMeanPredictor(100.0, prior_requests=4)
-    predictor.observe("m", 64, 200)
-    assert predictor.predict("m", 64) == pytest.approx((4 * 100 + 200) / 5)
+    predictor.observe(LengthFeatures("m", 64), 200)
+    assert predictor.predict(LengthFeatures("m", 64)) == pytest.approx((4 * 100 + 200) / 5)
     for _ in range(3):
-        predictor.observe("m", 64, 200)
-    assert predictor.predict("m", 64) == pytest.approx((4 * 100 + 4 * 200) / 8)
+        predictor.observe(LengthFeatures("m", 64), 200)
+    assert predictor.predict(LengthFeatures("m", 64)) == pytest.approx((4 * 100 + 4 * 200) / 8)
 
 
 def test_a_bucket_learns_the_mean_of_its_own_lengths() -> None:
     predictor = BucketMeanPredictor(256.0)
     rng = np.random.default_rng(0)
     for _ in range(2000):
-        predictor.observe("m", 100, rng.exponential(40))
-        predictor.observe("m", 3000, rng.exponential(800))
-    assert predictor.predict("m", 120) == pytest.approx(40, rel=0.15)
-    assert predictor.predict("m", 2500) == pytest.approx(800, rel=0.15)
+        predictor.observe(LengthFeatures("m", 100), rng.exponential(40))
+        predictor.observe(LengthFeatures("m", 3000), rng.exponential(800))
+    assert predictor.predict(LengthFeatures("m", 120)) == pytest.approx(40, rel=0.15)
+    assert predictor.predict(LengthFeatures("m", 2500)) == pytest.approx(800, rel=0.15)
 
 
 def test_models_are_learnt_apart() -> None:
     predictor = BucketMeanPredictor(256.0)
     for _ in range(500):
-        predictor.observe("brief", 100, 10)
-        predictor.observe("verbose", 100, 1000)
-    assert predictor.predict("brief", 100) < 20
-    assert predictor.predict("verbose", 100) > 950
+        predictor.observe(LengthFeatures("brief", 100), 10)
+        predictor.observe(LengthFeatures("verbose", 100), 1000)
+    assert predictor.predict(LengthFeatures("brief", 100)) < 20
+    assert predictor.predict(LengthFeatures("verbose", 100)) > 950
 
 
 def test_a_bucket_without_requests_starts_at_its_models_mean() -> None:
     predictor = BucketMeanPredictor(256.0)
     for _ in range(500):
-        predictor.observe("m", 100, 10)
-    assert predictor.predict("m", 100_000) == pytest.approx(14, abs=3)
-    predictor.observe("m", 100_000, 1000)
+        predictor.observe(LengthFeatures("m", 100), 10)
+    assert predictor.predict(LengthFeatures("m", 100_000)) == pytest.approx(14, abs=3)
+    predictor.observe(LengthFeatures("m", 100_000), 1000)
     # One request moves it by a ninth of the way, from the model's mean and not from the prior.
-    assert predictor.predict("m", 100_000) == pytest.approx(14 + 986 / 9, abs=5)
+    assert predictor.predict(LengthFeatures("m", 100_000)) == pytest.approx(14 + 986 / 9, abs=5)
 
 
 def test_buckets_are_powers_of_two() -> None:
     predictor = BucketMeanPredictor(256.0)
     for _ in range(500):
-        predictor.observe("m", 64, 10)
-        predictor.observe("m", 128, 1000)
-    assert predictor.predict("m", 127) == predictor.predict("m", 64) < 20
-    assert predictor.predict("m", 128) == predictor.predict("m", 255) > 900
+        predictor.observe(LengthFeatures("m", 64), 10)
+        predictor.observe(LengthFeatures("m", 128), 1000)
+    below, above = LengthFeatures("m", 127), LengthFeatures("m", 255)
+    assert predictor.predict(below) == predictor.predict(LengthFeatures("m", 64)) < 20
+    assert predictor.predict(above) == predictor.predict(LengthFeatures("m", 128)) > 900
 
 
 def test_it_follows_a_change_of_traffic() -> None:
     predictor = BucketMeanPredictor(256.0)
     for _ in range(100_000):
-        predictor.observe("m", 100, 10)
+        predictor.observe(LengthFeatures("m", 100), 10)
     for _ in range(5000):
-        predictor.observe("m", 100, 1000)
-    assert predictor.predict("m", 100) > 950
+        predictor.observe(LengthFeatures("m", 100), 1000)
+    assert predictor.predict(LengthFeatures("m", 100)) > 950
 
 
 def test_the_same_history_gives_the_same_prediction() -> None:
     # A mean, never a draw.
     predictor = BucketMeanPredictor(256.0)
-    predictor.observe("m", 100, 17)
-    assert len({predictor.predict("m", 100) for _ in range(20)}) == 1
+    predictor.observe(LengthFeatures("m", 100), 17)
+    assert len({predictor.predict(LengthFeatures("m", 100)) for _ in range(20)}) == 1
 
 
 def test_the_number_of_models_is_bounded_and_the_rest_share_one_entry() -> None:
     predictor = BucketMeanPredictor(256.0)
     for i in range(3 * MAX_MODELS):
         for _ in range(20):
-            predictor.observe(f"m{i}", 100, 10 if i < MAX_MODELS else 1000)
-            predictor.observe(f"m{i}", 3000, 10 if i < MAX_MODELS else 4000)
+            predictor.observe(LengthFeatures(f"m{i}", 100), 10 if i < MAX_MODELS else 1000)
+            predictor.observe(LengthFeatures(f"m{i}", 3000), 10 if i < MAX_MODELS else 4000)
     assert len(predictor._models) == MAX_MODELS + 1
     assert len(predictor._buckets) == 2 * (MAX_MODELS + 1)
-    assert predictor.predict("m0", 100) < 100
+    assert predictor.predict(LengthFeatures("m0", 100)) < 100
     # Those that came too late learn together, by bucket like everyone else.
-    assert predictor.predict(f"m{3 * MAX_MODELS - 1}", 100) == pytest.approx(1000, rel=0.1)
-    assert predictor.predict("never seen", 3000) == pytest.approx(4000, rel=0.1)
+    late = LengthFeatures(f"m{3 * MAX_MODELS - 1}", 100)
+    assert predictor.predict(late) == pytest.approx(1000, rel=0.1)
+    assert predictor.predict(LengthFeatures("never seen", 3000)) == pytest.approx(4000, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -110,21 +113,21 @@ def test_the_number_of_models_is_bounded_and_the_rest_share_one_entry() -> None:
     ],
 )
 def test_a_prediction_is_never_below_one_token(predictor: OutputLengthPredictor) -> None:
-    assert predictor.predict("m", 100) == 1.0
+    assert predictor.predict(LengthFeatures("m", 100)) == 1.0
     for _ in range(50):
-        predictor.observe("m", 100, 0)
-    assert predictor.predict("m", 100) == 1.0
+        predictor.observe(LengthFeatures("m", 100), 0)
+    assert predictor.predict(LengthFeatures("m", 100)) == 1.0
 
 
 def test_a_constant_learns_nothing() -> None:
     predictor = ConstantPredictor(300.0)
-    predictor.observe("m", 100, 10)
-    assert predictor.predict("m", 100) == 300.0
+    predictor.observe(LengthFeatures("m", 100), 10)
+    assert predictor.predict(LengthFeatures("m", 100)) == 300.0
 
 
 def test_the_normal_draw_is_clipped_at_one_token() -> None:
     predictor = NormalPredictor(100.0, 200.0, np.random.default_rng(0))
-    draws = [predictor.predict("m", 100) for _ in range(2000)]
+    draws = [predictor.predict(LengthFeatures("m", 100)) for _ in range(2000)]
     assert min(draws) == 1.0
     # P(X < 1) at mean 100 and deviation 200 is 31 %.
     assert 0.25 < draws.count(1.0) / len(draws) < 0.37
@@ -133,7 +136,7 @@ def test_the_normal_draw_is_clipped_at_one_token() -> None:
 
 def test_the_normal_draw_has_the_mean_and_deviation_it_was_given() -> None:
     predictor = NormalPredictor(1000.0, 100.0, np.random.default_rng(0))
-    draws = [predictor.predict("m", 100) for _ in range(4000)]
+    draws = [predictor.predict(LengthFeatures("m", 100)) for _ in range(4000)]
     assert np.mean(draws) == pytest.approx(1000, abs=8)
     assert np.std(draws) == pytest.approx(100, rel=0.06)
 

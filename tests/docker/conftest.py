@@ -115,6 +115,7 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
         "client_disconnects_total": ("counter", "instance"),
         "overhead_seconds": ("histogram", ""),
         "queue_depth": ("gauge", ""),
+        "predictor_failures_total": ("counter", "reason"),
         "queue_wait_seconds": ("histogram", ""),
         "queue_rejections_total": ("counter", "reason"),
         "instance_speed_factor": ("gauge", "instance"),

@@ -32,7 +32,12 @@ from tests.fakes.vllm import fake_instances
 CHAT = "/v1/chat/completions"
 ADMIN_KEY = "admin-secret-31415"
 INSTANCE_KEY = "instance-secret-27182"
-EVERY_READ = ("/admin/instances", "/admin/decisions", "/admin/explain?prompt_tokens=9")
+EVERY_READ = (
+    "/admin/instances",
+    "/admin/decisions",
+    "/admin/requests",
+    "/admin/explain?prompt_tokens=9",
+)
 
 
 def chat(**fake: object) -> dict[str, object]:

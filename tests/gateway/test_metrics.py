@@ -20,6 +20,7 @@ EXPECTED = {
     "scheduler_decision_seconds", "prediction_error", "retries", "upstream_errors",
     "client_disconnects", "overhead_seconds", "build_info", "queue_depth", "queue_wait_seconds",
     "queue_rejections", "instance_speed_factor", "instance_waiting_first_token",
+    "predictor_failures",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from hetero_gateway.gateway.openai import (
     error_body,
     failed_in_tail,
     parse_body,
+    prompt_text,
     sse_error_event,
     usage_in_tail,
     work_of_path,
@@ -160,3 +161,41 @@ def test_errors_have_openais_shape_and_anthropics_where_that_is_spoken() -> None
     assert json.loads(error_body(error, "/v1/messages"))["type"] == "error"
     assert sse_error_event(error).startswith(b'data: {"error"')
     assert sse_error_event(error, "/v1/messages").startswith(b"event: error\ndata: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"prompt": "one"}, "one"),
+        ({"prompt": ["one", "two"]}, "one\ntwo"),
+        ({"prompt": [1, 2, 3]}, ""),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "be brief"},
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "what is this? \u00e9"},
+                            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+                        ],
+                    },
+                    {"role": "assistant", "content": None},
+                ],
+                "tools": [{"type": "function", "function": {"name": "f", "description": "no"}}],
+            },
+            "be brief\nwhat is this? \u00e9",
+        ),
+        ({"instructions": "be brief", "input": "one"}, "be brief\none"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, "a"),
+        ({"system": [{"type": "text", "text": "s"}], "messages": 7}, "s"),
+        ({}, ""),
+    ],
+)
+def test_the_text_of_a_prompt_is_all_that_a_person_wrote(fields: object, text: str) -> None:
+    assert prompt_text(json.dumps(fields).encode()) == text
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"--b\r\nname=model\r\n", b"[" * 9999])
+def test_a_body_without_text_has_none(body: bytes) -> None:
+    assert prompt_text(body) == ""

@@ -9,6 +9,7 @@ import time
 import httpx
 import pytest
 
+from hetero_gateway.core.length import LengthFeatures
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
@@ -483,11 +484,12 @@ async def test_a_prompt_that_only_may_be_too_long_is_the_engines_to_judge() -> N
 async def test_the_predictors_learn_from_usage() -> None:
     async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
         gateway = running.gateway
-        before = gateway.predictor.predict("m", 10), gateway.bytes_per_token.ratio("m")
+        asked = LengthFeatures("m", 10)
+        before = gateway.predictor.predict(asked), gateway.bytes_per_token.ratio("m")
         async with httpx.AsyncClient(base_url=running.url) as client:
             for stream in (False, True) * 10:
                 await client.post(CHAT, json=chat(stream=stream))
-        after = gateway.predictor.predict("m", 10), gateway.bytes_per_token.ratio("m")
+        after = gateway.predictor.predict(asked), gateway.bytes_per_token.ratio("m")
         assert after[0] < before[0]
         assert after[1] < before[1] or after[1] > before[1]
 

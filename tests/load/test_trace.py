@@ -96,3 +96,14 @@ def test_the_synthetic_mix_has_its_medians_and_bounds() -> None:
     assert inputs.max() <= 3072
     assert outputs.max() <= 1024
     assert synthetic_trace(4000, seed=1) == trace
+
+
+def test_the_model_and_the_limit_are_read_where_a_trace_tells_them(tmp_path: Path) -> None:
+    header = "arrival_s,input_tokens,output_tokens,model,max_tokens,sequences\n"
+    path = write(tmp_path, header + "0.0,10,20,a,64,1\n1.0,30,40,,,2\n")
+    assert read_trace(path) == [
+        TraceRequest(0.0, 10, 20, "a", 64),
+        TraceRequest(1.0, 30, 40, "", None),
+    ]
+    with pytest.raises(ConfigError, match=r"row 2: max_tokens is '0\.5', not a whole number"):
+        read_trace(write(tmp_path, header + "0.0,10,20,a,0.5,1\n"))

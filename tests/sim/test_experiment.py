@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_gateway.core.length import BucketMeanPredictor, ConstantPredictor, NormalPredictor
+from hetero_gateway.core.length import (
+    BucketMeanPredictor,
+    ConstantPredictor,
+    LengthFeatures,
+    NormalPredictor,
+)
+from hetero_gateway.core.length_model import ANY_MODEL, Leaf, LengthModel
 from hetero_gateway.sim.experiment import (
     Bound,
     Experiment,
+    PredictorChoice,
     Rate,
     compare,
     make_workload,
@@ -135,7 +142,7 @@ def test_predictors_start_from_the_mixs_mean() -> None:
     fake = FakeSimulate()
     for choice in ("bucket-mean", "constant"):
         run(fake, predictor=choice)
-        predicted = fake.calls[-1]["predictor"].predict("model", 77)
+        predicted = fake.calls[-1]["predictor"].predict(LengthFeatures("model", 77))
         assert predicted == pytest.approx(mix_moments(MIX).mean_output)
 
 
@@ -182,3 +189,18 @@ def test_arrivals_follow_the_coefficient_of_variation() -> None:
 def test_what_was_refused_and_lost_is_counted() -> None:
     result = run(FakeSimulate(refuse=[1, 2], lose=[3]))
     assert (result.refused, result.lost) == (2, 1)
+
+
+def test_a_trained_predictor_starts_from_its_model() -> None:
+    fake = FakeSimulate()
+    model = LengthModel({ANY_MODEL: Leaf(77.0, 100)})
+    run(fake, predictor="trained", length_model=model)
+    assert fake.calls[0]["predictor"].predict(LengthFeatures("model", 5)) == 77
+    assert fake.calls[0]["predictions"] is None
+
+
+@pytest.mark.parametrize("choice", ["trained", "constant"])
+def test_a_length_model_and_its_predictor_belong_together(choice: PredictorChoice) -> None:
+    model = None if choice == "trained" else LengthModel({ANY_MODEL: Leaf(77.0, 100)})
+    with pytest.raises(ValueError, match="the predictor trained has a length_model"):
+        run(FakeSimulate(), predictor=choice, length_model=model)

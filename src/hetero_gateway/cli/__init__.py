@@ -38,6 +38,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         emulate,
         explain,
         plan,
+        predictor,
         serve,
         simulate,
         status,
@@ -50,6 +51,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, validate, emulate, demo, plan, simulate, bench, status, explain):
+    commands = (serve, validate, emulate, demo, plan, simulate, bench, predictor, status, explain)
+    for command in commands:
         command.add_parser(subparsers)
     return parser.parse_args(argv)

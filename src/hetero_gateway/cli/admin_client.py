@@ -34,26 +34,41 @@ def fetch(args: argparse.Namespace, path: str, params: dict[str, Any]) -> dict[s
         ConfigError: the URL cannot be one, or the key's variable is not set.
         HeteroGatewayError: not reachable, refused, or not a gateway.
     """
-    url: str = args.url
+    response = _get(args.url, args.admin_key_env, path, params)
+    document = _document(response)
+    if response.is_success and isinstance(document, dict):
+        return document
+    raise HeteroGatewayError(f"{args.url}: {_refusal(response, document)}")
+
+
+def fetch_csv(url: str, admin_key_env: str | None, path: str) -> str:
+    """The table that GET ``path`` answers. Raises as ``fetch`` does."""
+    response = _get(url, admin_key_env, path, {})
+    if response.is_success and response.headers.get("content-type", "").startswith("text/csv"):
+        return response.text
+    raise HeteroGatewayError(f"{url}: {_refusal(response, _document(response))}")
+
+
+def _get(url: str, admin_key_env: str | None, path: str, params: dict[str, Any]) -> httpx.Response:
     if not _is_address(url):
         raise ConfigError("URL: must be http://HOST:PORT or https://HOST:PORT, and hold no key")
-    key = secret(args.admin_key_env, "--admin-key-env")
+    key = secret(admin_key_env, "--admin-key-env")
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         # trust_env: a proxy of the environment would get the key.
         with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
-            response = client.get(url.rstrip("/") + path, params=params, headers=headers)
+            return client.get(url.rstrip("/") + path, params=params, headers=headers)
     except httpx.LocalProtocolError:
-        raise ConfigError(f"--admin-key-env: {args.admin_key_env} is no valid key") from None
+        raise ConfigError(f"--admin-key-env: {admin_key_env} is no valid key") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise HeteroGatewayError(f"{url}: the gateway does not answer: {error}") from error
+
+
+def _document(response: httpx.Response) -> Any:
     try:
-        document = response.json()
+        return response.json()
     except ValueError:
-        document = None
-    if response.is_success and isinstance(document, dict):
-        return document
-    raise HeteroGatewayError(f"{url}: {_refusal(response, document)}")
+        return None
 
 
 def _is_address(url: str) -> bool:

@@ -14,6 +14,7 @@ from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
     from hetero_gateway.cluster_config import Cluster
+    from hetero_gateway.core.length_model import LengthModel
     from hetero_gateway.load.trace import TraceRequest
     from hetero_gateway.sim.experiment import Bound, Experiment, Moments, Rate
     from hetero_gateway.sim.result import Cell
@@ -117,10 +118,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--predictor",
-        choices=("auto", "bucket-mean", "constant", "normal", "oracle"),
+        choices=("auto", "bucket-mean", "constant", "normal", "trained", "oracle"),
         default="auto",
-        help="of output lengths; auto: normal for the policy paper, else bucket-mean; oracle "
-        "knows the true ones",
+        help="of output lengths; auto: normal for the policy paper, else bucket-mean; trained "
+        "reads --predictor-file; oracle knows the true ones",
+    )
+    parser.add_argument(
+        "--predictor-file",
+        type=Path,
+        metavar="FILE.json",
+        help="what `hetero-gateway predictor fit` wrote, for --predictor trained",
     )
     parser.add_argument(
         "--objective",
@@ -225,7 +232,16 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         predictor=args.predictor,
         randomised=args.randomised,
         objective=args.objective,
+        length_model=_length_model(args),
     )
+
+
+def _length_model(args: argparse.Namespace) -> LengthModel | None:
+    from hetero_gateway.length_model_file import read_length_model
+
+    if (args.predictor_file is not None) != (args.predictor == "trained"):
+        raise ConfigError("--predictor trained needs --predictor-file, and no other takes one")
+    return None if args.predictor_file is None else read_length_model(args.predictor_file)
 
 
 def _trace(path: Path | None) -> list[TraceRequest]:

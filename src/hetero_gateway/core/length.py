@@ -1,17 +1,19 @@
 """How long a prompt is and how long its answer will be: estimates that learn from what finished.
 
 The paper (section 4.1) leaves the output-length predictor open and evaluates a normal draw. Here
-are that one, a constant, and the default, a conditional mean. What is learnt is kept per model and
-bounded: at most ``MAX_MODELS`` names, the rest share one entry.
+are that one, a constant, and the default, a conditional mean; ``length_model`` has the one that is
+trained offline. What is learnt is kept per model and bounded: at most ``MAX_MODELS`` names, the
+rest share one entry.
 
-Reading a request's bytes is the gateway's work; these see only counts.
+Reading a request's bytes is the gateway's work; those here see only counts. A predictor of the
+user's own may ask ``LengthFeatures`` for the prompt's text (docs/predictors.md).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,15 +26,57 @@ _MEMORY_REQUESTS = 1000.0
 _OTHER_MODELS = ""
 
 
-class OutputLengthPredictor(Protocol):
-    """Predicts the output tokens of one sequence."""
+def _no_text(body: bytes) -> str:
+    return ""
 
-    def predict(self, model: str, prompt_tokens: int) -> float:
+
+class LengthFeatures:
+    """What is known of a request before it is answered.
+
+    Not a dataclass: one is made for every request, and a frozen one costs four times as much.
+
+    Attributes:
+        model: the name that the request asks for.
+        prompt_tokens: of one sequence, estimated or exact; at least 1.
+        max_output_tokens: the client's limit, at least 1; None: none was given.
+        body: the request's JSON as it came; empty in the simulator and in ``explain``.
+        memo: for the predictor's own use: ``observe`` gets the object that ``predict`` got.
+    """
+
+    __slots__ = ("_read_text", "body", "max_output_tokens", "memo", "model", "prompt_tokens")
+
+    def __init__(
+        self,
+        model: str,
+        prompt_tokens: int,
+        max_output_tokens: int | None = None,
+        body: bytes = b"",
+        read_text: Callable[[bytes], str] = _no_text,
+    ) -> None:
+        self.model = model
+        self.prompt_tokens = prompt_tokens
+        self.max_output_tokens = max_output_tokens
+        self.body = body
+        self.memo: Any = None
+        self._read_text = read_text
+
+    def prompt_text(self) -> str:
+        """The prompt's text, decoded now: what the hot path never does. "" where there is none."""
+        return self._read_text(self.body)
+
+
+class OutputLengthPredictor(Protocol):
+    """Predicts the output tokens of one sequence.
+
+    Both methods are called on the gateway's event loop, once per request, and must not wait.
+    """
+
+    def predict(self, features: LengthFeatures) -> float:
         """Expected output tokens, at least 1; the caller caps it by what the request allows."""
         ...
 
-    def observe(self, model: str, prompt_tokens: int, output_tokens: float) -> None:
-        """Learn from one finished sequence."""
+    def observe(self, features: LengthFeatures, output_tokens: float) -> None:
+        """Learn from a finished request: its output tokens, the mean where it had n sequences."""
         ...
 
 
@@ -42,10 +86,10 @@ class ConstantPredictor:
     def __init__(self, mean_tokens: float) -> None:
         self._mean_tokens = max(1.0, mean_tokens)
 
-    def predict(self, model: str, prompt_tokens: int) -> float:
+    def predict(self, features: LengthFeatures) -> float:
         return self._mean_tokens
 
-    def observe(self, model: str, prompt_tokens: int, output_tokens: float) -> None:
+    def observe(self, features: LengthFeatures, output_tokens: float) -> None:
         pass
 
 
@@ -57,10 +101,10 @@ class NormalPredictor:
         self._sd_tokens = sd_tokens
         self._rng = rng
 
-    def predict(self, model: str, prompt_tokens: int) -> float:
+    def predict(self, features: LengthFeatures) -> float:
         return max(1.0, self._rng.normal(self._mean_tokens, self._sd_tokens))
 
-    def observe(self, model: str, prompt_tokens: int, output_tokens: float) -> None:
+    def observe(self, features: LengthFeatures, output_tokens: float) -> None:
         pass
 
 
@@ -92,19 +136,21 @@ class BucketMeanPredictor:
         self._models: dict[str, _RunningMean] = {}
         self._buckets: dict[tuple[str, int], _RunningMean] = {}
 
-    def predict(self, model: str, prompt_tokens: int) -> float:
+    def predict(self, features: LengthFeatures) -> float:
+        model = features.model
         if model not in self._models:
             model = _OTHER_MODELS
-        mean = self._buckets.get((model, prompt_tokens.bit_length())) or self._models.get(model)
+        key = (model, features.prompt_tokens.bit_length())
+        mean = self._buckets.get(key) or self._models.get(model)
         return max(1.0, self._prior_tokens if mean is None else mean.value)
 
-    def observe(self, model: str, prompt_tokens: int, output_tokens: float) -> None:
-        model = _bounded(model, self._models)
+    def observe(self, features: LengthFeatures, output_tokens: float) -> None:
+        model = _bounded(features.model, self._models)
         overall = self._models.get(model)
         if overall is None:
             overall = _RunningMean(self._prior_tokens, self._prior_requests)
             self._models[model] = overall
-        key = (model, prompt_tokens.bit_length())
+        key = (model, features.prompt_tokens.bit_length())
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = _RunningMean(overall.value, self._prior_requests)

@@ -8,6 +8,7 @@ reverse proxy on the same machine passes on cannot always be told apart: such a 
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import itertools
@@ -28,6 +29,7 @@ from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.core.types import Request as CoreRequest
 from hetero_gateway.errors import ClientError, ConfigError
 from hetero_gateway.gateway.fleet import Instance
+from hetero_gateway.gateway.history import as_trace
 from hetero_gateway.gateway.reasons import decision_reason, waiting_reason
 from hetero_gateway.gateway.state import Gateway
 
@@ -251,6 +253,15 @@ async def list_decisions(
             | ({"candidates": describe_decision(decision)} if candidates else {})
         )
     return _json({"policy": policy, "decisions": decisions})
+
+
+@router.get("/requests")
+async def list_requests(request: Request) -> Response:
+    """The last finished requests that generated, as a trace: CSV, lengths and times alone."""
+    history = list(_gateway(request).dataplane.history)
+    # In a thread: ten thousand rows take longer than a stream's readers should wait.
+    text = await asyncio.to_thread(as_trace, history, time.time() - time.monotonic())
+    return Response(text, headers={"cache-control": "no-store"}, media_type="text/csv")
 
 
 @router.post("/reload")

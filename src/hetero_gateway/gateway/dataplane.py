@@ -19,6 +19,7 @@ from dataclasses import replace
 from hetero_gateway.config import GatewayConfig, RetryConfig, secret
 from hetero_gateway.core.length import (
     BytesPerToken,
+    LengthFeatures,
     OutputLengthPredictor,
     capped_output_tokens,
 )
@@ -41,8 +42,9 @@ from hetero_gateway.gateway.downstream import (
 )
 from hetero_gateway.gateway.fleet import Fleet, Instance
 from hetero_gateway.gateway.health import HealthMonitor
+from hetero_gateway.gateway.history import new_history
 from hetero_gateway.gateway.metrics import Metrics
-from hetero_gateway.gateway.openai import ParsedRequest, Work, parse_body
+from hetero_gateway.gateway.openai import ParsedRequest, Work, parse_body, prompt_text
 from hetero_gateway.gateway.placement import ClientGone, Placed, Placement
 from hetero_gateway.gateway.records import DecisionRecord, Job, Recorder, outcome_of
 from hetero_gateway.gateway.relay import Deadlines, Exchange
@@ -130,7 +132,8 @@ class DataPlane:
         self._tokenizer = tokenizer
         self.open_exchanges = deadlines
         self._placement = placement
-        self._recorder = Recorder(fleet, health, metrics, predictor, bytes_per_token)
+        self.history = new_history()
+        self._recorder = Recorder(fleet, health, metrics, predictor, bytes_per_token, self.history)
         self._budget = RetryBudget(config.retry)
         key = secret(config.server.api_key_env, "server.api_key_env")
         self._api_key = key.encode() if key else None
@@ -206,11 +209,14 @@ class DataPlane:
         parsed = parse_body(body, content_type)
         # /v1/responses sends its first events before any token is made.
         streams = parsed.stream and work is Work.GENERATE and path != "/v1/responses"
-        request = await self._describe(parsed, work, self._model(parsed, path), streams)
+        model = self._model(parsed, path)
+        request, features = await self._describe(parsed, body, work, model, streams)
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         queues = self._placement.queues and work is not Work.LIGHT
-        return Job(path, target, headers, request_id, body, parsed, request, queues, received_s)
+        return Job(
+            path, target, headers, request_id, body, parsed, request, features, queues, received_s
+        )
 
     def _model(self, parsed: ParsedRequest, path: str) -> str:
         if parsed.model:
@@ -225,11 +231,14 @@ class DataPlane:
         )
 
     async def _describe(
-        self, parsed: ParsedRequest, work: Work, model: str, streams: bool
-    ) -> Request:
-        """What the scheduler needs: the lengths of prompt and output, exact or estimated."""
+        self, parsed: ParsedRequest, body: bytes, work: Work, model: str, streams: bool
+    ) -> tuple[Request, LengthFeatures | None]:
+        """What the scheduler needs: the lengths of prompt and output, exact or estimated.
+
+        And what the output's length was predicted from, where there is any output.
+        """
         if work is Work.LIGHT:
-            return Request(model, 1, 0.0, streams=False)
+            return Request(model, 1, 0.0, streams=False), None
         tokens = parsed.exact_prompt_tokens
         if tokens is None and self._tokenizer is not None and parsed.text_bytes:
             tokens = await self._tokenizer.count(parsed.messages or parsed.prompt)
@@ -238,14 +247,15 @@ class DataPlane:
         tokens += parsed.media_parts * self._config.scheduler.tokens.image_tokens
         prompt_tokens = max(1, -(-tokens // parsed.prompt_count))
         if work is Work.PREFILL:
-            return Request(model, prompt_tokens, 0.0, parsed.sequences, streams=False)
+            return Request(model, prompt_tokens, 0.0, parsed.sequences, streams=False), None
+        features = LengthFeatures(model, prompt_tokens, parsed.max_output_tokens, body, prompt_text)
         output_tokens = capped_output_tokens(
-            self._predictor.predict(model, prompt_tokens),
+            self._predictor.predict(features),
             parsed.max_output_tokens,
             self._scheduler.context_tokens(model),
             prompt_tokens,
         )
-        return Request(model, prompt_tokens, output_tokens, parsed.sequences, streams)
+        return Request(model, prompt_tokens, output_tokens, parsed.sequences, streams), features
 
     def _request_id(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         for name, value in headers:

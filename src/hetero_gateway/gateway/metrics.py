@@ -137,6 +137,7 @@ class Metrics(Collector):
         self.upstream_errors: Counter[tuple[str, str]] = Counter()
         self.client_disconnects: Counter[str] = Counter()
         self.queue_rejections: Counter[str] = Counter()
+        self.predictor_failures: Counter[str] = Counter()
         self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)
         self.decision_s = Histogram(DECISION_BOUNDS_S)
         self.overhead_s = Histogram(OVERHEAD_BOUNDS_S)
@@ -272,6 +273,10 @@ class Metrics(Collector):
         yield _histogram(
             "prediction_error", "Actual over predicted; 1 is right.", ("quantity",),
             {("output_tokens",): self.output_prediction, ("latency",): self.latency_prediction},
+        )  # fmt: skip
+        yield _counter(
+            "predictor_failures", "What an installed length predictor failed to do.",
+            ("reason",), {(k,): v for k, v in self.predictor_failures.items()},
         )  # fmt: skip
         info = GaugeMetricFamily(PREFIX + "build_info", "Always 1.", labels=["version"])
         info.add_metric([__version__], 1)

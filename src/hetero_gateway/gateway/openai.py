@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +166,33 @@ def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
         messages=bytes(fields.messages),
         prompt=prompt,
     )
+
+
+def prompt_text(body: bytes) -> str:
+    """All text of a request's prompt, a line per message or part; "" where it has none.
+
+    For predictors that ask: it decodes the body once more. Token ids, media and tools are no text.
+    """
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""  # multipart, say
+    if not isinstance(fields, dict):
+        return ""
+    keys = ("system", "instructions", "messages", "prompt", "input")
+    return "\n".join(text for key in keys for text in _texts(fields.get(key)))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, dict):
+        # A message has content, a part of one has text, an item of /v1/responses either.
+        yield from _texts(value.get("content"))
+        yield from _texts(value.get("text"))
 
 
 def _measure_prompt(raw: bytes) -> tuple[int | None, int, int]:

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from hetero_gateway.core.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.decision import Decision
-from hetero_gateway.core.length import BytesPerToken, OutputLengthPredictor
+from hetero_gateway.core.length import BytesPerToken, LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.types import Outcome, Request
 from hetero_gateway.gateway.downstream import Downstream
 from hetero_gateway.gateway.fleet import Fleet
 from hetero_gateway.gateway.health import HealthMonitor
+from hetero_gateway.gateway.history import FinishedRequest, RequestHistory
 from hetero_gateway.gateway.metrics import Metrics
 from hetero_gateway.gateway.openai import ParsedRequest
 from hetero_gateway.gateway.placement import Placed
@@ -48,6 +49,7 @@ class Job:
     body: bytes
     parsed: ParsedRequest
     request: Request
+    features: LengthFeatures | None
     queues: bool
     received_s: float
 
@@ -58,6 +60,7 @@ class Recorder:
     Args:
         fleet, health, metrics: of the gateway.
         predictor, bytes_per_token: the length estimates, which learn from finished requests.
+        history: where finished requests are kept.
     """
 
     def __init__(
@@ -67,12 +70,14 @@ class Recorder:
         metrics: Metrics,
         predictor: OutputLengthPredictor,
         bytes_per_token: BytesPerToken,
+        history: RequestHistory,
     ) -> None:
         self._fleet = fleet
         self._health = health
         self._metrics = metrics
         self._predictor = predictor
         self._bytes_per_token = bytes_per_token
+        self._history = history
 
     def record(
         self,
@@ -139,15 +144,32 @@ class Recorder:
         if told_prompt and parsed.exact_prompt_tokens is None and not parsed.media_parts:
             self._bytes_per_token.observe(request.model, parsed.text_bytes, told_prompt)
         predicted = request.predicted_output_tokens
-        if output and predicted:
+        if output and predicted and job.features is not None:
             actual = output / request.sequences
-            self._predictor.observe(request.model, request.prompt_tokens, actual)
+            self._predictor.observe(job.features, actual)
+            self._remember(job, told_prompt, actual)
             if self._fleet.queues:
                 self._fleet.scheduler.observe_output_tokens(request.model, actual)
             metrics.output_prediction.observe(actual / predicted)
             if instance.profile is not None:
                 expected_s = _expected_latency_s(placed)
                 metrics.latency_prediction.observe((now_s - placed.placed_s) / expected_s)
+
+    def _remember(self, job: Job, told_prompt: int | None, output_tokens: float) -> None:
+        request, parsed = job.request, job.parsed
+        prompt_tokens = request.prompt_tokens
+        if told_prompt:
+            prompt_tokens = max(1, round(told_prompt / parsed.prompt_count))
+        self._history.append(
+            FinishedRequest(
+                job.received_s,
+                request.model,
+                prompt_tokens,
+                max(1, round(output_tokens)),
+                parsed.max_output_tokens,
+                request.sequences,
+            )
+        )
 
 
 def outcome_of(exchange: Exchange, downstream: Downstream) -> Outcome:

@@ -7,23 +7,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hetero_gateway.config import GatewayConfig, InstanceConfig, secret
-from hetero_gateway.core.length import (
-    BucketMeanPredictor,
-    BytesPerToken,
-    ConstantPredictor,
-    NormalPredictor,
-    OutputLengthPredictor,
-    capped_output_tokens,
-)
+from hetero_gateway.core.length import BytesPerToken, LengthFeatures, capped_output_tokens
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.dataplane import DataPlane
 from hetero_gateway.gateway.fleet import Fleet, Instance
 from hetero_gateway.gateway.health import HealthMonitor
 from hetero_gateway.gateway.metrics import Metrics
 from hetero_gateway.gateway.placement import Placement
+from hetero_gateway.gateway.predictor import make_predictor
 from hetero_gateway.gateway.relay import Deadlines
 from hetero_gateway.gateway.tokenizer import Tokenizer
 
@@ -43,10 +35,11 @@ class Gateway:
         # None is one of them: an instance without a key.
         self.known_key_names = {None, *(i.api_key_env for i in config.instances)}
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
-        self.fleet = Fleet(config, config_path.parent if config_path else Path())
+        base_dir = config_path.parent if config_path else Path()
+        self.fleet = Fleet(config, base_dir)
         scheduler = self.fleet.scheduler
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
-        self.predictor = _predictor(config)
+        self.predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
         tokens = config.scheduler.tokens
         self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
         self._tokenizer = (
@@ -93,7 +86,7 @@ class Gateway:
     ) -> float:
         """The predicted output length of a request, as the data plane would have it."""
         return capped_output_tokens(
-            self.predictor.predict(model, prompt_tokens),
+            self.predictor.predict(LengthFeatures(model, prompt_tokens, max_tokens)),
             max_tokens,
             self.fleet.scheduler.context_tokens(model),
             prompt_tokens,
@@ -166,14 +159,3 @@ class Gateway:
             await asyncio.sleep(self.config.pool.idle_expiry_s)
             for instance in self.fleet.instances.values():
                 instance.pool.close_expired()
-
-
-def _predictor(config: GatewayConfig) -> OutputLengthPredictor:
-    settings = config.scheduler.predictor
-    kind = settings.kind or ("normal" if config.scheduler.policy == "paper" else "bucket-mean")
-    if kind == "constant":
-        return ConstantPredictor(settings.mean_tokens)
-    if kind == "normal":
-        rng = np.random.default_rng([config.scheduler.seed, 1])
-        return NormalPredictor(settings.mean_tokens, settings.sd_tokens, rng)
-    return BucketMeanPredictor(settings.mean_tokens, settings.prior_requests)

@@ -52,6 +52,8 @@ class BodyMaker:
             that, and whoever reads the request knows it. A number: all have this one, and the
             output length is asked for as ``min_tokens``, which no gateway looks at. An emulated
             instance whose own lengths are 1 token then gives exactly that.
+        cache_salt: vLLM shares no cached prefix between requests with different ones; None: none
+            is sent. For runs that send the same prompts again.
     """
 
     model: str
@@ -60,6 +62,7 @@ class BodyMaker:
     bytes_per_token: float
     pool: str
     max_tokens: int | None = None
+    cache_salt: str | None = None
 
     def body(self, index: int, input_tokens: int, output_tokens: int) -> bytes:
         """The body of request number ``index``; ``ignore_eos`` makes the output length exact."""
@@ -71,6 +74,8 @@ class BodyMaker:
         if self.stream:
             document["stream"] = True
             document["stream_options"] = {"include_usage": True}
+        if self.cache_salt is not None:
+            document["cache_salt"] = self.cache_salt
         if self.kind is PromptKind.TOKEN_IDS:
             document["prompt"] = [
                 _FIRST_TOKEN_ID + (index * 31 + k) % _TOKEN_IDS for k in range(input_tokens)

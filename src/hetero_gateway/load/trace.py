@@ -1,12 +1,14 @@
 """What to send and when: traces from a file or made up, and their arrival times.
 
 A trace is a CSV file with the header ``arrival_s,input_tokens,output_tokens``; ``arrival_s`` may be
-absent, further columns are ignored. Nothing here knows about HTTP.
+absent. ``model`` and ``max_tokens`` are read where they are there, as in the gateway's own
+/admin/requests; further columns are ignored. Nothing here knows about HTTP.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,11 +23,16 @@ _REQUIRED = ("input_tokens", "output_tokens")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One row: lengths in tokens, at least 1; ``arrival_s`` is None where the trace has none."""
+    """One row: lengths in tokens, at least 1; ``arrival_s`` is None where the trace has none.
+
+    ``model`` is "" and ``max_tokens``, the client's limit, None where the trace does not tell.
+    """
 
     arrival_s: float | None
     input_tokens: int
     output_tokens: int
+    model: str = ""
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,14 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
         raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from error
     except csv.Error as error:
         raise ConfigError(f"{path}: not a CSV file: {error}") from error
+
+
+def parse_trace(text: str, source: str) -> list[TraceRequest]:
+    """Read a trace that came over the wire; ``source`` names it in errors (ConfigError)."""
+    try:
+        return _parse_trace(io.StringIO(text, newline=""), source, None)
+    except csv.Error as error:
+        raise ConfigError(f"{source}: not a CSV file: {error}") from error
 
 
 def synthetic_trace(count: int, seed: int, mix: LengthMix = CHAT_MIX) -> list[TraceRequest]:
@@ -145,6 +160,8 @@ def _parse_trace(lines: Iterable[str], source: str, limit: int | None) -> list[T
                 arrival_s,
                 _tokens(row["input_tokens"], "input_tokens", where),
                 _tokens(row["output_tokens"], "output_tokens", where),
+                row.get("model") or "",
+                _tokens(row["max_tokens"], "max_tokens", where) if row.get("max_tokens") else None,
             )
         )
     if not result:

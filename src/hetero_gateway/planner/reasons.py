@@ -99,8 +99,8 @@ def lead(
     if gain >= uncertain:
         return None
     return (
-        f"the best leads {summary(second, machines)} by {gain:.1%}, and what they do not share is "
-        f"uncertain by {uncertain:.0%} of it: either may win; profile would tell"
+        f"the best leads the next by {gain:.1%}, and what the two do not share is uncertain by "
+        f"{uncertain:.0%} of the whole: either may win; profile would tell"
     )
 
 

@@ -151,8 +151,11 @@ class _Search:
                 raise ConfigError(
                     "the goal cost needs a price per accelerator-hour of " + ", ".join(lacking)
                 )
-        if self._q.goals.name == "fewest" and self._q.goals.rate_per_s is None:
-            raise ConfigError("the goal fewest needs a rate to hold")
+        if self._q.goals.rate_per_s is None:
+            if self._q.goals.name == "fewest":
+                raise ConfigError("the goal fewest needs a rate to hold")
+            if self._q.goals.has_latency:
+                raise ConfigError(f"{self._q.goals.limits} needs a rate at which it is to hold")
 
     def _feasible(self, group: Group) -> list[int]:
         return [t for a, t in self._q.types if a == group.accelerator and t <= group.count]
@@ -246,6 +249,7 @@ class _Search:
         if not self._rate_per_s:
             self._rate_per_s = _LOAD * _throughput(ranked[0][0]) / self._tokens
         simulated = [self._at_rate(candidate, each) for candidate, each in ranked]
+        simulated.sort(key=lambda candidate: candidate.holds is False)
         taken = {each for _, each in ranked}
         rest = [self._candidate(each) for each in found if each not in taken]
         rest += [self._candidate(each) for each in self._ruled_out()]
@@ -262,11 +266,13 @@ class _Search:
         return list(dict.fromkeys([*found[:2], *equal, *found]))[:systems]
 
     def _ruled_out(self) -> list[Allocation]:
-        """What Algorithm 1 dropped, where there is one kind of machine."""
+        """What Algorithm 1 dropped, equal layouts first, where there is one kind of machine."""
         if len(self._groups) > 1:
             return []
         (group,) = self._groups
-        return [(((layout, group.machines),),) for layout in self._dropped[group]]
+        dropped = self._dropped[group]
+        dropped.sort(key=lambda layout: (len(set(layout)), -self._estimated(group, layout)[1]))
+        return [(((layout, group.machines),),) for layout in dropped[:_COMBINATIONS]]
 
     def _least_that_holds(self) -> list[Candidate]:
         """From where the instances alone would hold it: downwards while it holds, or upwards."""

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.ledger import Dispatch
-from hetero_gateway.core.length import OutputLengthPredictor
+from hetero_gateway.core.length import LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.profile import Profile
 from hetero_gateway.core.queue import Ticket
 from hetero_gateway.core.scheduler import Scheduler
@@ -248,7 +248,7 @@ class _Run:
     def _submit(self, request: int, *, first: bool) -> bool:
         prompt_tokens = self._prompt_tokens[request]
         if self._predictions is None:
-            predicted = self._predictor.predict(self._model, prompt_tokens)
+            predicted = self._predictor.predict(LengthFeatures(self._model, prompt_tokens))
         else:
             predicted = self._predictions[request]
         ticket = self._scheduler.submit(
@@ -302,7 +302,8 @@ class _Run:
             elif kind == FINISHED:
                 self._finish_s[request] = log_s[k]
                 output_tokens = self._output_tokens[request]
-                self._predictor.observe(self._model, self._prompt_tokens[request], output_tokens)
+                features = LengthFeatures(self._model, self._prompt_tokens[request])
+                self._predictor.observe(features, output_tokens)
                 scheduler.observe_output_tokens(self._model, output_tokens)
                 scheduler.settle(dispatch, Outcome.COMPLETED, log_s[k])
                 self._release(slot)

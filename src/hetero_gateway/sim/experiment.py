@@ -25,6 +25,7 @@ from hetero_gateway.core.length import (
     NormalPredictor,
     OutputLengthPredictor,
 )
+from hetero_gateway.core.length_model import LengthModel, TrainedPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.policies.base import Objective
 from hetero_gateway.core.profile import Profile
@@ -43,7 +44,7 @@ from hetero_gateway.sim.workload import (
     gamma_arrivals,
 )
 
-PredictorChoice = Literal["auto", "bucket-mean", "constant", "normal", "oracle"]
+PredictorChoice = Literal["auto", "bucket-mean", "constant", "normal", "trained", "oracle"]
 
 # For the mix's mean and standard deviation: enough that heavy tails are known within 2 %.
 _MOMENT_DRAWS = 20_000
@@ -85,9 +86,14 @@ class Experiment:
         trace_arrival_s: (count,) a trace's own times, from 0; stretched to each rate in place of
             random arrivals. None: random arrivals.
         predictor: ``auto`` is ``normal`` for the policy ``paper`` and ``bucket-mean`` for others.
-            All start from the mix's mean; ``oracle`` knows each request's true length.
+            These start from the mix's mean. ``trained`` starts from ``length_model``; ``oracle``
+            knows each request's true length.
         randomised: round-robin policies draw, as the paper says, instead of taking turns.
         objective: what ``finish-time`` is to keep low.
+        length_model: of the predictor ``trained``, which alone has one.
+
+    Raises:
+        ValueError: the predictor and ``length_model`` do not agree.
     """
 
     instances: tuple[SimulatedInstance, ...]
@@ -102,6 +108,11 @@ class Experiment:
     predictor: PredictorChoice = "auto"
     randomised: bool = False
     objective: Objective = "latency"
+    length_model: LengthModel | None = None
+
+    def __post_init__(self) -> None:
+        if (self.length_model is not None) != (self.predictor == "trained"):
+            raise ValueError("the predictor trained has a length_model, and no other has one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +180,7 @@ def run_once(
         experiment.instances,
         workload,
         _scheduler(experiment, policy, seed, moments),
-        _predictor(choice, moments, np.random.default_rng((seed, 3))),
+        _predictor(experiment, choice, moments, np.random.default_rng((seed, 3))),
         faults=experiment.faults,
         scheduling=experiment.scheduling,
         max_batched_tokens=experiment.max_batched_tokens,
@@ -229,8 +240,10 @@ def _scheduler(experiment: Experiment, policy: str, seed: int, moments: Moments)
 
 
 def _predictor(
-    choice: PredictorChoice, moments: Moments, rng: np.random.Generator
+    experiment: Experiment, choice: PredictorChoice, moments: Moments, rng: np.random.Generator
 ) -> OutputLengthPredictor:
+    if choice == "trained" and experiment.length_model is not None:
+        return TrainedPredictor(experiment.length_model)
     if choice == "normal":
         return NormalPredictor(moments.mean_output, moments.sd_output, rng)
     if choice == "constant":

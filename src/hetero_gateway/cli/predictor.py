@@ -1,0 +1,228 @@
+"""``predictor fit``: train an output-length model on a trace, or on what a gateway has served."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_gateway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hetero_gateway.core.length_model import LengthModel, LengthSamples
+    from hetero_gateway.load.trace import TraceRequest
+
+DEFAULT_HOLD_OUT = 0.25
+
+_EXAMPLE = """\
+examples:
+  hetero-gateway predictor fit --requests trace.csv -o predictor.json
+  hetero-gateway predictor fit --from-gateway http://127.0.0.1:8000 -o predictor.json
+
+then, in the gateway's configuration:
+  scheduler: {predictor: {kind: trained, file: predictor.json}}
+
+The error printed is that of a model trained without the last quarter of the requests, on that
+quarter; the file is then trained on all of them. docs/predictors.md says more.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "predictor", help="train a predictor of output lengths", description=__doc__
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    fit = actions.add_parser(
+        "fit",
+        help="train a model, print its error, write it",
+        description="Train a model of output lengths, print its error on later requests, write it.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = fit.add_mutually_exclusive_group(required=True)
+    source.add_argument("--requests", type=Path, metavar="TRACE.csv", help="a trace")
+    source.add_argument(
+        "--from-gateway", metavar="URL", help="a gateway, whose last requests are asked for"
+    )
+    fit.add_argument(
+        "--admin-key-env",
+        metavar="NAME",
+        help="environment variable with the gateway's admin key, where it wants one",
+    )
+    fit.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE.json", help="the file to write"
+    )
+    fit.add_argument(
+        "--hold-out",
+        type=_share,
+        default=DEFAULT_HOLD_OUT,
+        metavar="X",
+        help=f"share of the requests, the last, that tell the error (default: {DEFAULT_HOLD_OUT})",
+    )
+    fit.add_argument("--json", action="store_true", help="print one JSON document")
+    fit.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, print, write."""
+    # Imported here so that other commands and --help stay quick.
+    from hetero_gateway.core.length_model import MIN_ROWS, fit_length_model
+    from hetero_gateway.length_model_file import write_length_model
+
+    rows, source = _rows(args)
+    samples = length_samples(rows)
+    earlier = round(len(samples) * (1 - args.hold_out))
+    if earlier < MIN_ROWS:
+        raise ConfigError(
+            f"{source}: {len(samples)} requests, of which {earlier} are to train on; "
+            f"at least {MIN_ROWS} are needed"
+        )
+    seen, held_out = samples.part(0, earlier), samples.part(earlier, len(samples))
+    predictions = predict_held_out(fit_length_model(seen), seen, held_out)
+    model = fit_length_model(samples)
+    report = _report(source, model, predictions, held_out, trained=len(samples))
+    about = {"source": source, "requests": len(samples), "held_out": report["held_out"]["total"]}
+    about["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    write_length_model(args.output, model, about)
+    if args.json:
+        print(json.dumps(report | {"file": str(args.output)}))
+        return 0
+    _print_report(report)
+    print(f"wrote {args.output}", file=sys.stderr)
+    return 0
+
+
+def _rows(args: argparse.Namespace) -> tuple[list[TraceRequest], str]:
+    """The requests in order of arrival, and what to call where they are from."""
+    from hetero_gateway.cli.admin_client import fetch_csv
+    from hetero_gateway.load.trace import parse_trace, read_trace
+
+    if args.requests is not None:
+        rows, source = read_trace(args.requests), args.requests.name
+    else:
+        source = "gateway"  # an address says where things are, and the file may go elsewhere
+        text = fetch_csv(args.from_gateway, args.admin_key_env, "/admin/requests")
+        rows = parse_trace(text, f"{args.from_gateway}/admin/requests")
+    if all(row.arrival_s is not None for row in rows):
+        rows.sort(key=lambda row: row.arrival_s or 0.0)
+    return rows, source
+
+
+def length_samples(rows: Sequence[TraceRequest]) -> LengthSamples:
+    """Trace rows as the core wants them."""
+    import numpy as np
+
+    from hetero_gateway.core.length_model import LengthSamples
+
+    limits = [np.inf if row.max_tokens is None else row.max_tokens for row in rows]
+    return LengthSamples(
+        np.array([row.input_tokens for row in rows], float),
+        np.array(limits, float),
+        np.array([row.output_tokens for row in rows], float),
+        [row.model for row in rows],
+    )
+
+
+def predict_held_out(
+    model: LengthModel, seen: LengthSamples, held_out: LengthSamples
+) -> dict[str, Any]:
+    """What each predictor says of later requests, after it has learnt from the earlier ones.
+
+    Returns:
+        Predicted tokens, one array per predictor; each learns as it goes, as in the gateway.
+    """
+    from hetero_gateway.core.length import BucketMeanPredictor, ConstantPredictor
+    from hetero_gateway.core.length_model import TrainedPredictor, replay
+
+    mean_tokens = float(seen.output_tokens.mean())
+    bucket_mean = BucketMeanPredictor(mean_tokens)
+    replay(bucket_mean, seen)
+    return {
+        "mean": replay(ConstantPredictor(mean_tokens), held_out),
+        "bucket-mean": replay(bucket_mean, held_out),
+        "trained": replay(TrainedPredictor(model), held_out),
+        "oracle": held_out.output_tokens,
+    }
+
+
+def _report(
+    source: str,
+    model: LengthModel,
+    predictions: Mapping[str, Any],
+    held_out: LengthSamples,
+    *,
+    trained: int,
+) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    from hetero_gateway.core.length_model import (
+        ERROR_BUCKETS,
+        error_of,
+        errors_by_prompt,
+        leaf_count,
+    )
+
+    total = {
+        name: dataclasses.asdict(error_of(predicted, held_out))
+        for name, predicted in predictions.items()
+    }
+    by_bucket = {name: errors_by_prompt(p, held_out) for name, p in predictions.items()}
+    buckets = []
+    for i in range(len(ERROR_BUCKETS) + 1):
+        errors = {name: rows[i] for name, rows in by_bucket.items()}
+        if all(error is not None for error in errors.values()):
+            ends = {"above": 0 if i == 0 else ERROR_BUCKETS[i - 1], "up_to": None}
+            if i < len(ERROR_BUCKETS):
+                ends["up_to"] = ERROR_BUCKETS[i]
+            described = {k: dataclasses.asdict(e) for k, e in errors.items() if e is not None}
+            buckets.append({"prompt_tokens": ends, "errors": described})
+    return {
+        "source": source,
+        "requests": trained,
+        "leaves": {name: leaf_count(tree) for name, tree in sorted(model.trees.items())},
+        "held_out": {"total": total, "buckets": buckets},
+    }
+
+
+def _print_report(report: Mapping[str, Any]) -> None:
+    from hetero_gateway.cli.admin_client import print_table, printable
+
+    rows = []
+    held_out = report["held_out"]
+    parts = [(_bucket_name(b["prompt_tokens"]), b["errors"]) for b in held_out["buckets"]]
+    for name, errors in [*parts, ("all", held_out["total"])]:
+        for predictor, error in errors.items():
+            rows.append(
+                (
+                    name,
+                    str(error["requests"]),
+                    predictor,
+                    f"{error['mae_tokens']:.1f}",
+                    f"{error['bias_tokens']:+.1f}",
+                    f"{error['rmse_tokens']:.1f}",
+                )
+            )
+    later = held_out["total"]["mean"]["requests"]
+    print(
+        f"{report['source']}: {report['requests']} requests; error on the last {later}, in tokens"
+    )
+    print_table(("prompt tokens", "requests", "predictor", "MAE", "bias", "RMSE"), rows)
+    for name, leaves in report["leaves"].items():
+        print(f"{printable(name) or 'all models'}: {leaves} leaves")
+
+
+def _bucket_name(ends: Mapping[str, int | None]) -> str:
+    if ends["up_to"] is None:
+        return f"above {ends['above']}"
+    return f"{ends['above'] or 0}-{ends['up_to']}"
+
+
+def _share(text: str) -> float:
+    value = float(text)  # argparse reports a ValueError
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError("must be above 0 and below 1")
+    return value

@@ -1,0 +1,1 @@
+"""A package only so that the tests beside each other share ``builders``."""
