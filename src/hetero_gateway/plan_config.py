@@ -273,7 +273,7 @@ def plan_request(
     """
     model, model_name = _model(config.model, source, base_dir)
     machines = _machines(config, source)
-    notes: list[str] = []
+    notes = [f"{model.name}: {what} is not modelled" for what in model.unmodelled]
     lengths, longest = (
         _mix_lengths(config, source, notes)
         if rows is None
@@ -376,8 +376,13 @@ def _machines(config: PlanConfig, source: str) -> tuple[Machine, ...]:
                 f"{source}: prices: the goal cost needs USD per accelerator-hour of "
                 f"{', '.join(lacking)}"
             )
-    if config.goals.goal == "fewest" and config.workload.rate_per_s is None:
-        raise ConfigError(f"{source}: workload.rate_per_s: the goal fewest needs a rate to hold")
+    if config.workload.rate_per_s is None:
+        goals = config.goals
+        if goals.goal == "fewest" or goals.ttft_p99_s is not None or goals.tpot_p99_s is not None:
+            raise ConfigError(
+                f"{source}: workload.rate_per_s: the goal fewest, and limits of TTFT and TPOT, "
+                "need a rate to hold"
+            )
     return tuple(result)
 
 

@@ -51,10 +51,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands = (
-        *(serve, validate, emulate, demo, plan, simulate, bench, predictor),
-        *(status, explain),
-    )
+    commands = (serve, validate, emulate, demo, plan, simulate, bench, predictor, status, explain)
     for command in commands:
         command.add_parser(subparsers)
     return parser.parse_args(argv)

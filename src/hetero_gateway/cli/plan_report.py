@@ -13,6 +13,8 @@ from hetero_gateway.cli.plan_table import (
     how_known,
     legend,
     names,
+    once,
+    rate,
     unfit_lines,
 )
 from hetero_gateway.cli.report_page import colour, fill, json_block, table, text
@@ -20,6 +22,8 @@ from hetero_gateway.plan_config import PlanRequest
 from hetero_gateway.planner.plan import Plan
 
 _GIB = 2**30
+# Long labels stand where a legend would be.
+_LEGEND_ABOVE = {"orientation": "h", "yanchor": "bottom", "y": 1.02}
 
 
 def render(plan: Plan, request: PlanRequest, document: dict[str, Any]) -> str:
@@ -29,13 +33,14 @@ def render(plan: Plan, request: PlanRequest, document: dict[str, Any]) -> str:
         document: what ``plan --json`` prints; it stands in the page for programs to read.
     """
     shown = columns(plan)
+    told: set[str] = set()
     rows = [
         (
-            name + (" ◆" if c in plan.pareto else ""),
+            f"{i}. {name}" + (" ◆" if c in plan.pareto else ""),
             *(column.text(c) for column in shown),
-            c.why_not,
+            once(c.why_not, told),
         )
-        for name, c in zip(names(plan), plan.candidates, strict=True)
+        for i, (name, c) in enumerate(zip(names(plan), plan.candidates, strict=True), 1)
     ]
     figures = {
         "throughput": throughput_figure(plan),
@@ -55,7 +60,7 @@ def render(plan: Plan, request: PlanRequest, document: dict[str, Any]) -> str:
             ("layout", *(c.name for c in shown), "why not"), rows, text_columns=1, last_is_text=True
         ),
         "legend": text(legend(plan)),
-        "rate": f"{plan.rate_per_s:.3g}",
+        "rate": rate(plan),
         "types": _types_table(plan),
         "unfit": _list("Not deployable", unfit_lines(plan.unfit)),
         "notes": _list("Notes", plan.notes),
@@ -67,7 +72,8 @@ def render(plan: Plan, request: PlanRequest, document: dict[str, Any]) -> str:
 
 def throughput_figure(plan: Plan) -> dict[str, Any]:
     """Bars by candidate; what is not known is left out."""
-    labels = [text(name) for name in names(plan)]
+    labels = [f"{i}" for i in range(1, len(plan.candidates) + 1)]
+    hover = [text(name) for name in names(plan)]
     series = (
         ("simulated", [c.simulated.tokens_per_s if c.simulated else None for c in plan.candidates]),
         ("instances alone", [c.alone_tokens_per_s or None for c in plan.candidates]),
@@ -81,14 +87,17 @@ def throughput_figure(plan: Plan) -> dict[str, Any]:
                 "name": name,
                 "x": labels,
                 "y": values,
+                "text": hover,
+                "textposition": "none",
                 "marker": {"color": colour(i)},
-                "hovertemplate": "%{fullData.name}<br>%{x}: %{y:.0f} tokens/s<extra></extra>",
+                "hovertemplate": "%{text}<br>%{fullData.name}: %{y:.0f} tokens/s<extra></extra>",
             }
             for i, (name, values) in enumerate(series)
         ],
         "layout": {
             "barmode": "group",
-            "xaxis": {"type": "category", "automargin": True},
+            "legend": _LEGEND_ABOVE,
+            "xaxis": {"type": "category", "title": {"text": "candidate, by the table's number"}},
             "yaxis": {"title": {"text": "tokens/s"}, "rangemode": "tozero"},
         },
     }
@@ -165,6 +174,8 @@ def memory_figure(plan: Plan) -> dict[str, Any]:
         ],
         "layout": {
             "barmode": "stack",
+            "legend": _LEGEND_ABOVE,
+            "margin": {"l": 64, "r": 16, "t": 36, "b": 120},
             "xaxis": {"type": "category", "automargin": True},
             "yaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"},
         },

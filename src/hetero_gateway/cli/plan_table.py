@@ -9,29 +9,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from hetero_gateway.cli.simulation_table import number
 from hetero_gateway.planner import reasons
 from hetero_gateway.planner.layouts import describe
-from hetero_gateway.planner.plan import Candidate, Layout, Machine, Plan, Unfit
+from hetero_gateway.planner.plan import Candidate, Figures, Layout, Machine, Plan, Unfit
 
 _GIB = 2**30
 # A pipe has no width: there, everything fits.
 _PIPE_WIDTH = 220
 # Candidates of a table; the document has all.
 _ROWS = 10
+_ROWS_OF_SEVERAL_KINDS = 6
+# What the reasons need beside the figures.
+_REASONS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One figure of a candidate."""
+    """One figure of a candidate; on a narrow terminal, those of the highest ``rank`` go first."""
 
     name: str
     text: Callable[[Candidate], str]
+    rank: int
 
 
-def _tokens(value: float | None) -> str:
+def tokens(value: float | None) -> str:
+    """Three figures or so, with k or M; a dash for what is not known."""
     if value is None or not math.isfinite(value) or value <= 0:
         return "–"
     if value >= 99_950:
@@ -39,8 +45,13 @@ def _tokens(value: float | None) -> str:
     return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
 
 
-def _at_rate(figure: Callable[[Candidate], float], factor: float = 1.0) -> Callable[..., str]:
-    return lambda c: number(figure(c) * factor) if c.at_rate is not None else "–"
+def _at_rate(figure: Callable[[Figures], float], factor: float = 1.0) -> Callable[..., str]:
+    return lambda c: "–" if c.at_rate is None else number(figure(c.at_rate) * factor)
+
+
+def _price(candidate: Candidate) -> str:
+    price = candidate.usd_per_million_tokens
+    return "–" if price is None else f"{price:.3g}"
 
 
 def columns(plan: Plan) -> tuple[Column, ...]:
@@ -48,30 +59,23 @@ def columns(plan: Plan) -> tuple[Column, ...]:
     prices = any(c.usd_per_million_tokens is not None for c in plan.candidates)
     idle = any(c.idle_accelerators for c in plan.candidates)
     found = [
-        Column("tokens/s", lambda c: _tokens(c.simulated.tokens_per_s if c.simulated else None)),
-        Column("alone", lambda c: _tokens(c.alone_tokens_per_s)),
-        Column("Alg. 1", lambda c: _tokens(c.estimate_tokens_per_s)),
-        Column("as printed", lambda c: _tokens(c.estimate_paper_tokens_per_s)),
-        Column("batch", lambda c: f"{c.simulated.batch:.0f}" if c.simulated else "–"),
-        Column("latency", _at_rate(lambda c: c.at_rate.latency_mean_s if c.at_rate else 0)),
-        Column("TTFT", _at_rate(lambda c: c.at_rate.ttft_mean_s if c.at_rate else 0)),
-        Column("p99", _at_rate(lambda c: c.at_rate.ttft_p99_s if c.at_rate else 0)),
-        Column("TPOT ms", _at_rate(lambda c: c.at_rate.tpot_mean_s if c.at_rate else 0, 1000)),
-        Column("p99", _at_rate(lambda c: c.at_rate.tpot_p99_s if c.at_rate else 0, 1000)),
+        Column("tokens/s", lambda c: tokens(c.simulated.tokens_per_s if c.simulated else None), 0),
+        Column("alone", lambda c: tokens(c.alone_tokens_per_s), 8),
+        Column("Alg. 1", lambda c: tokens(c.estimate_tokens_per_s), 2),
+        Column("as printed", lambda c: tokens(c.estimate_paper_tokens_per_s), 9),
+        Column("batch", lambda c: f"{c.simulated.batch:.0f}" if c.simulated else "–", 5),
+        Column("latency", _at_rate(lambda f: f.latency_mean_s), 1),
+        Column("TTFT", _at_rate(lambda f: f.ttft_mean_s), 3),
+        Column("p99", _at_rate(lambda f: f.ttft_p99_s), 6),
+        Column("TPOT ms", _at_rate(lambda f: f.tpot_mean_s, 1000), 4),
+        Column("p99", _at_rate(lambda f: f.tpot_p99_s, 1000), 7),
     ]
     if prices:
-        found.append(
-            Column(
-                "$/M tokens",
-                lambda c: (
-                    "–" if c.usd_per_million_tokens is None else f"{c.usd_per_million_tokens:.3g}"
-                ),
-            )
-        )
+        found.append(Column("$/M tokens", _price, 1))
     if idle or plan.goal == "fewest":
-        found.append(Column("used", lambda c: str(c.accelerators)))
+        found.append(Column("used", lambda c: str(c.accelerators), 1))
     if idle:
-        found.append(Column("idle", lambda c: str(c.idle_accelerators)))
+        found.append(Column("idle", lambda c: str(c.idle_accelerators), 2))
     return tuple(found)
 
 
@@ -83,7 +87,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(_best_table(plan))
     console.print(headline(plan), soft_wrap=True)
     console.print()
-    console.print(_candidates_table(plan))
+    _print_candidates(plan, console)
     console.print(legend(plan), soft_wrap=True)
     for line in [*unfit_lines(plan.unfit), *plan.notes]:
         console.print(f"- {line}", soft_wrap=True)
@@ -97,11 +101,13 @@ def headline(plan: Plan) -> str:
     parts = []
     if best.simulated is not None:
         parts.append(
-            f"{_tokens(best.simulated.tokens_per_s)} tokens/s with always enough to do "
-            f"(± {uncertain:.0%}; {_tokens(best.simulated.output_tokens_per_s)} of them output)"
+            f"{tokens(best.simulated.tokens_per_s)} tokens/s with always enough to do "
+            f"(± {uncertain:.0%}; {tokens(best.simulated.output_tokens_per_s)} of them output)"
         )
+    instances = sum(map(len, best.layouts.values()))
     parts.append(
-        f"{best.accelerators} accelerators, {sum(map(len, best.layouts.values()))} instances"
+        f"{best.accelerators} accelerator{'s' if best.accelerators > 1 else ''}, "
+        f"{instances} instance{'s' if instances > 1 else ''}"
     )
     if best.usd_per_million_tokens is not None:
         parts.append(f"${best.usd_per_million_tokens:.3g} per million tokens")
@@ -113,11 +119,15 @@ def legend(plan: Plan) -> str:
     text = (
         "tokens/s: prompt and output, simulated as one system; alone: the sum of its instances "
         "alone; Alg. 1: the paper's estimate, unpadded and as printed. Latencies in s at "
-        f"{plan.rate_per_s:.3g} requests/s, – where that is too much or was not simulated."
+        f"{rate(plan)} requests/s, – where that is too much or was not simulated."
     )
     if plan.pareto:
         text += " ◆: no other has both more throughput and less latency."
     return text
+
+
+def rate(plan: Plan) -> str:
+    return number(plan.rate_per_s)
 
 
 def names(plan: Plan) -> list[str]:
@@ -197,7 +207,7 @@ def best_rows(plan: Plan) -> list[tuple[str, ...]]:
                     f"{n}× tp{t}",
                     f"{plan.types[accelerator, t].memory.kv_capacity_tokens}",
                     f"{alone.batch:.0f}" if alone else "–",
-                    _tokens(alone.tokens_per_s) if alone else "–",
+                    tokens(alone.tokens_per_s) if alone else "–",
                     memory,
                     times,
                 )
@@ -221,24 +231,56 @@ def _best_table(plan: Plan) -> Table:
     return table
 
 
-def _candidates_table(plan: Plan) -> Table:
+def _print_candidates(plan: Plan, console: Console) -> None:
+    """With the reasons in the table where there is room, else in lines below a narrower one."""
+    told: set[str] = set()
+    limit = _ROWS if len({m.accelerator for m in plan.machines}) == 1 else _ROWS_OF_SEVERAL_KINDS
+    rows = [
+        (
+            name + (" ◆" if candidate in plan.pareto else ""),
+            candidate,
+            once(candidate.why_not, told),
+        )
+        for name, candidate in list(zip(names(plan), plan.candidates, strict=True))[:limit]
+    ]
+    shown = list(columns(plan))
+    roomy = _width(_candidates_table(rows, shown, reasons_too=False), console) + _REASONS
+    if roomy <= console.width:
+        console.print(_candidates_table(rows, shown, reasons_too=True))
+    else:
+        while len(shown) > 1 and (
+            _width(_candidates_table(rows, shown, reasons_too=False), console) > console.width
+        ):
+            shown.remove(max(shown, key=lambda column: column.rank))
+        console.print(_candidates_table(rows, shown, reasons_too=False))
+        for name, _, why_not in rows[1:]:
+            console.print(f"{name}: {why_not}", soft_wrap=True)
+    if len(plan.candidates) > limit:
+        console.print(f"and {len(plan.candidates) - limit} more with --json", soft_wrap=True)
+
+
+def _candidates_table(
+    rows: Sequence[tuple[str, Candidate, str]], shown: Sequence[Column], *, reasons_too: bool
+) -> Table:
     table = Table(title="Candidates, best first", title_justify="left")
     table.add_column("layout", overflow="fold")
-    shown = columns(plan)
     for column in shown:
         table.add_column(column.name, justify="right", no_wrap=True)
-    table.add_column("why not", overflow="fold")
-    told: set[str] = set()
-    for name, candidate in list(zip(names(plan), plan.candidates, strict=True))[:_ROWS]:
-        mark = " ◆" if candidate in plan.pareto else ""
-        figures = (column.text(candidate) for column in shown)
-        table.add_row(name + mark, *figures, _once(candidate.why_not, told))
-    if len(plan.candidates) > _ROWS:
-        table.caption = f"and {len(plan.candidates) - _ROWS} more with --json"
+    if reasons_too:
+        table.add_column("why not", overflow="fold")
+    for name, candidate, why_not in rows:
+        figures = [column.text(candidate) for column in shown]
+        table.add_row(name, *figures, *([why_not] if reasons_too else []))
     return table
 
 
-def _once(why_not: str, told: set[str]) -> str:
+def _width(table: Table, console: Console) -> int:
+    # Asked for with room to spare: a table says that it fits whatever width it is offered.
+    options = console.options.update(width=10_000)
+    return Measurement.get(console, options, table).maximum
+
+
+def once(why_not: str, told: set[str]) -> str:
     """The line without causes that a row above has told in full."""
     parts = []
     for part in why_not.split("; "):

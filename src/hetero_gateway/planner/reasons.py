@@ -99,8 +99,8 @@ def lead(
     if gain >= uncertain:
         return None
     return (
-        f"the best leads {summary(second, machines)} by {gain:.1%}, and what they do not share is "
-        f"uncertain by {uncertain:.0%} of it: either may win; profile would tell"
+        f"the best leads the next by {gain:.1%}, and what the two do not share is uncertain by "
+        f"{uncertain:.0%} of the whole: either may win; profile would tell"
     )
 
 
@@ -239,9 +239,7 @@ def _fewer_sequences(
     accelerator: str, t: int, other: int, types: Types, alone: AloneByType, layout: Layout
 ) -> str:
     mine, its = alone[accelerator, t], alone[accelerator, other]
-    text = (
-        f"batch {mine.batch:.0f} = {mine.batch / t:.0f} an accelerator, not {its.batch / other:.0f}"
-    )
+    text = f"{mine.batch / t:.0f} sequences an accelerator, not {its.batch / other:.0f}"
     if mine.limit == "max_num_seqs":
         return f"{text} (max_num_seqs {types[accelerator, t].profile.max_num_seqs})"
     if mine.limit == "prefill":

@@ -57,7 +57,7 @@ _COMBINATIONS = 12
 # together have about as many as the budget says.
 _SYSTEMS = 6
 _LEAST_SYSTEMS = 2
-_BUDGET_REQUESTS = 40_000
+_BUDGET_REQUESTS = 36_000
 # Candidates this close are one to the simulator; then the sum of their instances alone decides.
 _NOISE = 0.01
 # Latencies are told at this share of the best's throughput where no rate is given.
@@ -151,8 +151,11 @@ class _Search:
                 raise ConfigError(
                     "the goal cost needs a price per accelerator-hour of " + ", ".join(lacking)
                 )
-        if self._q.goals.name == "fewest" and self._q.goals.rate_per_s is None:
-            raise ConfigError("the goal fewest needs a rate to hold")
+        if self._q.goals.rate_per_s is None:
+            if self._q.goals.name == "fewest":
+                raise ConfigError("the goal fewest needs a rate to hold")
+            if self._q.goals.has_latency:
+                raise ConfigError(f"{self._q.goals.limits} needs a rate at which it is to hold")
 
     def _feasible(self, group: Group) -> list[int]:
         return [t for a, t in self._q.types if a == group.accelerator and t <= group.count]
@@ -246,6 +249,7 @@ class _Search:
         if not self._rate_per_s:
             self._rate_per_s = _LOAD * _throughput(ranked[0][0]) / self._tokens
         simulated = [self._at_rate(candidate, each) for candidate, each in ranked]
+        simulated.sort(key=lambda candidate: candidate.holds is False)
         taken = {each for _, each in ranked}
         rest = [self._candidate(each) for each in found if each not in taken]
         rest += [self._candidate(each) for each in self._ruled_out()]
@@ -254,7 +258,7 @@ class _Search:
     def _to_simulate(self, found: Sequence[Allocation]) -> list[Allocation]:
         """The best few; of one kind of machine, the equal layouts of the paper among them."""
         batch = sum(self._mix.batch(p) * n for p, n in self._system(found[0]).instances)
-        run = max(self._q.requests, 3 * batch)
+        run = max(self._q.requests, 4 * batch)
         systems = int(np.clip(_BUDGET_REQUESTS / (2 * run), _LEAST_SYSTEMS, _SYSTEMS))
         if len(self._groups) > 1 or self._q.goals.name != "throughput":
             return list(found[:systems])
@@ -262,11 +266,13 @@ class _Search:
         return list(dict.fromkeys([*found[:2], *equal, *found]))[:systems]
 
     def _ruled_out(self) -> list[Allocation]:
-        """What Algorithm 1 dropped, where there is one kind of machine."""
+        """What Algorithm 1 dropped, equal layouts first, where there is one kind of machine."""
         if len(self._groups) > 1:
             return []
         (group,) = self._groups
-        return [(((layout, group.machines),),) for layout in self._dropped[group]]
+        dropped = self._dropped[group]
+        dropped.sort(key=lambda layout: (len(set(layout)), -self._estimated(group, layout)[1]))
+        return [(((layout, group.machines),),) for layout in dropped[:_COMBINATIONS]]
 
     def _least_that_holds(self) -> list[Candidate]:
         """From where the instances alone would hold it: downwards while it holds, or upwards."""
@@ -358,7 +364,8 @@ class _Search:
                 estimates = self._estimated(group, layout)
                 paper += machines * estimates[0]
                 unpadded += machines * estimates[1]
-                alone += machines * self._worths[group].get(layout, 0.0)
+                if all((group.accelerator, t) in self._alone for t in layout):
+                    alone += machines * self._alone_sum(group, layout)
             layouts.update((machine_id, ()) for machine_id in ids)
         layouts = {m.id: layouts[m.id] for m in self._q.machines}
         running = sum(sum(layout) for layout in layouts.values())

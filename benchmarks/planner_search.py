@@ -1,0 +1,274 @@
+"""Does the search find the best? Its choice against exhaustive simulation, and Algorithm 1's.
+
+    python benchmarks/planner_search.py [--settings N] [--jobs J] [--policy P] [--json]
+
+Each setting draws one machine of 2, 4 or 8 accelerators of the catalogue, a model, log-normal
+lengths, the link's and the memory's speed, the engine's overhead in a step, the memory that others
+take, and max_num_seqs. The planner plans it with its own short runs. Then every layout of the
+machine (``planner.layouts``) is simulated as one system under the same policy by another route
+than the planner's: other seeds, only whole requests sent at once, none half done, the whole
+machine, and several times as many requests. Tokens are counted between the end of the first third
+of the first tokens and one batch before the last.
+
+Printed: how often the planner's choice is within 2 % of the best of these, and how often that of
+Algorithm 1 alone is, over the same layouts; and the lowest estimate, over the estimators' best,
+that the best layout got, which is what ``search.KEEP`` must stay below. Exit code 1 when fewer
+than 95 % are within 2 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from hetero_gateway.core.length import BucketMeanPredictor
+from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.planner.accelerators import ACCELERATORS
+from hetero_gateway.planner.instance_types import Types, instance_types
+from hetero_gateway.planner.layouts import describe, machine_layouts
+from hetero_gateway.planner.memory import EngineOptions
+from hetero_gateway.planner.models import model_card
+from hetero_gateway.planner.plan import Layout, Machine
+from hetero_gateway.planner.search import Question, search
+from hetero_gateway.planner.trials import Mix
+from hetero_gateway.sim.cluster import SimulatedInstance, simulate
+from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.result import tokens_between
+from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload
+
+MODELS = ("Llama-3-8B", "Qwen2.5-14B", "Qwen2.5-32B", "Llama-3-70B")
+CONTEXT = 8192
+WITHIN = 0.02
+SHARE = 0.95
+# Of the reference: requests in batches of the whole machine, and at least so many.
+BATCHES, LEAST_REQUESTS = 5, 3000
+REFERENCE_SEED = 987_654
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One drawn question."""
+
+    machine: Machine
+    model: str
+    types: Types
+    lengths: LogNormalLengths
+
+    @property
+    def name(self) -> str:
+        p, o = self.lengths.prompt, self.lengths.output
+        return (
+            f"{self.machine.count}x {self.machine.accelerator} {self.model} "
+            f"{p.median:.0f}/{o.median:.0f}"
+        )
+
+
+def draw_setting(seed: int) -> Setting:
+    """The setting of a seed: the first draw that leaves a choice of at least three layouts."""
+    rng = np.random.default_rng((seed, 1))
+    names = sorted(a.name for a in ACCELERATORS.values() if a.link_bytes_per_s > 0)
+    while True:
+        name, model = str(rng.choice(names)), str(rng.choice(MODELS))
+        machine = Machine("m", name, int(rng.choice((2, 4, 8), p=(0.2, 0.4, 0.4))))
+        prompt = LogNormal(float(np.exp(rng.uniform(np.log(32), np.log(2000)))),
+                           float(rng.uniform(0.3, 1.2)), 6144)  # fmt: skip
+        output = LogNormal(float(np.exp(rng.uniform(np.log(24), np.log(800)))),
+                           float(rng.uniform(0.3, 1.0)), 2048)  # fmt: skip
+        options = EngineOptions(max_model_len=CONTEXT, max_num_seqs=int(rng.choice((128, 256))))
+        types, _ = instance_types(model_card(model), [machine], [], options, needed_tokens=CONTEXT)
+        if not types:
+            continue
+        changed = _change(types, rng)
+        if len(machine_layouts(machine.count, [t for _, t in changed])) >= 3:
+            return Setting(machine, model, changed, LogNormalLengths(prompt, output))
+
+
+def _change(types: Types, rng: np.random.Generator) -> Types:
+    """Other speeds, overheads and memory than the catalogue's: the same draws for every t.
+
+    Memory is taken from every accelerator until the smallest t has room for 8 192 tokens to all
+    that it had, so that the choice between more instances and more KV is often a close one.
+    """
+    step_s, per_sequence_s = rng.uniform(0, 15e-3), rng.uniform(0, 4e-5)
+    compute, memory = np.exp(rng.normal(0, 0.3, 2))
+    all_reduce_s = float(np.exp(rng.uniform(np.log(1e-4), np.log(4e-3))))
+    all_reduce_token_s = float(np.exp(rng.uniform(np.log(1e-7), np.log(3e-6))))
+    least, share = min(types, key=lambda key: key[1]), rng.uniform()
+    smallest = types[least].memory
+    kept = CONTEXT * (smallest.kv_capacity_tokens / CONTEXT) ** share
+    taken_bytes = (1 - kept / smallest.kv_capacity_tokens) * smallest.kv_bytes / least[1]
+    result: Types = {}
+    for (accelerator, t), found in types.items():
+        c = found.profile.constants
+        links = math.log2(t)
+        constants = dataclasses.replace(
+            c,
+            p1=c.p1 * compute + links * all_reduce_token_s,
+            p4=c.p4 * memory + step_s + links * all_reduce_s,
+            p5=c.p5 * memory,
+            p6=c.p6 * memory + per_sequence_s + links * all_reduce_token_s,
+            p7=c.p7 * memory,
+            p8=c.p8 * memory + step_s + links * all_reduce_s,
+        )
+        share_left = 1 - t * taken_bytes / found.memory.kv_bytes
+        tokens = int(share_left * found.memory.kv_capacity_tokens)
+        if tokens < CONTEXT:
+            continue
+        result[accelerator, t] = dataclasses.replace(
+            found,
+            profile=dataclasses.replace(
+                found.profile, constants=constants, kv_capacity_tokens=tokens
+            ),
+            memory=dataclasses.replace(found.memory, kv_capacity_tokens=tokens),
+        )
+    return result
+
+
+def reference_tokens_per_s(
+    setting: Setting, layout: Layout, policy: str, mix: Mix, count: int
+) -> float:
+    """What a layout does, by the route that the module's text tells."""
+    profiles = [setting.types[setting.machine.accelerator, t].profile for t in layout]
+    lengths = setting.lengths.draw(count, np.random.default_rng((REFERENCE_SEED, 1)))
+    workload = Workload(np.zeros(count), *lengths)
+    scheduler = Scheduler(
+        make_policy(policy),
+        np.random.default_rng((REFERENCE_SEED, 2)),
+        reference=(mix.mean_prompt, mix.mean_output),
+    )
+    records = simulate(
+        [SimulatedInstance(InstanceId(f"i{i}"), p, p) for i, p in enumerate(profiles)],
+        workload,
+        scheduler,
+        BucketMeanPredictor(mix.mean_output),
+        compiled=can_compile(),
+    )
+    first_s = np.sort(records.first_token_s[np.isfinite(records.finish_s)])
+    batch = batch_of(profiles, mix)
+    from_s, to_s = float(first_s[count // 3]), float(first_s[max(count // 2, count - 1 - batch)])
+    output = tokens_between(workload, records, from_s, to_s) / (to_s - from_s)
+    return output * mix.tokens_per_output_token
+
+
+def batch_of(profiles: list[Profile], mix: Mix) -> int:
+    return math.ceil(sum(mix.batch(p) for p in profiles))
+
+
+def run_setting(task: tuple[int, str]) -> dict[str, Any]:
+    """Plan one setting, and judge the plan and Algorithm 1 by the reference."""
+    seed, policy = task
+    setting = draw_setting(seed)
+    begin_s = time.process_time()
+    plan = search(
+        Question(
+            machines=(setting.machine,),
+            types=setting.types,
+            lengths=setting.lengths,
+            policy=policy,
+            seed=seed,
+            compiled=can_compile(),
+        )
+    )
+    planned_s = time.process_time() - begin_s
+    accelerator = setting.machine.accelerator
+    layouts = machine_layouts(setting.machine.count, [t for _, t in setting.types])
+    mix = Mix.of(setting.lengths, REFERENCE_SEED)
+    most = max(
+        batch_of([setting.types[accelerator, t].profile for t in layout], mix) for layout in layouts
+    )
+    count = max(LEAST_REQUESTS, BATCHES * most)
+    values = {x: reference_tokens_per_s(setting, x, policy, mix, count) for x in layouts}
+    best = max(values, key=lambda x: values[x])
+    estimates = {c.layouts["m"]: c for c in plan.candidates}
+    paper = max(estimates, key=lambda x: estimates[x].estimate_paper_tokens_per_s)
+    unpadded = max(estimates, key=lambda x: estimates[x].estimate_tokens_per_s)
+    chosen = plan.best.layouts["m"]
+    return {
+        "seed": seed,
+        "setting": setting.name,
+        "layouts": len(layouts),
+        "best": describe(best),
+        "chosen": describe(chosen),
+        "share": values[chosen] / values[best],
+        "paper": describe(paper),
+        "paper_share": values[paper] / values[best],
+        "unpadded": describe(unpadded),
+        "unpadded_share": values[unpadded] / values[best],
+        "best_estimate": estimates[best].estimate_tokens_per_s
+        / estimates[unpadded].estimate_tokens_per_s,
+        "best_estimate_paper": estimates[best].estimate_paper_tokens_per_s
+        / estimates[paper].estimate_paper_tokens_per_s,
+        "planned_cpu_s": round(planned_s, 2),
+        "requests": count,
+    }
+
+
+def summary(rows: list[dict[str, Any]], chosen: str, share: str) -> dict[str, Any]:
+    lost = [1 - row[share] for row in rows]
+    return {
+        "within": sum(loss <= WITHIN for loss in lost),
+        "named": sum(row[chosen] == row["best"] for row in rows),
+        "mean_loss": sum(lost) / len(lost),
+        "worst_loss": max(lost),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="the planner's choice against the best")
+    parser.add_argument("--settings", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first setting")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--policy", default="finish-time")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    tasks = [(seed, args.policy) for seed in range(args.first, args.first + args.settings)]
+    rows = []
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for row in pool.map(run_setting, tasks):
+            rows.append(row)
+            if not args.json:
+                print(
+                    f"{row['seed']:>3} {row['setting']:46} {row['layouts']:>2} layouts  best "
+                    f"{row['best']:14} planned {row['chosen']:14} {row['share']:.3f}  Alg. 1 "
+                    f"{row['unpadded_share']:.3f}, as printed {row['paper_share']:.3f}",
+                    flush=True,
+                )
+    found = {
+        "the planner": summary(rows, "chosen", "share"),
+        "Algorithm 1, unpadded": summary(rows, "unpadded", "unpadded_share"),
+        "Algorithm 1, as printed": summary(rows, "paper", "paper_share"),
+    }
+    met = found["the planner"]["within"] >= SHARE * len(rows)
+    lowest = min(row["best_estimate"] for row in rows)
+    if args.json:
+        print(json.dumps({"settings": rows, "summary": found, "lowest": lowest, "met": met}))
+        return 0 if met else 1
+    print(f"\n{'':26}{'within 2 %':>12}{'the best':>10}{'mean loss':>11}{'worst':>8}")
+    for name, of in found.items():
+        print(
+            f"{name:26}{of['within']:>8} of {len(rows):<3}{of['named']:>6}{of['mean_loss']:>11.2%}"
+            f"{of['worst_loss']:>8.1%}"
+        )
+    print(
+        f"\nlowest estimate of a best layout over the estimator's best: {lowest:.2f} unpadded, "
+        f"{min(row['best_estimate_paper'] for row in rows):.2f} as printed"
+    )
+    planned = sum(row["planned_cpu_s"] for row in rows) / len(rows)
+    print(f"CPU time of a plan: {planned:.1f} s in the mean")
+    print("met" if met else "missed")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
