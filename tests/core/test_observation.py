@@ -50,7 +50,8 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
         seen.add_steps(StepRow(0.5, float(i), 1, 1, 0, 0))
         seen.add_first_token(FirstTokenRow(0.1, 1, float(i % 100), 0, 0, 0, 0))
     assert len(seen.steps) == len(seen.first_tokens) == len(seen.take_fresh()) == MOST_ROWS
-    assert seen.steps[0].steps == MOST_ROWS
+    assert next(iter(seen.steps)).steps == MOST_ROWS
+    assert [row.steps for row in seen.steps.last(2)] == [2 * MOST_ROWS - 1, 2 * MOST_ROWS - 2]
     assert seen.observed_s == MOST_ROWS
     assert seen.take_fresh() == []
 
@@ -75,7 +76,7 @@ def test_batch_and_context_of_a_row_are_means_over_its_time() -> None:
         101 + 0.25 * 301 + steps / 2, rel=0.05
     )
     assert (row.prompts, row.prompt_tokens) == (1, 300)
-    assert p.observations(0).steps[-1] == row
+    assert p.observations(0).steps.last(1) == [row]
 
 
 def test_first_tokens_know_what_was_there_before_them() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from hetero_gateway.core.types import InstanceId
 from tests.fakes.running import FAST, SLOW, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
@@ -210,7 +211,8 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
             ]
             rows = await page.until("#instances", lambda text: "draining" not in text)
             assert FAST in rows
-            assert "unprofiled" in rows
+            assert "unprofiled, by its observed speed" in rows
+            assert "profile drifted" not in rows
             assert "down" in rows
             assert "ConnectError" in rows
             await page.until("#summary", lambda text: "In flight\n5" in text)
@@ -219,6 +221,11 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
             )
             assert max(float(width.rstrip("%")) for width in widths) == 100
             assert float(widths[2].rstrip("%")) == 0
+
+            drift = running.gateway.fleet.scheduler.drift(InstanceId("i0"))
+            assert drift is not None
+            drift.drifted = True
+            await page.until("#instances", lambda text: text.count("profile drifted") == 1)
 
             # A decision, and why.
             listed = await page.until("#decisions", lambda text: text.count("got it:") >= 5)

@@ -95,8 +95,8 @@ async def test_streams_shorter_than_a_look_are_observed() -> None:
             await client.post(CHAT, json=chat(0.03, 10))
         seen = running.gateway.fleet.scheduler.observations(I0)
         await eventually(lambda: running.gateway.placement.idle)
-        assert seen.steps
-        assert 0.015 < seen.steps[-1].duration_s / seen.steps[-1].steps < 0.09
+        (row,) = seen.steps.last(1)
+        assert 0.015 < row.duration_s / row.steps < 0.09
 
 
 async def test_an_engine_that_puts_several_tokens_into_an_event_is_not_slow(quick: None) -> None:
@@ -223,6 +223,9 @@ async def test_unprofiled_instances_get_requests_by_their_speed() -> None:
         rows = (await client.get("/admin/instances")).json()["instances"]
         assert rows[0]["requests"] > 3 * rows[1]["requests"]
         assert [row["profile"] for row in rows] == ["unprofiled"] * 2
+        explained = (await client.get("/admin/explain?prompt_tokens=99")).json()
+        assert "done in" in explained["reason"]
+        assert "(where there is no profile, by observed speed)" in explained["reason"]
 
 
 async def test_a_profile_from_the_gateway_fits_what_it_saw(quick: None, tmp_path: Path) -> None:
@@ -256,7 +259,7 @@ async def test_what_cannot_be_fitted_is_told_in_a_line(
             await ask(run_from_gateway, running.url, None, output, admin_key="secret-27182")
         with pytest.raises(HeteroGatewayError, match=r"404.*nobody"):
             await ask(run_from_gateway, running.url, "nobody", output, admin_key="secret-27182")
-        with pytest.raises(ProfileError, match=r"0 seconds of streams.*needed"):
+        with pytest.raises(ProfileError, match=r"0 rows of streams.*needed"):
             await ask(run_from_gateway, running.url, "i0", output, admin_key="secret-27182")
         with pytest.raises(HeteroGatewayError, match="not a gateway's answer"):
             await ask(run_from_gateway, fakes[0].url, "i0", output)

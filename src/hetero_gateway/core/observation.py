@@ -10,12 +10,13 @@ No row knows a prompt, a request's id or a client. Memory is bounded: the oldest
 
 from __future__ import annotations
 
-from collections import deque
-from typing import NamedTuple
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 from hetero_gateway.core.profile import Constants
 
-# More than an hour of one row a second; 100 bytes each.
+# More than an hour of one row a second.
 MOST_ROWS = 4096
 # One step of vLLM's default token budget (vllm/engine/arg_utils.py): what is longer takes several
 # steps, and how many decode steps come between them is not seen.
@@ -97,14 +98,63 @@ def seconds(terms: tuple[float, ...], c: Constants) -> tuple[float, float]:
     )
 
 
+RowT = TypeVar("RowT", StepRow, FirstTokenRow)
+
+
+class Rows(Generic[RowT]):
+    """The last ``MOST_ROWS`` rows of a kind, as plain numbers: 50 bytes a row, where tuples of
+    floats would take 250.
+
+    Args:
+        make: makes a row of its numbers.
+        width: how many they are.
+    """
+
+    __slots__ = ("_make", "_next", "_values", "_width")
+
+    def __init__(self, make: Callable[[array[float]], RowT], width: int) -> None:
+        self._make: Callable[[array[float]], RowT] = make
+        self._width = width
+        self._values = array("d")
+        self._next = 0  # where the next row goes, once all places are taken
+
+    def __len__(self) -> int:
+        return len(self._values) // self._width
+
+    def __iter__(self) -> Iterator[RowT]:
+        """Oldest first."""
+        size = len(self)
+        for i in range(size):
+            yield self._at((self._next + i) % size)
+
+    def append(self, row: RowT) -> None:
+        if len(self) < MOST_ROWS:
+            self._values.extend(row)
+            return
+        begin = self._next * self._width
+        self._values[begin : begin + self._width] = array("d", row)
+        self._next = (self._next + 1) % MOST_ROWS
+
+    def last(self, count: int) -> list[RowT]:
+        """At most so many of the newest, newest first."""
+        size = len(self)
+        return [self._at((self._next - 1 - i) % size) for i in range(min(count, size))]
+
+    def _at(self, place: int) -> RowT:
+        begin = place * self._width
+        return self._make(self._values[begin : begin + self._width])
+
+
 class Observations:
     """The last rows of one instance."""
 
     __slots__ = ("_fresh", "first_tokens", "observed_s", "steps")
 
     def __init__(self) -> None:
-        self.steps: deque[StepRow] = deque(maxlen=MOST_ROWS)
-        self.first_tokens: deque[FirstTokenRow] = deque(maxlen=MOST_ROWS)
+        self.steps: Rows[StepRow] = Rows(StepRow._make, len(StepRow._fields))
+        self.first_tokens: Rows[FirstTokenRow] = Rows(
+            FirstTokenRow._make, len(FirstTokenRow._fields)
+        )
         self.observed_s = 0.0  # of all step rows that ever came
         self._fresh: list[FirstTokenRow] = []
 

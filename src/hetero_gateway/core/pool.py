@@ -57,6 +57,7 @@ class Pool:
         self._typical_lengths = (0.0, 0.0)
         self._typical_times_s = np.ones(len(profiles))
         self.profiled = any(spec.profile is not None for spec in self.specs)
+        self.stands_in = any(spec.profile is None for spec in self.specs)
         self.max_model_len = np.array([float(s.max_model_len or math.inf) for s in self.specs])
         self.shortest_context_tokens = float(self.max_model_len.min(initial=math.inf))
         self.longest_context_tokens = float(self.max_model_len.max(initial=0))

@@ -103,10 +103,12 @@ class Outlook(NamedTuple):
 
     ``constants`` are p1..p8 as rows, ``rows`` those named in this module, ``stages`` the streaming
     sequences by stage, ``residual`` the expected further output by stage (tokens). ``profiled`` is
-    False when no instance has constants. ``typical_request_time_s`` is T of a request of the
-    lengths that arrive on average. ``queued`` is how many requests wait in the gateway, ``idle_s``
-    the time since the last arrival, ``mean_gap_s`` that between the arrivals before;
-    ``mean_request_times_s`` computes T of the mean queued request on each instance.
+    False when no instance has constants, and no speed was observed either.
+    ``typical_request_time_s`` is T of a request of the lengths that arrive on average. ``queued``
+    is how many requests wait in the gateway, ``idle_s`` the time since the last arrival,
+    ``mean_gap_s`` that between the arrivals before; ``mean_request_times_s`` computes T of the mean
+    queued request on each instance. ``stands_in``: some instance's constants are not its own, so
+    its times come from its observed speed.
     """
 
     constants: FloatArray
@@ -121,6 +123,7 @@ class Outlook(NamedTuple):
     idle_s: float
     mean_gap_s: float
     mean_request_times_s: Callable[[], FloatArray] | None
+    stands_in: bool = False
 
 
 class Estimates(NamedTuple):

@@ -383,6 +383,7 @@ class Scheduler:
             0.0 if queue is None else now_s - queue.last_arrival_s,
             math.inf if queue is None else queue.mean_gap_s,
             mean_times,
+            pool.stands_in,
         )
 
     def _typical_request_time_s(

@@ -108,7 +108,10 @@ def _soonest(decision: Decision) -> str:
     ours = (
         f"done in {mine_s} s and holding others up for {delay_s} s{memory} costs {{}} s, the lowest"
     )
-    return _lowest(decision, cost, ours, "{} would cost {} s")
+    told = _lowest(decision, cost, ours, "{} would cost {} s")
+    if outlook is not None and outlook.stands_in:
+        told += " (where there is no profile, by observed speed)"
+    return told
 
 
 def _lowest(

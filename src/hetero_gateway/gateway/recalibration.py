@@ -10,13 +10,12 @@ instance without a profile gets a learned one, once its engine has told how larg
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import math
 from collections.abc import Sequence
 
 from hetero_gateway.core.calibration import bounded, refit
-from hetero_gateway.core.observation import Observations, StepRow, seconds
+from hetero_gateway.core.observation import StepRow, seconds
 from hetero_gateway.core.profile import Constants, Profile
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet import Fleet, Instance
@@ -42,8 +41,12 @@ class Recalibration:
 
     def look(self) -> None:
         """Fit what has been observed for long enough; called about once a second."""
-        scheduler = self._fleet.scheduler
-        for instance in self._fleet.instances.values():
+        scheduler, instances = self._fleet.scheduler, self._fleet.instances
+        if len(self._fitted_at_s) > len(instances):
+            gone = self._fitted_at_s.keys() - instances.keys()
+            for instance_id in gone:
+                del self._fitted_at_s[instance_id]
+        for instance in instances.values():
             observed_s = scheduler.observations(instance.id).observed_s
             before_s = self._fitted_at_s.get(instance.id, 0.0)
             if observed_s < before_s:  # another instance has the id now
@@ -55,11 +58,10 @@ class Recalibration:
     def _fit(self, instance: Instance) -> None:
         scheduler = self._fleet.scheduler
         seen = scheduler.observations(instance.id)
-        steps = _last(seen)
+        steps = seen.steps.last(_MOST_ROWS)
         original = instance.profile
         base = scheduler.stand_in(instance.id) if original is None else original.constants
-        first_tokens = list(itertools.islice(reversed(seen.first_tokens), _MOST_ROWS))
-        fit = refit(steps, first_tokens, base)
+        fit = refit(steps, seen.first_tokens.last(_MOST_ROWS), base)
         if fit is None or fit.decode.median is None or fit.decode.median > _MOST_ERROR:
             return
         constants = (
@@ -82,10 +84,6 @@ class Recalibration:
             100 * fit.decode.median,
         )
         self._fleet.publish(instance)
-
-
-def _last(seen: Observations) -> list[StepRow]:
-    return list(itertools.islice(reversed(seen.steps), _MOST_ROWS))
 
 
 def _same(rows: Sequence[StepRow], one: Constants, other: Constants) -> bool:

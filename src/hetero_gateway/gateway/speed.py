@@ -131,6 +131,8 @@ class StepWatch:
             self._part(seen, stream, exchange.events, now_s)
             if stream.since_s is None or now_s - stream.since_s >= _LEAST_S:
                 stream.events, stream.since_s = exchange.events, now_s
+        for instance_id in self._tokens_per_event.keys() - self._fleet.instances.keys():
+            del self._tokens_per_event[instance_id]
         for instance_id in self._fleet.instances:
             parts = seen.get(instance_id)
             if parts:

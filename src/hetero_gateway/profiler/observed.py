@@ -100,8 +100,8 @@ def fit_observed(seen: Mapping[str, Any]) -> Refit:
     if fit is None:
         busy = sum(row.steps > 0 for row in steps)
         raise ProfileError(
-            f"the gateway has {busy} seconds of streams of instance {seen['instance']}, and "
-            f"{LEAST_ROWS} are needed: let it serve for longer; only streams are seen"
+            f"the gateway has {busy} rows of streams of instance {seen['instance']}, about one a "
+            f"second, and {LEAST_ROWS} are needed: let it serve for longer; only streams are seen"
         )
     return fit
 
@@ -111,10 +111,10 @@ def report(fit: Refit, seen: Mapping[str, Any]) -> str:
     old = [name for name in NAMES if name not in fit.identified]
     whose = "the present profile's" if seen["profile"] else "a generic machine's"
     lines = [
-        f"instance {seen['instance']}: {fit.step_rows} seconds of streams and "
-        f"{fit.first_token_rows} first tokens that say something of prefill",
+        f"instance {seen['instance']}: {fit.step_rows} rows of streams and {fit.first_token_rows} "
+        "first tokens of requests that were alone",
         "  ".join(f"{name} {value:.3g}" for name, value in asdict(fit.constants).items()),
-        f"on held-out rows: a second's decode is off by {_told(fit.decode)}, a first token by "
+        f"on held-out rows: the time of streams is off by {_told(fit.decode)}, a first token by "
         f"{_told(fit.prefill)}",
     ]
     if old:
@@ -130,7 +130,7 @@ def _source(fit: Refit, seen: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "how": "measured",
         "date": datetime.now(UTC).date(),
-        "note": f"from live traffic: {fit.step_rows} s of streams, {fit.first_token_rows} first "
+        "note": f"from live traffic: {fit.step_rows} rows of streams, {fit.first_token_rows} first "
         "tokens; errors are medians over held-out rows, noise of the network included",
         "error": {name: _rounded(e) for name, e in errors.items() if e is not None},
         "unidentified": [name for name in NAMES if name not in fit.identified],

@@ -99,7 +99,7 @@ function makeRow(id) {
   svg.append(base, parts.path);
   parts.row = make("li", { className: "row" },
     make("div", { className: "who" },
-      make("span", { className: "id" }, id), span("state", "pill"),
+      make("span", { className: "id" }, id), span("state", "pill"), span("drift", "pill drifted"),
       span("why", "note why"), span("models", "note"), span("profile", "note")),
     cell("workload-cell", "Workload",
       make("div", { className: "workload" }, bar("load", ""), span("loadValue", "value"))),
@@ -118,6 +118,20 @@ function stateOf(instance) {
   return instance.draining ? "draining" : "up";
 }
 
+/** What the scheduler takes the instance for, and how far that is from what is seen. */
+function profileText(instance) {
+  const source = instance.profile_source ? ` (${instance.profile_source})` : "";
+  if (instance.profile === "unprofiled") return "unprofiled, by its observed speed";
+  const words = [instance.profile + source];
+  if (instance.recalibrated && instance.profile !== "learned") words.push("recalibrated from traffic");
+  if (instance.speed_factor !== null) words.push(`steps take ${figure(instance.speed_factor)}× as long as it says`);
+  const ratios = [["decode", instance.drift?.decode], ["prefill", instance.drift?.prefill]]
+    .filter(([, ratio]) => ratio !== null && ratio !== undefined)
+    .map(([phase, ratio]) => `${phase} ${figure(ratio)}×`);
+  if (ratios.length) words.push(`over minutes ${ratios.join(", ")}`);
+  return words.join(", ");
+}
+
 function showRow(parts, instance, top, total) {
   const state = stateOf(instance);
   parts.row.classList.toggle("off", state !== "up");
@@ -129,10 +143,10 @@ function showRow(parts, instance, top, total) {
   setText(parts.why, reasons.join("; "));
   parts.why.hidden = reasons.length === 0;
   setText(parts.models, instance.models.join(", ") || "models not known yet");
-  const source = instance.profile_source ? ` (${instance.profile_source})` : "";
-  const speed = instance.speed_factor;
-  const pace = speed === null || instance.profile === "unprofiled" ? "" : `, steps take ${figure(speed)}× as long as it says`;
-  setText(parts.profile, instance.profile + source + pace);
+  setText(parts.profile, profileText(instance));
+  const drifted = instance.drift?.drifted === true;
+  setText(parts.drift, drifted ? "profile drifted" : "");
+  parts.drift.hidden = !drifted;
   setWidth(parts.load, top > 0 ? instance.workload / top : 0);
   setText(parts.loadValue, figure(instance.workload));
   for (const [bar, text, value] of [

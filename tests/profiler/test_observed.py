@@ -1,0 +1,80 @@
+"""A gateway's own traffic gives the constants of the engine behind it, whatever it believed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+
+from hetero_gateway.config import load_profile
+from hetero_gateway.core.cost_model import decode_step_time_s, prefill_time_s
+from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.emulator.settings import Settings
+from hetero_gateway.gateway import speed
+from hetero_gateway.load.emulated import write_profile
+from hetero_gateway.profiler.observed import run_from_gateway
+from tests.emulator.conftest import running
+from tests.fakes.running import config_for, running_gateway
+from tests.fakes.vllm import FakeInstance
+
+PLANTED = Constants(8e-5, 1e-4, 0, 8e-3, 2e-7, 3e-4, 0, 1e-2)
+ENGINE = Profile("GPU", "tiny", 1, PLANTED, 64_000, 32)
+
+
+@pytest.fixture
+def engine() -> Iterator[str]:
+    with running(Settings(ENGINE, models=("m",), max_model_len=8192)) as instance:
+        yield instance.base_url
+
+
+async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
+    """Requests of many lengths, now few and now many at a time."""
+    rng = np.random.default_rng(0)
+
+    async def one() -> None:
+        body = {
+            "model": "m", "stream": True, "ignore_eos": True,
+            "prompt": [7] * int(rng.integers(20, 1500)), "max_tokens": int(rng.integers(10, 120)),
+        }  # fmt: skip
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+    async with asyncio.TaskGroup() as tasks:
+        for k in range(round(seconds / 0.2)):
+            for _ in range(1 if k % 30 < 18 else 2):
+                tasks.create_task(one())
+            await asyncio.sleep(0.5 if k % 30 < 4 else 0.2)
+
+
+@pytest.mark.slow
+async def test_the_constants_are_found_from_live_traffic(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "INTERVAL_S", 0.4)
+    wrong = Profile("GPU", "tiny", 1, PLANTED.scaled(2.5), 64_000, 32)
+    write_profile(wrong, tmp_path / "wrong.yaml")
+    fake = FakeInstance()
+    fake.port = int(engine.rsplit(":", 1)[1])
+    output = tmp_path / "found.yaml"
+    config = config_for([fake], profiles=(str(tmp_path / "wrong.yaml"),))
+    async with (
+        running_gateway(config) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
+    ):
+        await traffic(client, 25)
+        said = await asyncio.to_thread(run_from_gateway, gateway.url, "i0", output)
+    found = load_profile(str(output)).constants
+    for batch, tokens in ((4, 500), (8, 800), (16, 800)):
+        ratio = decode_step_time_s(found, batch, tokens) / decode_step_time_s(
+            PLANTED, batch, tokens
+        )
+        assert ratio == pytest.approx(1, abs=0.12), (batch, said)
+    ratio = prefill_time_s(found, 1, 1000) / prefill_time_s(PLANTED, 1, 1000)
+    assert ratio == pytest.approx(1, abs=0.25), said
+    source = yaml.safe_load(output.read_text())["source"]
+    assert source["error"]["decode"] < 0.15
+    assert "from live traffic" in source["note"]
