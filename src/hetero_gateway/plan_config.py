@@ -86,6 +86,17 @@ class MachineConfig(_Model):
     price_per_hour_usd: float | None = Field(
         None, ge=0, description="Of one accelerator; wins over prices."
     )
+    address: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$|^\[[0-9A-Fa-f:.]+\]$",
+        description="Host name or address where the gateway reaches it; default: the id.",
+    )
+
+    @model_validator(mode="after")
+    def _one_address(self) -> MachineConfig:
+        if self.address is not None and self.copies > 1:
+            raise ValueError("address is of one machine: leave out copies, or the address")
+        return self
 
 
 class EngineConfig(_Model):
@@ -184,6 +195,7 @@ class PlanRequest:
         options: what vLLM is told; ``max_model_len`` is set.
         trace: the trace's path, if there is one.
         model_directory: where the config.json is, if the file names one.
+        addresses: of machines by id, where the file tells.
     """
 
     source: str
@@ -194,6 +206,7 @@ class PlanRequest:
     question: Question
     trace: Path | None
     model_directory: Path | None = None
+    addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def max_model_len(self) -> int:
@@ -310,6 +323,7 @@ def plan_request(
     return PlanRequest(
         source, model, model_name, options, config.memory, question, trace,
         _model_directory(config.model, base_dir),
+        {m.id: m.address for m in config.machines if m.address is not None},
     )  # fmt: skip
 
 

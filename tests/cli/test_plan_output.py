@@ -95,6 +95,41 @@ def test_a_config_json_is_served_from_its_own_directory(tmp_path, capsys):
     assert f"{model}:{model}:ro" in compose["services"]["box-tp1-0"]["volumes"]
 
 
+def test_machines_are_reached_at_their_addresses(tmp_path, capsys):
+    data = yaml.safe_load(PLAN)
+    data["machines"] = [
+        {"id": "one", "accelerator": "V100-32GB-NVLink2", "count": 1, "address": "10.0.0.7"},
+        {"id": "two", "accelerator": "V100-32GB-NVLink2", "count": 1, "address": "[fd00::2]"},
+        {"id": "three", "accelerator": "V100-32GB-NVLink2", "count": 1},
+    ]
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(yaml.safe_dump(data))
+    assert plan(cluster, "-o", str(tmp_path / "out")) == 0
+    config = load_gateway_config(tmp_path / "out" / "gateway.yaml")
+    assert [i.base_url for i in config.instances] == [
+        "http://10.0.0.7:8001",
+        "http://[fd00::2]:8001",
+        "http://three:8001",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"address": "10.0.0.7", "copies": 2}, "address is of one machine"),
+        ({"address": "http://10.0.0.7"}, "machines.0.address"),
+        ({"address": "a b"}, "machines.0.address"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused(tmp_path, capsys, changes, message):
+    data = yaml.safe_load(PLAN)
+    data["machines"][0] |= changes
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(yaml.safe_dump(data))
+    assert plan(cluster) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_an_emulated_plan_says_so_and_has_its_ports(cluster, tmp_path, capsys):
     directory = tmp_path / "out"
     words = ("--emulate", "--time-scale", "5", "--first-port", "23456", "--gateway-port", "23400")

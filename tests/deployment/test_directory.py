@@ -264,8 +264,10 @@ def test_a_dollar_sign_of_the_model_is_not_taken_for_a_variable():
 
 def test_a_make_without_a_common_image_must_be_given_one():
     data, _ = compose(EVERY_VENDOR)
-    image = data["services"]["gaudi-box-tp2-0"]["image"]
-    assert image.startswith("${VLLM_GAUDI_IMAGE:?")
+    images = {name: service["image"] for name, service in data["services"].items()}
+    assert images["gaudi-box-tp2-0"].startswith("${VLLM_GAUDI_IMAGE:?")
+    assert images["mi-box-tp1-0"].startswith("${VLLM_ROCM_IMAGE:?")
+    assert images["v100-box-tp4-0"] == "${VLLM_IMAGE:-vllm/vllm-openai:v0.32.0}"
     assert data["services"]["gaudi-box-tp2-0"]["runtime"] == "habana"
     assert "/dev/davinci0:/dev/davinci0" in data["services"]["ascend-box-tp1-0"]["devices"]
     amd = data["services"]["mi-box-tp1-1"]

@@ -112,6 +112,7 @@ def deployment_options(
         max_num_batched_tokens=engines.max_batched_tokens,
         prefill_first=engines.scheduling == "prefill-first",
         gpu_memory_utilization=request.options.utilisation,
+        addresses=request.addresses,
         first_port=args.first_port,
         gateway_port=args.gateway_port,
         emulate=args.emulate,

@@ -12,7 +12,6 @@ from typing import Any
 
 # The vLLM that these files are written for; the same as in docker/compose.vllm.yaml.
 VLLM_IMAGE = "vllm/vllm-openai:v0.32.0"
-VLLM_ROCM_IMAGE = "vllm/vllm-openai-rocm:v0.32.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Vendor:
 
 
 NVIDIA = Vendor("NVIDIA", "CUDA_VISIBLE_DEVICES", "nvidia.com/gpu", VLLM_IMAGE, "VLLM_IMAGE")
-AMD = Vendor("AMD", "HIP_VISIBLE_DEVICES", "amd.com/gpu", VLLM_ROCM_IMAGE, "VLLM_ROCM_IMAGE")
+AMD = Vendor("AMD", "HIP_VISIBLE_DEVICES", "amd.com/gpu", None, "VLLM_ROCM_IMAGE")
 GAUDI = Vendor("Gaudi", "HABANA_VISIBLE_MODULES", "habana.ai/gaudi", None, "VLLM_GAUDI_IMAGE")
 ASCEND = Vendor(
     "Ascend", "ASCEND_RT_VISIBLE_DEVICES", "huawei.com/Ascend910", None, "VLLM_ASCEND_IMAGE"
