@@ -95,6 +95,26 @@ def test_a_config_json_is_served_from_its_own_directory(tmp_path, capsys):
     assert f"{model}:{model}:ro" in compose["services"]["box-tp1-0"]["volumes"]
 
 
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Llama-3.1-8B", "MODEL:-meta-llama/Llama-3.1-8B-Instruct"),
+        ("NousResearch/Llama-3.1-8B", "MODEL:-NousResearch/Llama-3.1-8B"),
+        ({"name": "Llama-3.1-8B", "quantization": "fp8"}, "MODEL:-meta-llama/Llama-3.1-8B-Inst"),
+        ({"name": "Llama-3.1-8B", "quantization": "awq"}, "MODEL:?name a checkpoint"),
+    ],
+)
+def test_the_checkpoint_is_stored_as_planned_or_asked_for(tmp_path, capsys, model, words):
+    data = yaml.safe_load(PLAN) | {"model": model}
+    data["machines"][0]["accelerator"] = "L40S-48GB"
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(yaml.safe_dump(data))
+    assert plan(cluster, "-o", str(tmp_path / "out")) == 0
+    script = (tmp_path / "out" / "commands" / "box.sh").read_text()
+    assert words in script
+    assert ("--quantization fp8" in script) is (isinstance(model, dict) and "fp8" in str(model))
+
+
 def test_machines_are_reached_at_their_addresses(tmp_path, capsys):
     data = yaml.safe_load(PLAN)
     data["machines"] = [

@@ -260,6 +260,16 @@ def test_a_dollar_sign_of_the_model_is_not_taken_for_a_variable():
     data, _ = compose(ONE_MACHINE, model="/models/$HOME")
     service = data["services"]["v100-box-tp4-0"]
     assert service["command"][0] == "${MODEL:-/models/$$HOME}"
+    data, _ = compose(ONE_MACHINE, model="/models/{$HOME}")
+    assert data["services"]["v100-box-tp4-0"]["command"][0] == "/models/{$$HOME}"
+
+
+def test_a_checkpoint_that_nobody_knows_is_asked_for_everywhere():
+    data, files = compose(ONE_MACHINE, model=None, quantization="awq")
+    service = data["services"]["v100-box-tp4-0"]
+    assert service["command"][0].startswith("${MODEL:?name a checkpoint")
+    assert "replace-me/model" in files["kubernetes/instances.yaml"]
+    assert "replace-me/model" in files["README.md"]
 
 
 def test_a_make_without_a_common_image_must_be_given_one():

@@ -180,6 +180,20 @@ def test_the_model_can_be_another_one(tmp_path, fakes):
         assert {s["words"][1] for s in fakes.seen()} == {"/my models/x"}
 
 
+def test_a_checkpoint_that_nobody_knows_must_be_named(tmp_path, fakes):
+    port = free_ports(3)
+    unknown = options(first_port=port, model=None, quantization="compressed-tensors")
+    write_deployment(ONE_MACHINE, unknown, tmp_path / "plan")
+    script = tmp_path / "plan" / "commands" / "v100-box.sh"
+    without = subprocess.run([script], env=fakes.environment, capture_output=True, text=True)
+    assert without.returncode != 0
+    assert "name a checkpoint" in without.stderr
+    assert not fakes.seen()
+    with running(script, fakes.environment | {"MODEL": "me/mine"}, tmp_path) as process:
+        said(process, "answer /health")
+        assert {s["words"][1] for s in fakes.seen()} == {"me/mine"}
+
+
 def test_an_instance_that_does_not_start_ends_the_script_with_its_last_words(tmp_path, fakes):
     port = free_ports(3)
     write_deployment(ONE_MACHINE, options(first_port=port), tmp_path / "plan")

@@ -95,12 +95,17 @@ def deployment_options(
 ) -> DeploymentOptions:
     """What the files need to know beside the plan; engines as they were simulated."""
     from hetero_gateway.deployment.checkpoints import checkpoint_of
+    from hetero_gateway.deployment.command import ON_LOADING
     from hetero_gateway.deployment.instances import DeploymentOptions
 
-    model = request.model_name if "/" in request.model_name else checkpoint_of(request.model.name)
+    engines, quantization = request.question.engines, request.model.quantization
+    model: str | None = checkpoint_of(request.model.name)
     if request.model_directory is not None:
         model = str(request.model_directory)
-    engines, quantization = request.question.engines, request.model.quantization
+    elif "/" in request.model_name:
+        model = request.model_name
+    elif quantization is not None and quantization.method not in ON_LOADING:
+        model = None  # some publisher's; the card is of the wide one
     return DeploymentOptions(
         model=model,
         served_model_name=request.model_name,

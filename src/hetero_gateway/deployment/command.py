@@ -12,7 +12,7 @@ from hetero_gateway.planner.accelerators import accelerator
 
 # Methods that vLLM applies while loading a wide checkpoint. Others are read from the checkpoint;
 # naming them would take the choice of the kernel away from vLLM.
-_ON_LOADING = ("fp8", "bitsandbytes")
+ON_LOADING = ("fp8", "bitsandbytes")
 _WORDS = {"none": None, "auto": None}
 
 
@@ -28,7 +28,7 @@ def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> l
         words += ["--max-num-batched-tokens", str(batched_tokens(instance, options))]
     if dtype := _dtype(instance, options):
         words += ["--dtype", dtype]
-    if options.quantization in _ON_LOADING:
+    if options.quantization in ON_LOADING:
         words += ["--quantization", options.quantization]
     if options.kv_cache_dtype not in (None, "auto"):
         words += ["--kv-cache-dtype", str(options.kv_cache_dtype)]

@@ -145,13 +145,13 @@ def _vllm(instance: DeployedInstance, options: DeploymentOptions) -> dict[str, A
     environment |= vendor_keys.pop("environment", {})
     volumes = [f"{_CACHE}:/root/.cache/huggingface", *vendor_keys.pop("volumes", [])]
     model = options.model
-    if model.startswith("/"):  # a directory of the host
+    if model is not None and model.startswith("/"):  # a directory of the host
         volumes.append(f"{_escaped(model)}:{_escaped(model)}:ro")
     return {
         "image": instance.vendor.compose_image(),
         "restart": "unless-stopped",
         "entrypoint": ["vllm", "serve"],
-        "command": [f"${{MODEL:-{_escaped(model)}}}", *words],
+        "command": [_model_variable(options), *words],
         "environment": environment,
         "volumes": volumes,
         # NCCL and the tensor-parallel processes talk through shared memory; Docker gives 64 MB.
@@ -161,6 +161,14 @@ def _vllm(instance: DeployedInstance, options: DeploymentOptions) -> dict[str, A
         "healthcheck": _health_check("python3", instance.port, "30m"),
         **vendor_keys,
     }
+
+
+def _model_variable(options: DeploymentOptions) -> str:
+    if options.model is None:
+        return f"${{MODEL:?{options.wanted_checkpoint}}}"
+    if "}" in options.model:  # would end the variable
+        return _escaped(options.model)
+    return f"${{MODEL:-{_escaped(options.model)}}}"
 
 
 def _health_check(python: str, port: int, start_period: str) -> dict[str, Any]:

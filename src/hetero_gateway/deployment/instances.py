@@ -29,7 +29,8 @@ class DeploymentOptions:
     """What the files need to know beside the plan.
 
     Args:
-        model: what ``vllm serve`` is given: a directory, or a name of the Hugging Face hub.
+        model: what ``vllm serve`` is given: a directory, or a name of the Hugging Face hub; None:
+            nobody knows, the user must name it when starting.
         served_model_name: what clients ask for.
         dtype, quantization, kv_cache_dtype: as of ``vllm serve``; None: not said.
         max_num_batched_tokens: of one step; must be what the plan was simulated with.
@@ -52,7 +53,7 @@ class DeploymentOptions:
         ConfigError: a value that cannot be.
     """
 
-    model: str
+    model: str | None
     served_model_name: str
     max_model_len: int | None = None
     dtype: str | None = None
@@ -79,13 +80,20 @@ class DeploymentOptions:
                 f"model: {self.served_model_name!r} cannot be the name that clients ask for; use "
                 "letters, digits and . _ : / @ + -"
             )
-        if not self.model or not self.model.isprintable() or self.model.startswith("-"):
-            raise ConfigError(f"model: {self.model!r} is no name or directory of a model")
+        model = self.model
+        if model is not None and (not model or not model.isprintable() or model.startswith("-")):
+            raise ConfigError(f"model: {model!r} is no name or directory of a model")
         for machine, address in self.addresses.items():
             if not _HOST.fullmatch(address):
                 raise ConfigError(f"machines: {machine}: {address!r} is no host name or address")
         if not 0 < self.time_scale < float("inf"):
             raise ConfigError("--time-scale: must be above 0")
+
+    @property
+    def wanted_checkpoint(self) -> str:
+        """What the user is to name where ``model`` is None; letters, digits and spaces only."""
+        stored = re.sub(r"[^A-Za-z0-9]+", " ", self.quantization or "this").strip()
+        return f"name a checkpoint of the model that is stored as {stored}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,13 +172,15 @@ def _vllm_pod(instance: DeployedInstance, options: DeploymentOptions) -> dict[st
     # Tensor-parallel processes talk through shared memory; a pod has 64 MB.
     mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}})
-    if options.model.startswith("/"):
-        mounts.append({"name": "model", "mountPath": options.model})
-        volumes.append({"name": "model", "hostPath": {"path": options.model, "type": "Directory"}})
+    # A name that the hub does not have, where nobody knows the right one.
+    model = options.model or "replace-me/model"
+    if model.startswith("/"):
+        mounts.append({"name": "model", "mountPath": model})
+        volumes.append({"name": "model", "hostPath": {"path": model, "type": "Directory"}})
     container = {
         "name": "vllm",
         "image": instance.vendor.kubernetes_image,
-        "command": ["vllm", "serve", _unexpanded(options.model)],
+        "command": ["vllm", "serve", _unexpanded(model)],
         "args": [*serve_arguments(instance, options), "--host", "0.0.0.0", "--port", str(_PORT)],
         "env": [
             _secret("HF_TOKEN", HF_TOKEN_KEY, optional=True),

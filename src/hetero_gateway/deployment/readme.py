@@ -101,7 +101,14 @@ def _bare(instances: Sequence[DeployedInstance], options: DeploymentOptions, one
             "    hetero-gateway validate -c gateway.yaml",
             "    hetero-gateway serve -c gateway.yaml --host 0.0.0.0",
         ]
-    if not options.emulate:
+    if not options.emulate and options.model is None:
+        lines += [
+            "",
+            f"`MODEL=… ./commands/….sh`: {options.wanted_checkpoint}; the plan does not know one. "
+            "In `kubernetes/instances.yaml` it takes the place of `replace-me/model`. Logs and pid "
+            "files are in `run/`.",
+        ]
+    elif not options.emulate:
         lines += [
             "",
             f"`MODEL=/path ./commands/….sh` serves `/path` in place of `{options.model}`. "

@@ -58,20 +58,20 @@ def script_text(
         up: from the script's own directory to the one that the commands run in.
     """
     starts = "\n".join(f"start {shlex.quote(p.id)} {p.port} \\\n  {p.command}" for p in programs)
-    model = f"MODEL=${{MODEL:-{_in_braces(options.model)}}}\n" if not options.emulate else ""
     return _SCRIPT.format(
         title=title,
         up=shlex.quote(up),
-        model=model,
+        model="" if options.emulate else f"{_model_line(options)}\n",
         needs="hetero-gateway" if options.emulate else "vllm",
         stop_s=options.shutdown_timeout_s + _STOP_MARGIN_S,
         starts=starts,
     )
 
 
-def _in_braces(text: str) -> str:
-    """A word that may stand after ``:-`` in ``${NAME:-word}``."""
-    return shlex.quote(text)
+def _model_line(options: DeploymentOptions) -> str:
+    if options.model is None:
+        return f"MODEL=${{MODEL:?{options.wanted_checkpoint}}}"
+    return f"MODEL=${{MODEL:-{shlex.quote(options.model)}}}"
 
 
 _SCRIPT = r"""#!/usr/bin/env bash
