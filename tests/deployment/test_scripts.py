@@ -149,7 +149,8 @@ def test_shellcheck_finds_nothing():
     assert done.returncode == 0, done.stdout
 
 
-def test_a_script_starts_its_instances_and_stops_every_process_of_them(tmp_path, fakes):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_script_starts_its_instances_and_stops_every_process_of_them(tmp_path, fakes, number):
     port = free_ports(3)
     directory = tmp_path / "a plan"
     nasty = '/models/it\'s a "$HOME" `model` ${X} \\ }'
@@ -164,7 +165,7 @@ def test_a_script_starts_its_instances_and_stops_every_process_of_them(tmp_path,
         assert [s["words"][:2] for s in seen] == [["serve", nasty]] * 3
         pid_files = sorted((directory / "run").glob("*.pid"))
         assert {int(p.read_text()) for p in pid_files} == {s["pid"] for s in seen}
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(PATIENCE_S) == 0
     assert gone([pid for s in seen for pid in (s["pid"], s["worker"])])
     assert not list((directory / "run").glob("*.pid"))
