@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _FEW_REQUESTS = 100
 # A fit that misses held-out rows by more than this (median) is not believed, as in the gateway.
 _MOST_ERROR = 0.3
+# Instances that are named in one line.
+_NAMES = 6
 # What stands for a trace's path in messages.
 _TRACE = Path("requests that the gateway has seen")
 
@@ -325,12 +327,14 @@ def print_comparison(plan: Plan, again: Again) -> None:
 
     seen, present, best = again.seen, again.present, plan.best
     rate = "" if seen.rate_per_s is None else f", {seen.rate_per_s:.3g} requests/s"
-    fitted = sum(p.instance.observed for p in present.placed)
+    fitted = [p.instance.id for p in present.placed if p.instance.observed]
+    more = f" and {len(fitted) - _NAMES} more" if len(fitted) > _NAMES else ""
     print(
-        f"{printable(seen.url)}: instances on machines of the file: {len(present.placed)}, with "
-        f"times by their own traffic: {fitted}; requests: {len(seen.rows)} in "
-        f"{seen.span_s:.0f} s{rate}"
+        f"{printable(seen.url)}: instances on machines of the file: {len(present.placed)}; "
+        f"requests: {len(seen.rows)} in {seen.span_s:.0f} s{rate}"
     )
+    names = printable(", ".join(fitted[:_NAMES]) or "none")
+    print(f"Times are by their own traffic of: {names}{more}.")
     print(f"Latencies are told for {plan.rate_per_s:.3g} requests/s.")
     print()
     rows = [_row(*line) for line in _lines(again.now, best)]
