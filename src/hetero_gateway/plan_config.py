@@ -28,11 +28,11 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.load.trace import CHAT_MIX, TraceRequest, read_trace
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.goals import GoalName, Goals
-from hetero_gateway.planner.instance_types import instance_types
+from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.memory import EngineOptions, Method
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.models import model_card, model_from_config
-from hetero_gateway.planner.plan import Machine
+from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.search import Question
 from hetero_gateway.planner.trials import Engines
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
@@ -304,27 +304,35 @@ def plan_request(
         needed_tokens=longest,
         method=config.memory,
     )
-    wanted = config.goals
-    question = Question(
+    question = _question(config, machines, types, unfit, lengths, notes)
+    return PlanRequest(
+        source, model, model_name, options, config.memory, question, trace,
+        _model_directory(config.model, base_dir),
+        {m.id: m.address for m in config.machines if m.address is not None},
+    )  # fmt: skip
+
+
+def _question(
+    config: PlanConfig,
+    machines: tuple[Machine, ...],
+    types: Types,
+    unfit: Sequence[Unfit],
+    lengths: Lengths,
+    notes: Sequence[str],
+) -> Question:
+    wanted, batched = config.goals, config.engine.max_num_batched_tokens
+    return Question(
         machines=machines,
         types=types,
         lengths=lengths,
         goals=Goals(wanted.goal, config.workload.rate_per_s, wanted.ttft_p99_s, wanted.tpot_p99_s),
         policy=config.policy,
         estimator=config.estimator,
-        engines=Engines(
-            config.engine.scheduling,
-            config.engine.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS,
-        ),
+        engines=Engines(config.engine.scheduling, batched or DEFAULT_MAX_BATCHED_TOKENS),
         unfit=tuple(unfit),
         seed=config.seed,
         notes=tuple(notes),
     )
-    return PlanRequest(
-        source, model, model_name, options, config.memory, question, trace,
-        _model_directory(config.model, base_dir),
-        {m.id: m.address for m in config.machines if m.address is not None},
-    )  # fmt: skip
 
 
 def _model(value: str | ModelConfig, source: str, base_dir: Path) -> tuple[ModelShape, str]:

@@ -144,6 +144,18 @@ def test_the_table_says_now_proposed_and_worth(url, cluster, capsys):
     assert "box: tp2 → 2×tp1" in out
 
 
+def test_equal_machines_are_told_apart_only_where_one_changes(url, tmp_path, capsys):
+    # Two machines, one of which runs nothing yet; whichever the search gave what, b stays unused.
+    machines = [{"id": i, "accelerator": "V100-32GB-NVLink2", "count": 2} for i in ("a", "box")]
+    cluster = write(tmp_path, machines=machines)
+    assert again(cluster, url, "--json", "--goal", "fewest", "--rate", "0.1") == 0
+    document = json.loads(capsys.readouterr().out)
+    told = document["from_gateway"]
+    assert told["now"]["layouts"] == {"a": [], "box": [2]}
+    assert told["proposed"]["accelerators"] == 1
+    assert 0 in document["pareto"] or not document["pareto"]
+
+
 def test_the_files_own_requests_come_before_the_gateways(url, cluster, tmp_path, capsys):
     trace = tmp_path / "trace.csv"
     trace.write_text("input_tokens,output_tokens\n500,50\n600,60\n")

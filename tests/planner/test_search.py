@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.goals import Goals
@@ -208,6 +209,42 @@ def test_a_latency_goal_that_nothing_keeps_is_told():
 def test_fewest_needs_a_rate():
     with pytest.raises(ConfigError, match="rate"):
         plan(types_of("gpu"), goals=Goals("fewest"))
+
+
+def test_with_limits_the_most_throughput_is_that_of_what_keeps_them():
+    types = types_of("gpu", kv_tokens=60_000, all_reduce_s=5e-4)
+    rate = 2.0
+    free = plan(types, goals=Goals("throughput", rate_per_s=rate))
+    limit = 0.8 * free.best.at_rate.tpot_p99_s
+    bound = plan(types, goals=Goals("throughput", rate_per_s=rate, tpot_p99_s=limit))
+    assert bound.best.holds
+    assert bound.best.at_rate.tpot_p99_s <= limit
+    assert bound.best.simulated.tokens_per_s < free.best.simulated.tokens_per_s
+    missed = [c for c in bound.candidates if c.holds is False and c.at_rate is not None]
+    assert missed
+    assert all("TPOT p99" in c.why_not for c in missed)
+
+
+def test_the_least_cost_of_a_rate_pays_for_the_rate():
+    types = types_of("cheap", "dear")
+    machines = [Machine("a", "cheap", 4, 1.0), Machine("b", "dear", 4, 9.0)]
+    found = plan(types, machines, goals=Goals("cost", rate_per_s=2.0))
+    mix = trials.Mix.of(LENGTHS, 0)
+    assert found.best.layouts["b"] == ()
+    tokens_per_hour = 2.0 * (mix.mean_prompt + mix.mean_output) * 3600
+    assert found.best.usd_per_million_tokens == pytest.approx(4.0 / tokens_per_hour * 1e6)
+
+
+def test_limits_without_a_rate_are_refused():
+    with pytest.raises(ConfigError, match="rate"):
+        plan(types_of("gpu"), goals=Goals("throughput", ttft_p99_s=1.0))
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_every_policy_can_be_planned_for(policy):
+    found = plan(types_of("gpu"), policy=policy, engines=trials.Engines("prefill-first"))
+    assert found.best.simulated.tokens_per_s > 0
+    assert found.policy == policy
 
 
 # What cannot be planned

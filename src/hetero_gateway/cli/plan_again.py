@@ -235,7 +235,11 @@ def compared(plan: Plan, again: Again) -> tuple[Plan, Again]:
     goals = dataclasses.replace(question.goals, rate_per_s=plan.rate_per_s or None)
     asked = dataclasses.replace(question, policy=again.seen.policy, goals=goals)
     now = simulate_present(asked, layouts)
-    plan = dataclasses.replace(plan, candidates=(best, *plan.candidates[1:]))
+    plan = dataclasses.replace(
+        plan,
+        candidates=(best, *plan.candidates[1:]),
+        pareto=tuple(best if c == plan.best else c for c in plan.pareto),
+    )
     return plan, dataclasses.replace(again, now=now)
 
 

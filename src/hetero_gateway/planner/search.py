@@ -57,7 +57,7 @@ _COMBINATIONS = 12
 # together have about as many as the budget says.
 _SYSTEMS = 6
 _LEAST_SYSTEMS = 2
-_BUDGET_REQUESTS = 36_000
+_BUDGET_REQUESTS = 30_000
 # Candidates this close are one to the simulator; then the sum of their instances alone decides.
 _NOISE = 0.01
 # Latencies are told at this share of the best's throughput where no rate is given.
@@ -257,7 +257,10 @@ class _Search:
 
     def _to_simulate(self, found: Sequence[Allocation]) -> list[Allocation]:
         """The best few; of one kind of machine, the equal layouts of the paper among them."""
-        batch = sum(self._mix.batch(p) * n for p, n in self._system(found[0]).instances)
+        batch = max(
+            sum(self._mix.batch(p) * n for p, n in self._system(each).instances)
+            for each in found[:_SYSTEMS]
+        )
         run = max(self._q.requests, 4 * batch)
         systems = int(np.clip(_BUDGET_REQUESTS / (2 * run), _LEAST_SYSTEMS, _SYSTEMS))
         if len(self._groups) > 1 or self._q.goals.name != "throughput":

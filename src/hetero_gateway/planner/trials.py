@@ -55,8 +55,8 @@ _BLOCK = 500
 # than the budget. With 2, instances of 670 sequences were not full yet: 9 % too few tokens.
 _SYSTEM_BATCHES = 5
 _LEAST_BATCHES = 3
-# Requests of one run of a whole system, about. 3 000 cost 0.3 to 1 s (finish-time, not compiled).
-SYSTEM_REQUESTS = 3000
+# Requests of one run of a whole system, about: 0.3 to 1 s with finish-time, not compiled.
+SYSTEM_REQUESTS = 2400
 # At a rate: the share of the arrivals that only fills the system.
 _FILL = 0.25
 # A batch below this share of what fits is not kept small by memory.
