@@ -103,6 +103,14 @@ def test_several_machines_have_a_script_each_and_no_script_for_all():
     assert "0.0.0.0" not in render_deployment(ONE_MACHINE, options())["commands/v100-box.sh"]
 
 
+def test_a_single_machine_elsewhere_listens_for_the_gateway():
+    files = render_deployment(ONE_MACHINE, options(addresses={"v100-box": "10.0.0.7"}))
+    assert "--host 0.0.0.0" in files["commands/v100-box.sh"]
+    assert "start.sh" not in files
+    services = yaml.safe_load(files["compose.yaml"])["services"]
+    assert services["v100-box-tp4-0"]["ports"] == ["8001:8001"]
+
+
 def test_a_directory_with_something_in_it_is_refused_and_left_as_it_is(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"is not empty.*--force"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_gateway.deployment.checkpoints import CHECKPOINTS, checkpoint_of
 from hetero_gateway.deployment.command import emulate_arguments, serve_arguments
-from hetero_gateway.deployment.instances import deployed_instances, machine_names
+from hetero_gateway.deployment.instances import deployed_instances, machine_names, on_one_host
 from hetero_gateway.deployment.script import instance_program
 from hetero_gateway.emulator.settings import BLOCK_TOKENS
 from hetero_gateway.errors import ConfigError
@@ -51,6 +51,19 @@ def test_a_machine_is_reached_by_its_address_its_id_or_loopback():
     assert {i.host for i in instances(TWO_MACHINES)} == {"v100-box", "mi-box-1"}
     given_one = instances(TWO_MACHINES, addresses={"MI box_1": "10.0.0.7"})
     assert {i.host for i in given_one} == {"v100-box", "10.0.0.7"}
+
+
+def test_a_single_machine_with_an_address_is_not_the_gateways_own():
+    away = options(addresses={"v100-box": "10.0.0.7"})
+    assert on_one_host(instances(ONE_MACHINE), options())
+    assert not on_one_host(deployed_instances(ONE_MACHINE, away, ONE_MACHINE.best), away)
+
+
+def test_two_machines_at_one_address_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"v100-box and MI box_1 have the same address 10\.0\.0\.7"
+    ):
+        instances(TWO_MACHINES, addresses={"v100-box": "10.0.0.7", "MI box_1": "10.0.0.7"})
 
 
 def test_equal_names_in_files_are_told_apart():

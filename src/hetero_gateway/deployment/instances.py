@@ -22,6 +22,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
 # A StatefulSet's name is this, "-tpNN" and, on its pods, an ordinal: 63 characters at most.
 _MOST_NAME = 40
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,8 @@ def deployed_instances(
             replicas[size] += 1
             device += size
     _check_ports(result, options)
+    if not options.emulate:
+        _check_hosts(result)
     return tuple(result)
 
 
@@ -202,17 +205,28 @@ def profile_name(instance_type: InstanceType) -> str:
 
 def on_one_host(instances: Sequence[DeployedInstance], options: DeploymentOptions) -> bool:
     """Whether everything, the gateway included, runs on one machine."""
-    return options.emulate or len({i.machine.id for i in instances}) == 1
+    return options.emulate or all(i.host == _LOOPBACK for i in instances)
 
 
 def _host(machine_id: str, name: str, options: DeploymentOptions, *, alone: bool) -> str:
     if options.emulate:
-        return "127.0.0.1"
+        return _LOOPBACK
     if machine_id in options.addresses:
         return options.addresses[machine_id]
     if alone:
-        return "127.0.0.1"
+        return _LOOPBACK
     return machine_id if _HOST.fullmatch(machine_id) else name
+
+
+def _check_hosts(instances: Sequence[DeployedInstance]) -> None:
+    """Two machines at one address would have the same ports, and the same devices."""
+    machines: dict[str, str] = {}
+    for instance in instances:
+        other = machines.setdefault(instance.host, instance.machine.id)
+        if other != instance.machine.id:
+            raise ConfigError(
+                f"machines: {other} and {instance.machine.id} have the same address {instance.host}"
+            )
 
 
 def _check_ports(instances: Sequence[DeployedInstance], options: DeploymentOptions) -> None:

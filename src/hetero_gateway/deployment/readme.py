@@ -211,6 +211,11 @@ def _caveats(
                 f"- What is special to {', '.join(others)} (devices, images, resources) follows "
                 "the vendors' documents and was not run for this project."
             )
+    if options.emulate:
+        lines.append(
+            "- Where this machine is too slow for the emulated instances, their clocks give way: "
+            "`hetero_gateway_emulator_lost_seconds_total` of their `/metrics` says by how much."
+        )
     lines.append(
         "- Profiles that are `roofline` or `derived` are estimates: `hetero-gateway profile URL` "
         "measures an instance, and `hetero-gateway plan --from-gateway URL` plans again."

@@ -62,10 +62,15 @@ def script_text(
         title=title,
         up=shlex.quote(up),
         model="" if options.emulate else f"{_model_line(options)}\n",
-        needs="hetero-gateway" if options.emulate else "vllm",
+        needs=" and ".join(_needs(programs, options)),
         stop_s=options.shutdown_timeout_s + _STOP_MARGIN_S,
         starts=starts,
     )
+
+
+def _needs(programs: Sequence[Program], options: DeploymentOptions) -> list[str]:
+    has_gateway = any(program.command.startswith("hetero-gateway") for program in programs)
+    return ([] if options.emulate else ["vllm"]) + (["hetero-gateway"] if has_gateway else [])
 
 
 def _model_line(options: DeploymentOptions) -> str:
