@@ -17,7 +17,9 @@ import pytest
 import yaml
 
 from hetero_gateway.cli import main
+from hetero_gateway.cli.plan_again import Seen
 from hetero_gateway.deployment.directory import write_deployment
+from hetero_gateway.load.trace import TraceRequest
 from tests.deployment.plans import options, plan
 from tests.deployment.test_scripts import free_ports
 
@@ -92,6 +94,21 @@ def write(folder: Path, **changes) -> Path:
 
 def again(cluster: Path, url: str, *words: str) -> int:
     return main(["plan", "-c", str(cluster), "--from-gateway", url, *words])
+
+
+def test_requests_of_other_models_count_neither_in_lengths_nor_in_the_rate():
+    rows = [TraceRequest(float(k), 10, 5, "a" if k % 2 else "b") for k in range(9)]
+    seen = Seen("http://x", "finish-time", (), tuple(rows))
+    assert (seen.span_s, seen.rate_per_s) == (8.0, 1.0)
+    of_a = seen.of_models({"a"})
+    assert {row.model for row in of_a.rows} == {"a"}
+    assert (of_a.span_s, of_a.rate_per_s) == (6.0, 0.5)
+
+
+@pytest.mark.parametrize("arrivals", [[], [1.0], [1.0, 1.0], [None, None]])
+def test_too_few_arrivals_make_no_rate(arrivals):
+    rows = tuple(TraceRequest(arrival_s, 10, 5) for arrival_s in arrivals)
+    assert Seen("http://x", "finish-time", (), rows).rate_per_s is None
 
 
 def test_the_document_has_what_runs_and_what_would_be_better(url, cluster, capsys):

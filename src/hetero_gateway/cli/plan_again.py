@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +46,26 @@ class Seen:
     policy: str
     running: tuple[Running, ...]
     rows: tuple[TraceRequest, ...]
-    rate_per_s: float | None
-    span_s: float
+
+    def of_models(self, names: Collection[str]) -> Seen:
+        """Without the requests of other models."""
+        rows = tuple(row for row in self.rows if not row.model or row.model in names)
+        return dataclasses.replace(self, rows=rows)
+
+    @property
+    def span_s(self) -> float:
+        """From the first arrival to the last."""
+        arrivals = self._arrivals()
+        return max(arrivals) - min(arrivals) if arrivals else 0.0
+
+    @property
+    def rate_per_s(self) -> float | None:
+        """None where there are too few requests to tell."""
+        span_s = self.span_s
+        return (len(self._arrivals()) - 1) / span_s if span_s > 0 else None
+
+    def _arrivals(self) -> list[float]:
+        return [row.arrival_s for row in self.rows if row.arrival_s is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,59 +99,80 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
         ConfigError: the URL, the key or the file is wrong, or nothing that runs is in the file.
         HeteroGatewayError: the gateway does not answer, or refuses.
     """
-    from hetero_gateway.config import load_profile
     from hetero_gateway.deployment.present import (
         capacity_notes,
         observed_profiles,
         place,
         with_running_types,
     )
-    from hetero_gateway.load.trace import read_trace
-    from hetero_gateway.plan_config import load_plan_config, plan_request
     from hetero_gateway.planner.trials import Mix
 
     seen = ask(args)
-    overrides = dict(overrides)
-    for key, value in (("policy", seen.policy), ("workload.rate_per_s", seen.rate_per_s)):
-        if overrides.get(key) is None:
-            overrides[key] = value
-    config = load_plan_config(args.config, overrides)
-    base_dir = args.config.parent
-    rows: Sequence[TraceRequest] | None = seen.rows or None
-    trace: Path | None = _TRACE if seen.rows else None
-    if args.requests is not None:
-        rows, trace = read_trace(args.requests), args.requests
-    elif not seen.rows and config.workload.requests is not None:
-        trace = base_dir / config.workload.requests
-        rows = read_trace(trace)
-    own = [load_profile(name) for name in args.profile]
-    own += [load_profile(name, base_dir) for name in config.profiles]
-
-    def asked(profiles: Sequence[Profile]) -> PlanRequest:
-        return plan_request(
-            config, str(args.config), base_dir, rows=rows, trace=trace, measured=profiles
-        )
-
-    before = asked(own)
-    model, question = before.model, before.question
-    present = place(seen.running, question.machines, model)
+    own = _Asked(args, overrides, seen)
+    first = own.request([], lengths=False)
+    model = first.model
+    present = place(seen.running, first.question.machines, model)
     if not present.placed:
         reasons = "; ".join(f"{name}: {why}" for name, why in present.left_out) or "it has none"
         raise ConfigError(
             f"{args.config}: none of the gateway's instances is on a machine of the file: "
             f"{printable(reasons)}"
         )
-    mix = Mix.of(question.lengths, question.seed)
-    profiles = observed_profiles(present, question.types, model, mix.mean_prompt, mix.mean_output)
-    request = asked([*profiles, *own])
+    seen = seen.of_models({m for p in present.placed for m in p.instance.models})
+    asked = _Asked(args, overrides, seen)
+    believed = asked.request([]).question
+    mix = Mix.of(believed.lengths, believed.seed)
+    profiles = observed_profiles(present, believed.types, model, mix.mean_prompt, mix.mean_output)
+    request = asked.request(profiles)
     notes = (
         *request.question.notes,
         *_notes(seen, args.requests is not None),
         *capacity_notes(present, request.question.types),
     )
-    asked_for = with_running_types(request.question, present, model)
-    asked_for = dataclasses.replace(asked_for, notes=tuple(printable(note) for note in notes))
-    return Again(seen, dataclasses.replace(request, question=asked_for), present)
+    question = with_running_types(request.question, present, model)
+    question = dataclasses.replace(question, notes=tuple(printable(note) for note in notes))
+    return Again(seen, dataclasses.replace(request, question=question), present)
+
+
+class _Asked:
+    """The file, with flags over what the gateway saw, and that over what the file says."""
+
+    def __init__(self, args: argparse.Namespace, overrides: Mapping[str, Any], seen: Seen) -> None:
+        from hetero_gateway.config import load_profile
+        from hetero_gateway.load.trace import read_trace
+        from hetero_gateway.plan_config import load_plan_config
+
+        wanted = dict(overrides)
+        for key, value in (("policy", seen.policy), ("workload.rate_per_s", seen.rate_per_s)):
+            if wanted.get(key) is None:
+                wanted[key] = value
+        self._path: Path = args.config
+        base_dir = self._path.parent
+        self._config = load_plan_config(self._path, wanted)
+        self._profiles = [load_profile(name) for name in args.profile]
+        self._profiles += [load_profile(name, base_dir) for name in self._config.profiles]
+        file_trace = self._config.workload.requests
+        self._trace: Path | None = None
+        self._rows: Sequence[TraceRequest] | None = None
+        if args.requests is not None or (not seen.rows and file_trace is not None):
+            self._trace = args.requests or base_dir / str(file_trace)
+            self._rows = read_trace(self._trace)
+        elif seen.rows:
+            self._trace, self._rows = _TRACE, seen.rows
+
+    def request(self, profiles: Sequence[Profile], *, lengths: bool = True) -> PlanRequest:
+        """What the planner is asked; ``profiles`` come first. Without ``lengths``, by the file's
+        distributions: enough to know model and machines."""
+        from hetero_gateway.plan_config import plan_request
+
+        return plan_request(
+            self._config,
+            str(self._path),
+            self._path.parent,
+            rows=self._rows if lengths else None,
+            trace=self._trace if lengths else None,
+            measured=[*profiles, *self._profiles],
+        )
 
 
 def _notes(seen: Seen, own_trace: bool) -> list[str]:
@@ -153,28 +192,22 @@ def ask(args: argparse.Namespace) -> Seen:
         document = fetch(target, "/admin/instances", {})
         policy = str(document["policy"])
         running = tuple(_running(target, row) for row in document["instances"])
-        served = {model for row in document["instances"] for model in row["models"]}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise HeteroGatewayError(
             f"{args.from_gateway}: the answer cannot be read, it may be a gateway of another "
             f"version: {error!r}"
         ) from error
-    rows = _rows(target, served)
-    arrivals = [row.arrival_s for row in rows if row.arrival_s is not None]
-    span_s = max(arrivals) - min(arrivals) if arrivals else 0.0
-    rate_per_s = (len(arrivals) - 1) / span_s if span_s > 0 else None
-    return Seen(args.from_gateway, policy, running, tuple(rows), rate_per_s, span_s)
+    return Seen(args.from_gateway, policy, running, tuple(_rows(target)))
 
 
-def _rows(target: argparse.Namespace, served: set[str]) -> list[TraceRequest]:
-    """The requests of the models that are served; none is no error."""
+def _rows(target: argparse.Namespace) -> list[TraceRequest]:
+    """The last requests; none is no error."""
     from hetero_gateway.load.trace import parse_trace
 
     text = fetch_csv(target.url, target.admin_key_env, "/admin/requests")
     if len(text.splitlines()) < 2:
         return []
-    rows = parse_trace(text, f"{target.url}/admin/requests")
-    return [row for row in rows if not row.model or row.model in served]
+    return parse_trace(text, f"{target.url}/admin/requests")
 
 
 def _running(target: argparse.Namespace, row: Mapping[str, Any]) -> Running:
@@ -198,6 +231,7 @@ def _running(target: argparse.Namespace, row: Mapping[str, Any]) -> Running:
         kv_capacity_tokens=seen["kv_capacity_tokens"],
         observed=observed,
         left_out=left_out,
+        models=tuple(map(str, row["models"])),
     )
 
 

@@ -57,6 +57,7 @@ class Running:
         kv_capacity_tokens: as the engine itself reports; None: it does not.
         observed: whether the profile's constants were fitted to its traffic.
         left_out: why it does not count, e.g. that it is down; empty: it does.
+        models: names that clients ask for.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Running:
     kv_capacity_tokens: int | None = None
     observed: bool = False
     left_out: str = ""
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
