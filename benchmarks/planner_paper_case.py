@@ -24,7 +24,7 @@ from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, esti
 from hetero_gateway.planner.layouts import describe
 from hetero_gateway.planner.plan import Machine
 from hetero_gateway.planner.search import Question, search
-from hetero_gateway.planner.trials import Engines, Mix, System, saturate
+from hetero_gateway.planner.trials import Engines, Mix, System, run_alone, saturate
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 ROOT = Path(__file__).parents[1]
@@ -102,7 +102,10 @@ def main() -> None:
                     profile = dataclasses.replace(
                         profiles[t], kv_capacity_tokens=int(share * profiles[t].kv_capacity_tokens)
                     )
-                    system = System(((profile, ACCELERATORS // t),), 1.0)
+                    alone = run_alone(profile, mix, engines)
+                    assert alone is not None
+                    count = ACCELERATORS // t
+                    system = System(((profile, count),), count * alone.batch)
                     figures = saturate(
                         system, "round-robin", mix, engines, SIMULATED_REQUESTS, False
                     )

@@ -2,6 +2,7 @@
 
     python benchmarks/planner_search.py [--settings N] [--jobs J] [--policy P] [--json]
     python benchmarks/planner_search.py --large
+    python benchmarks/planner_search.py --alone
 
 Each setting draws one machine of 2, 4 or 8 accelerators of the catalogue, a model, log-normal
 lengths, the link's and the memory's speed, the engine's overhead in a step, the memory that others
@@ -18,6 +19,11 @@ than 95 % are within 2 %.
 
 ``--large`` plans 100 machines of 8 accelerators, 20 of each of five kinds, for each goal, and
 prints how long that takes; exit code 1 when any takes 10 s or more. Nothing is compiled.
+
+``--alone`` holds the planner's throughput of one instance, the mean of eight seeds, against a run
+of 40 000 requests, counted by the engine between a fifth and four fifths of it. What all types have
+in common is the requests' doing; the difference between types is what could mislead. Exit code 1
+when that is over 2 %.
 """
 
 from __future__ import annotations
@@ -47,9 +53,10 @@ from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Layout, Machine
 from hetero_gateway.planner.search import Question, search
-from hetero_gateway.planner.trials import Mix
+from hetero_gateway.planner.trials import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.fleet import Fleet, can_compile
+from hetero_gateway.sim.kernel import GENERATION_TOTAL
 from hetero_gateway.sim.result import tokens_between
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload
 
@@ -62,6 +69,18 @@ BATCHES, LEAST_REQUESTS = 5, 3000
 REFERENCE_SEED = 987_654
 LARGE = ("V100-32GB-NVLink2", "T4-16GB", "L40S-48GB", "A100-80GB-SXM", "H100-80GB-SXM")
 LARGE_GOAL_S = 10.0
+ALONE_PROFILES = (
+    "V100-32GB-NVLink2/Llama-3-8B/tp1",
+    "V100-32GB-NVLink2/Llama-3-8B/tp4",
+    "A10G-24GB/Llama-3-8B/tp1",
+    "T4-16GB/Llama-3-8B/tp2",
+    "H200-141GB/Llama-3-8B/tp8",
+)
+ALONE_MIXES = {
+    "chat": LogNormalLengths(LogNormal(256, 1.0, 3072), LogNormal(160, 0.8, 1024)),
+    "long prompts": LogNormalLengths(LogNormal(1500, 0.8, 6000), LogNormal(40, 1.0, 2000)),
+}
+ALONE_SEEDS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +283,47 @@ def plan_large() -> int:
     return 0 if max(took.values()) < LARGE_GOAL_S else 1
 
 
+def check_alone() -> int:
+    """How far the short runs of instance types are from a long one."""
+    profiles = builtin_profiles()
+    print(f"{'profile':36}{'mix':>12}{'planner':>10}{'long run':>10}")
+    between = 0.0
+    for mix_name, lengths in ALONE_MIXES.items():
+        errors = []
+        for name in ALONE_PROFILES:
+            profile = profiles[name]
+            short = [
+                run_alone(profile, Mix.of(lengths, seed), Engines()) for seed in range(ALONE_SEEDS)
+            ]
+            told = float(np.mean([a.output_tokens_per_s for a in short if a is not None]))
+            counted = counted_tokens_per_s(profile, lengths, told)
+            errors.append(told / counted - 1)
+            print(
+                f"{name:36}{mix_name:>12}{told:>10.0f}{counted:>10.0f}{told / counted - 1:>+8.1%}"
+            )
+        between = max(between, max(errors) - min(errors))
+    print(f"largest difference between types: {between:.1%}")
+    return 0 if between <= WITHIN else 1
+
+
+def counted_tokens_per_s(profile: Profile, lengths: LogNormalLengths, about: float) -> float:
+    """Output tokens/s by the engine's own counter.
+
+    Args:
+        about: the result, nearly; the window is found by it.
+    """
+    prompt, output = lengths.draw(40_000, np.random.default_rng(REFERENCE_SEED))
+    fleet = Fleet([profile], compiled=can_compile())
+    for i, o in zip(prompt.tolist(), output.tolist(), strict=True):
+        fleet.submit(0, fleet.new_slot(), i, o, 0.0)
+    whole_s, counts = float(output.sum()) / about, []
+    for share in (0.2, 0.8):
+        while not fleet.advance(share * whole_s, False):
+            pass
+        counts.append(int(fleet._n[0][GENERATION_TOTAL]))
+    return (counts[1] - counts[0]) / (0.6 * whole_s)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="the planner's choice against the best")
     parser.add_argument("--settings", type=int, default=100)
@@ -271,8 +331,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--policy", default="finish-time")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="short runs against long ones")
     parser.add_argument("--large", action="store_true", help="how long a hundred machines take")
     args = parser.parse_args()
+    if args.alone:
+        return check_alone()
     if args.large:
         return plan_large()
     tasks = [(seed, args.policy) for seed in range(args.first, args.first + args.settings)]

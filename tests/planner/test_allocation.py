@@ -92,6 +92,10 @@ def test_the_fewest_accelerators_are_those_of_trying_all(on_a, on_b, rate):
 
 def test_the_least_price_leaves_the_dear_machines_out():
     goodput = {("a", 2): 10.0, ("b", 2): 35.0}
-    (worth, first), *_ = holding((A, B), goodput, 15.0, by_price=True)
-    assert first == ((((2,), 2),), ())  # two of a at $2 hold 20; b at $12 would hold 70
-    assert worth == 20.0
+    (less, _), (worth, enough), *_ = holding((A, B), goodput, 15.0, by_price=True)
+    assert enough == ((((2,), 2),), ())  # two of a at $4 hold 20; b at $12 would hold 70
+    assert (less, worth) == (10.0, 20.0)
+
+
+def test_what_all_machines_together_cannot_hold_has_no_allocation():
+    assert holding((A, B), {("a", 2): 1.0, ("b", 2): 1.0}, 50.0, by_price=False) == []

@@ -88,7 +88,8 @@ def holding(
         by_price: the resource is USD per hour of machines that are used; else accelerators.
 
     Returns:
-        (requests/s by the instances alone, allocation); from a little below the rate on.
+        (requests/s by the instances alone, allocation), from one that is surely too little on;
+        empty when all together are too little.
     """
     frontier: list[_State] = [(0.0, 0.0, ())]
     for group in groups:
@@ -99,7 +100,11 @@ def holding(
             for more, gain, part in states
         ]
         frontier = _pareto(joined)
-    return [(worth, parts) for _, worth, parts in frontier if worth >= _POOLING * rate_per_s]
+    enough = [i for i, state in enumerate(frontier) if state[1] >= _POOLING * rate_per_s]
+    if not enough:
+        return []
+    # The one before shows what less would miss; the very first has nothing in it.
+    return [(worth, parts) for _, worth, parts in frontier[max(1, enough[0] - 1) :]]
 
 
 def _group_states(

@@ -257,10 +257,7 @@ class _Search:
 
     def _to_simulate(self, found: Sequence[Allocation]) -> list[Allocation]:
         """The best few; of one kind of machine, the equal layouts of the paper among them."""
-        batch = max(
-            sum(self._mix.batch(p) * n for p, n in self._system(each).instances)
-            for each in found[:_SYSTEMS]
-        )
+        batch = max(self._system(each).batch for each in found[:_SYSTEMS])
         run = max(self._q.requests, 4 * batch)
         systems = int(np.clip(_BUDGET_REQUESTS / (2 * run), _LEAST_SYSTEMS, _SYSTEMS))
         if len(self._groups) > 1 or self._q.goals.name != "throughput":
@@ -350,8 +347,7 @@ class _Search:
                     counts[group.accelerator, t] += machines
         return trials.reduced(
             {self._q.types[key].profile: n for key, n in sorted(counts.items())},
-            {self._q.types[key].profile: a.tokens_per_s for key, a in self._alone.items()},
-            self._mix,
+            {self._q.types[key].profile: alone for key, alone in self._alone.items()},
             self._q.requests,
         )
 

@@ -220,10 +220,15 @@ def hold_alone(profile: Profile, mix: Mix, engines: Engines, rate_per_s: float) 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Instances by profile, in numbers; ``share`` is of the system that they stand for."""
+    """Instances by profile, in numbers.
+
+    ``batch``: sequences that run in all of them together when they have enough to do, about.
+    ``share`` is of the system that they stand for.
+    """
 
     instances: tuple[tuple[Profile, int], ...]
-    share: float
+    batch: float
+    share: float = 1.0
 
     def simulated(self) -> list[SimulatedInstance]:
         """In turn, one of each kind, so that no kind comes first in a policy's order."""
@@ -238,20 +243,22 @@ class System:
         return result
 
 
-def reduced(
-    counts: Mapping[Profile, int], alone: Mapping[Profile, float], mix: Mix, requests: int
-) -> System:
+def reduced(counts: Mapping[Profile, int], alone: Mapping[Profile, Alone], requests: int) -> System:
     """The largest system in proportion whose runs take about so many requests.
 
     Args:
         counts: instances by profile, each above 0, in an order that does not change.
-        alone: what each does alone, tokens/s; its share of the system is reckoned by it.
+        alone: what each does alone; its batch, and its share of the system, are reckoned by it.
     """
-    batches = sum(mix.batch(profile) * n for profile, n in counts.items())
+    batches = sum(alone[profile].batch * n for profile, n in counts.items())
     factor = min(1.0, requests / (batches * (1 + _SYSTEM_BATCHES)))
     kept = tuple((profile, max(1, round(n * factor))) for profile, n in counts.items())
-    whole = sum(alone[profile] * n for profile, n in counts.items())
-    return System(kept, sum(alone[profile] * n for profile, n in kept) / whole)
+    whole = sum(alone[profile].tokens_per_s * n for profile, n in counts.items())
+    return System(
+        kept,
+        sum(alone[profile].batch * n for profile, n in kept),
+        sum(alone[profile].tokens_per_s * n for profile, n in kept) / whole,
+    )
 
 
 def saturate(
@@ -259,7 +266,7 @@ def saturate(
 ) -> Figures | None:
     """Everything at once, in its stride, and scaled to the system it stands for."""
     instances = system.simulated()
-    half_done = math.ceil(sum(mix.batch(i.profile) for i in instances))
+    half_done = math.ceil(system.batch)
     batches = np.clip(requests / half_done - 1, _LEAST_BATCHES, 4 * _SYSTEM_BATCHES)
     prompt, output = mix.requests(half_done, max(100, math.ceil(batches * half_done)))
     workload = Workload(all_at_once(prompt.size), prompt, output)
@@ -292,9 +299,7 @@ def hold(
 ) -> Figures | None:
     """Poisson arrivals at a rate of the whole system; None where no request finishes."""
     instances = system.simulated()
-    workload = _at_rate(
-        mix, rate_per_s * system.share, sum(mix.batch(i.profile) for i in instances), requests
-    )
+    workload = _at_rate(mix, rate_per_s * system.share, system.batch, requests)
     records = _simulate(instances, workload, policy, mix, engines, compiled)
     return _figures_at_rate(workload, records, mix, len(instances), system.share)
 
