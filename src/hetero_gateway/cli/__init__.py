@@ -39,6 +39,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         explain,
         plan,
         predictor,
+        profile,
         serve,
         simulate,
         status,
@@ -51,7 +52,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands = (serve, validate, emulate, demo, plan, simulate, bench, predictor, status, explain)
-    for command in commands:
+    for command in (
+        *(serve, validate, emulate, profile, demo, plan, simulate, bench),
+        *(predictor, status, explain),
+    ):
         command.add_parser(subparsers)
     return parser.parse_args(argv)

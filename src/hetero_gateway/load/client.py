@@ -76,7 +76,8 @@ class Reply:
     """What one exchange brought. Times are ``time.perf_counter``'s: uvloop's clock is in whole ms.
 
     ``failure`` is None or ``connect``, ``timeout``, ``reset``, ``protocol``; ``tail`` is the end of
-    a stream's body or the whole of a plain one; ``events`` counts the ends of SSE events.
+    a stream's body or the whole of a plain one; ``events`` counts the ends of SSE events;
+    ``parts``, where it is a list, gets every part of the body with its time.
     """
 
     sent_s: float
@@ -87,6 +88,7 @@ class Reply:
     events: int = 0
     tail: bytes = b""
     failure: str | None = None
+    parts: list[tuple[float, bytes]] | None = None
 
 
 class _Connection(asyncio.Protocol):
@@ -156,6 +158,8 @@ class _Connection(asyncio.Protocol):
         # JSON escapes newlines, so a blank line can only be the end of an event.
         reply.events += body.count(b"\n\n")
         self._parts.append(body)
+        if reply.parts is not None:
+            reply.parts.append((self._now_s, body))
 
     def on_message_complete(self) -> None:
         if self._reply.status == 100:
@@ -198,9 +202,19 @@ class LoadClient:
             "content-length: "
         ).encode("latin-1")
 
-    async def post(self, body: bytes) -> Reply:
-        """Send one body and wait for the whole answer; never raises for what the server does."""
-        reply = Reply(time.perf_counter())
+    async def warm(self, connections: int) -> None:
+        """Have this many open connections ready; silent when it cannot, for ``post`` will tell."""
+        have = [await self._fresh_or_none() for _ in range(connections)]
+        self._idle.extend(connection for connection in have if connection is not None)
+
+    async def post(self, body: bytes, reply: Reply | None = None) -> Reply:
+        """Send one body and wait for the whole answer; never raises for what the server does.
+
+        Args:
+            reply: filled in as the answer comes, for whoever looks at it meanwhile.
+        """
+        reply = reply or Reply(0.0)
+        reply.sent_s = time.perf_counter()
         try:
             connection = await self._connection()
         except (OSError, TimeoutError):
@@ -229,6 +243,14 @@ class LoadClient:
         for connection in list(self._open):
             connection.abort("reset")
         await asyncio.gather(*(connection.closed for connection in self._open))
+
+    async def _fresh_or_none(self) -> _Connection | None:
+        try:
+            connection = await self._connection()
+        except (OSError, TimeoutError):
+            return None
+        connection.idle_since_s = time.perf_counter()
+        return connection
 
     async def _connection(self) -> _Connection:
         fresh_after_s = time.perf_counter() - _REUSE_WITHIN_S

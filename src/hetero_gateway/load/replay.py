@@ -46,7 +46,7 @@ async def replay(
         options: bounds.
         on_record: called with each record as it is made.
     """
-    _raise_file_limit()
+    raise_file_limit()
     client = LoadClient(target, maker.kind.path, stream=maker.stream, timeout_s=options.timeout_s)
     slots = asyncio.Semaphore(options.concurrency or max(1, len(requests)))
     records: list[RequestRecord] = []
@@ -89,7 +89,7 @@ async def replay(
     return sorted(records, key=lambda record: record.index)
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
     """Every request in flight is a connection; the usual soft limit of 1 024 files is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)

@@ -1,0 +1,261 @@
+"""``profile``: p1..p8 of an instance, measured live or fitted to samples of earlier."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetero_gateway.cli.arguments import positive_float, positive_int
+from hetero_gateway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from hetero_gateway.profiler.campaign import Plan, Progress
+    from hetero_gateway.profiler.engine import EngineFacts, Overrides
+    from hetero_gateway.profiler.live import Measured
+
+_EXAMPLE = """\
+examples:
+  hetero-gateway profile http://127.0.0.1:8000 -o a100.yaml --gpu A100-80GB-SXM
+  hetero-gateway profile http://127.0.0.1:8000 -o a100.yaml --gpu A100-80GB-SXM --resume
+  hetero-gateway profile --from samples.csv -o a100.yaml --gpu A100-80GB-SXM --model Llama-3-8B \\
+      --kv-capacity-tokens 400000
+
+The engine must serve nobody else meanwhile. Every sample is kept as it comes, in
+FILE.samples.jsonl: after Ctrl-C, or whatever else ended it, --resume goes on. The profile is
+written in any case, if there are samples enough. docs/profiling.md says how it measures.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure a live instance, or fit recorded samples: a profile file",
+        description="Measure a live instance through its API and fit p1..p8 of the time model, or "
+        "fit samples that were recorded before.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("url", nargs="?", metavar="URL", help="base URL of a vLLM, with or without /v1")
+    add("--from", dest="samples", type=Path, metavar="FILE", help="fit these samples instead")
+    add("-o", "--output", type=Path, required=True, metavar="FILE.yaml", help="the profile")
+    add("--model", metavar="NAME", help="default: the first that the engine lists")
+    add("--gpu", metavar="NAME", default="unknown", help="for the profile's name")
+    add(
+        "--tensor-parallel", type=positive_int, default=1, metavar="N", help="likewise (default: 1)"
+    )
+    add("--resume", action="store_true", help="go on with the samples that FILE has already")
+    add("--plot", type=Path, metavar="FILE", help="measured against fitted, .png or .svg")
+    add("--json", action="store_true", help="print one JSON document")
+    add("--seed", type=int, default=0, help="of lengths, hold-out and bootstrap (default: 0)")
+    live = parser.add_argument_group("a live engine")
+    add = live.add_argument
+    add("--budget", type=positive_float, default=600.0, metavar="S", help="seconds (default: 600)")
+    add("--passes", type=positive_int, default=3, metavar="N", help="samples per cell (default: 3)")
+    add("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    add("--timeout", type=positive_float, default=600.0, metavar="S", help="per request")
+    add(
+        "--max-num-batched-tokens",
+        type=positive_int,
+        default=2048,
+        metavar="N",
+        help="as the engine was started with (default: 2048, vLLM's on most cards)",
+    )
+    add(
+        "--deep-prefills",
+        action="store_true",
+        help="fit prefills of several steps too; with --resume, of the samples that are there",
+    )
+    known = parser.add_argument_group("what the engine tells, unless given here")
+    add = known.add_argument
+    add("--kv-capacity-tokens", type=positive_int, metavar="N", help="KV cache of the instance")
+    add("--max-num-seqs", type=positive_int, metavar="N", help="not told: vLLM's default, 256")
+    add("--max-model-len", type=positive_int, metavar="N", help="context window in tokens")
+    add("--block-size", type=positive_int, metavar="N", help="tokens per KV block")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure or fit; 0 when complete, 130 after Ctrl-C, 1 when the engine ended it."""
+    sources = {"url": _live, "samples": _recorded}
+    chosen = [run_it for name, run_it in sources.items() if getattr(args, name) is not None]
+    if len(chosen) != 1:
+        raise ConfigError("profile: give either a URL to measure or --from FILE, and not both")
+    return chosen[0](args)
+
+
+def _recorded(args: argparse.Namespace) -> int:
+    from hetero_gateway.core.profile import DEFAULT_MAX_NUM_SEQS
+    from hetero_gateway.profiler.document import report
+    from hetero_gateway.profiler.recorded import fit_recorded
+
+    for name in ("model", "kv_capacity_tokens"):
+        if getattr(args, name) is None:
+            raise ConfigError(f"profile --from: --{name.replace('_', '-')} is needed")
+    fitted = fit_recorded(
+        args.samples,
+        args.output,
+        gpu=args.gpu,
+        model=args.model,
+        tensor_parallel=args.tensor_parallel,
+        kv_capacity_tokens=args.kv_capacity_tokens,
+        max_num_seqs=args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        plot=args.plot,
+        seed=args.seed,
+    )
+    if args.json:
+        print(json.dumps({"output": str(args.output), "profile": _written(args.output)}))
+    else:
+        print(report(fitted), end="")
+    return 0
+
+
+def _live(args: argparse.Namespace) -> int:
+    # Imported here so that other commands and --help stay quick.
+    import asyncio
+
+    import uvloop
+    from rich.console import Console
+
+    from hetero_gateway.config import secret
+    from hetero_gateway.load.client import parse_target
+    from hetero_gateway.profiler.live import Hardware, measure
+
+    target = parse_target(args.url, secret(args.api_key_env, "--api-key-env"))
+    plan, given = _asked(args)
+    console = Console(stderr=True, highlight=False)
+    with _bar(console) as bar:
+        task = bar.add_task("profile", total=None, note="")
+
+        def watch(progress: Progress) -> None:
+            bar.update(
+                task,
+                completed=progress.done,
+                total=progress.total,
+                note=_note(progress),
+                refresh=True,
+            )
+
+        def on_start(facts: EngineFacts) -> None:
+            console.print(_facts(facts, plan.budget_s), soft_wrap=True)
+
+        async def measured() -> Measured:
+            return await measure(
+                target,
+                args.output,
+                Hardware(args.gpu, args.tensor_parallel),
+                given,
+                plan,
+                plot=args.plot,
+                resume=args.resume,
+                watch=watch,
+                on_start=on_start,
+            )
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            result = runner.run(measured())
+    return _tell(args, result)
+
+
+def _asked(args: argparse.Namespace) -> tuple[Plan, Overrides]:
+    from hetero_gateway.profiler.campaign import Plan
+    from hetero_gateway.profiler.engine import Overrides
+
+    plan = Plan(
+        budget_s=args.budget,
+        seed=args.seed,
+        passes=args.passes,
+        timeout_s=args.timeout,
+        max_batched_tokens=args.max_num_batched_tokens,
+        deep_prefills=args.deep_prefills,
+    )
+    given = Overrides(
+        model=args.model,
+        kv_capacity_tokens=args.kv_capacity_tokens,
+        max_model_len=args.max_model_len,
+        block_tokens=args.block_size,
+        max_num_seqs=args.max_num_seqs,
+    )
+    return plan, given
+
+
+def _tell(args: argparse.Namespace, result: Measured) -> int:
+    from hetero_gateway.profiler.document import report
+    from hetero_gateway.profiler.live import samples_path
+
+    outcome = result.outcome
+    if args.json:
+        print(json.dumps(_json(args, result), default=str))
+    elif result.fit is not None:
+        print(report(result.fit, discarded=result.discarded), end="")
+        for text in outcome.notes:
+            print(f"note: {text}")
+        if outcome.unaffordable:
+            print(f"not measured, beyond the budget: {', '.join(outcome.unaffordable)}")
+        print(f"written: {args.output}")
+    number = result.signal_number
+    early = outcome.stopped or (number and f"ended by {signal.Signals(number).name}")
+    if early or result.missing:
+        kept = f"{len(result.samples)} samples are in {samples_path(args.output)}; --resume goes on"
+        wrote = "" if result.fit else f"; no profile was written: {result.missing}"
+        print(f"hetero-gateway: profile: {early or 'done'}; {kept}{wrote}", file=sys.stderr)
+    if number:
+        return 128 + number
+    return 1 if outcome.stopped or result.missing else 0
+
+
+def _json(args: argparse.Namespace, result: Measured) -> dict[str, object]:
+    return {
+        "output": str(args.output),
+        "profile": result.document,
+        "samples": len(result.samples),
+        "discarded": result.discarded,
+        "not_measured": result.outcome.unaffordable,
+        "stopped": result.outcome.stopped,
+        "missing": result.missing,
+    }
+
+
+def _written(path: Path) -> object:
+    import yaml
+
+    return json.loads(json.dumps(yaml.safe_load(path.read_text("utf-8")), default=str))
+
+
+def _facts(facts: EngineFacts, budget_s: float) -> str:
+    seqs = "" if facts.max_num_seqs_known else " (assumed; --max-num-seqs)"
+    checked = "" if facts.has_metrics else "; no /metrics: batches cannot be checked"
+    return (
+        f"{facts.model} on vLLM {facts.version}: context {facts.max_model_len}, "
+        f"KV {facts.kv_capacity_tokens} tokens in blocks of {facts.block_tokens}, "
+        f"max_num_seqs {facts.max_num_seqs}{seqs}{checked}; up to {budget_s:g} s"
+    )
+
+
+def _note(progress: Progress) -> str:
+    minutes, seconds = divmod(round(progress.left_s), 60)
+    discarded = f", {progress.discarded} discarded" if progress.discarded else ""
+    return f"{progress.cell}{discarded}, {minutes}:{seconds:02d} left"
+
+
+def _bar(console: object) -> Bar:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    assert isinstance(console, Console)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        auto_refresh=False,
+        disable=not console.is_terminal,
+    )

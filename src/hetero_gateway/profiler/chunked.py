@@ -1,0 +1,83 @@
+"""Prefills that take several steps of the engine, and what Eq. (3) can say of them.
+
+An engine that prefills at most M tokens in a step cuts a batch of b prompts of I tokens into
+⌈b·I/M⌉ steps. Each pays p4 and, for every prompt in it, p2; and what has been prefilled decodes
+meanwhile. Eq. (3) pays p2 and p4 once, whatever b·I is. Fitted to both kinds at once, it describes
+neither: on an emulated instance whose p1..p4 all matter, it is then off by 5 % on average, and by
+14 % at worst, where Eq. (3) holds exactly (benchmarks/profiled.py); without, by 0.2 and 0.4 %.
+
+So it is fitted to batches of one step, and to single prompts of several steps with the further
+steps' fixed part, (steps − 1)·(p2 + p4), taken off: they are what shows attention's growth with the
+prompt's length. How far Eq. (3) is off for the other batches is measured and told; whoever wants a
+compromise can have all of them fitted as they were measured (``--deep-prefills``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hetero_gateway.core.fitting import Sample, fit_robustly, prefill_terms
+
+KEY = "chunked"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """Measured prefills of several steps.
+
+    Args:
+        singles: of one prompt, as if the whole of it had run in one step.
+        batches: of several prompts, as measured.
+        measured: all of them, as measured.
+    """
+
+    singles: list[Sample]
+    batches: list[Sample]
+    measured: list[Sample]
+
+    def error(self, constants: Sequence[float]) -> float | None:
+        """Mean relative error of p1..p4 on the batches; None without any."""
+        if not self.batches:
+            return None
+        seconds = np.array([s.prefill_s for s in self.batches])
+        predicted = prefill_terms(self.batches) @ np.array(constants[:4])
+        return float(np.mean(np.abs(predicted / seconds - 1)))
+
+
+def record(sample: Sample) -> dict[str, float | None]:
+    """What a sample's line keeps of such a prefill, beside the columns that are fitted."""
+    return {"prompt_tokens": sample.prompt_tokens, "prefill_s": sample.prefill_s}
+
+
+def chunked_prefills(records: Iterable[Mapping[str, Any]], max_batched_tokens: int) -> Chunked:
+    """Those of accepted records; the fixed part of a step comes from the others."""
+    kept = [r for r in records if r["discarded"] is None]
+    one_step = [
+        Sample(r["batch_size"], r["prompt_tokens"], r["output_tokens"], r["prefill_s"], None)
+        for r in kept
+        if r["prefill_s"]
+    ]
+    fixed_s = 0.0
+    if one_step:
+        times = np.array([s.prefill_s for s in one_step])
+        p = fit_robustly(prefill_terms(one_step), times, np.ones(len(times)))
+        fixed_s = float(p[1] + p[3])
+    singles: list[Sample] = []
+    measured: list[Sample] = []
+    for r in kept:
+        if KEY not in r:
+            continue
+        prompt, prefill_s = r[KEY]["prompt_tokens"], r[KEY]["prefill_s"]
+        measured.append(Sample(r["batch_size"], prompt, 1, prefill_s, None))
+        if r["batch_size"] > 1:
+            continue
+        steps = math.ceil(prompt / max_batched_tokens)
+        rest_s = prefill_s - (steps - 1) * fixed_s
+        if rest_s > prefill_s / 2:  # else the steps' fixed part is all there is to see
+            singles.append(Sample(1, prompt, 1, rest_s, None))
+    return Chunked(singles, [s for s in measured if s.batch_size > 1], measured)

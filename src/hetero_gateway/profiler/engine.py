@@ -1,0 +1,237 @@
+"""What a live engine says of itself: its model, its limits, its counters.
+
+``read_engine`` asks once, before anything is measured; ``read_counters`` before and after every
+batch. All of it over the HTTP paths that vLLM has: /v1/models, /version and /metrics.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+
+from hetero_gateway.core.profile import DEFAULT_MAX_NUM_SEQS
+from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.load.client import Target
+
+_TIMEOUT_S = 30.0
+# Of an engine that does not say (not vLLM): short enough for every model.
+_UNKNOWN_MODEL_LEN = 2048
+_DEFAULT_BLOCK_TOKENS = 16
+_SERIES = re.compile(r"^(\w[\w:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What the user says instead of the engine; None: ask the engine."""
+
+    model: str | None = None
+    kv_capacity_tokens: int | None = None
+    max_model_len: int | None = None
+    block_tokens: int | None = None
+    max_num_seqs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What limits a batch here, and whose times they are.
+
+    Args:
+        model: the name to ask for; ``served`` are all that it lists.
+        kv_capacity_tokens: of all its data-parallel ranks together.
+        max_num_seqs: given, or vLLM's default: no API tells it. ``max_num_seqs_known`` says which.
+        version: what /version answers, or "unknown".
+        has_metrics: whether batches can be checked against the engine's counters.
+    """
+
+    model: str
+    served: tuple[str, ...]
+    max_model_len: int
+    kv_capacity_tokens: int
+    block_tokens: int
+    max_num_seqs: int
+    max_num_seqs_known: bool
+    version: str
+    has_metrics: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The engine's load and totals at one scrape, summed over its ranks; None: not exported."""
+
+    running: float | None
+    waiting: float | None
+    preemptions: float | None
+    prompt_tokens: float | None
+    generation_tokens: float | None
+    prefix_cache_hits: float | None
+
+
+class EngineClient:
+    """GETs with the engine's key.
+
+    Raises (every method):
+        HeteroGatewayError: no answer.
+    """
+
+    def __init__(self, target: Target) -> None:
+        headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        self._base_url = target.base_url
+        self._client = httpx.AsyncClient(
+            base_url=target.base_url, headers=headers, timeout=_TIMEOUT_S
+        )
+
+    async def get(self, path: str) -> httpx.Response:
+        try:
+            return await self._client.get(path)
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise HeteroGatewayError(f"{self._base_url}{path}: no answer: {reason}") from error
+
+    async def counters(self) -> Counters:
+        response = await self.get("/metrics")
+        if response.status_code != 200:
+            raise HeteroGatewayError(
+                f"{self._base_url}/metrics: answered {response.status_code} where it had metrics"
+            )
+        return parse_counters(response.text)
+
+    async def alive(self) -> bool:
+        """Whether /health, or /v1/models where there is none, answers 200."""
+        try:
+            response = await self._client.get("/health", timeout=5.0)
+            if response.status_code == 404:
+                response = await self._client.get("/v1/models", timeout=5.0)
+        except httpx.HTTPError:
+            return False
+        return response.status_code == 200
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+
+async def read_engine(client: EngineClient, target: Target, given: Overrides) -> EngineFacts:
+    """Ask the engine for what was not given.
+
+    Raises:
+        ConfigError: a wrong model name or key, or a limit that it does not tell and no flag gives.
+        HeteroGatewayError: no engine answers there.
+    """
+    served = await _served(client, target)
+    model = _chosen(given.model, tuple(served), target)
+    metrics = await client.get("/metrics")
+    has_metrics = metrics.status_code == 200 and "vllm:" in metrics.text
+    capacity, block_tokens = parse_cache(metrics.text if has_metrics else "")
+    capacity = given.kv_capacity_tokens or capacity
+    if capacity is None:
+        what = "does not tell the KV capacity" if has_metrics else "has no vLLM metrics"
+        raise ConfigError(
+            f"{target.base_url}/metrics {what}: give --kv-capacity-tokens (vLLM logs it when it "
+            'starts, as "GPU KV cache size: N tokens")'
+        )
+    return EngineFacts(
+        model=model,
+        served=tuple(served),
+        max_model_len=given.max_model_len or served[model] or min(capacity, _UNKNOWN_MODEL_LEN),
+        kv_capacity_tokens=capacity,
+        block_tokens=given.block_tokens or block_tokens or _DEFAULT_BLOCK_TOKENS,
+        max_num_seqs=given.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        max_num_seqs_known=given.max_num_seqs is not None,
+        version=await _version(client),
+        has_metrics=has_metrics,
+    )
+
+
+async def _served(client: EngineClient, target: Target) -> dict[str, int | None]:
+    """The served models, in the engine's order, with their context windows."""
+    response = await client.get("/v1/models")
+    url = f"{target.base_url}/v1/models"
+    if response.status_code in (401, 403):
+        given = "the key that it holds was refused" if target.api_key else "it wants an API key"
+        raise ConfigError(
+            f"{url}: {response.status_code}: {given}: name the environment variable that holds "
+            "the key with --api-key-env"
+        )
+    try:
+        models = {
+            str(card["id"]): _positive(card.get("max_model_len"))
+            for card in response.raise_for_status().json()["data"]
+        }
+    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HeteroGatewayError(
+            f"{url}: answered {response.status_code}, not a list of models: is it an "
+            "OpenAI-compatible engine?"
+        ) from error
+    if not models:
+        raise HeteroGatewayError(f"{url}: lists no model")
+    return models
+
+
+def _chosen(wanted: str | None, served: tuple[str, ...], target: Target) -> str:
+    if wanted is None:
+        return served[0]
+    if wanted not in served:
+        raise ConfigError(
+            f"--model: {target.base_url} does not serve {wanted!r}; it serves {', '.join(served)}"
+        )
+    return wanted
+
+
+async def _version(client: EngineClient) -> str:
+    response = await client.get("/version")
+    try:
+        return str(msgspec.json.decode(response.content)["version"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return "unknown"
+
+
+def parse_cache(text: str) -> tuple[int | None, int | None]:
+    """KV capacity in tokens over all ranks, and the block size, of vllm:cache_config_info."""
+    capacity, block_tokens = 0, None
+    for name, labels, _ in _SERIES.findall(text):
+        if name != "vllm:cache_config_info":
+            continue
+        info: Mapping[str, str] = dict(_LABEL.findall(labels))
+        block_tokens = _positive(info.get("block_size")) or block_tokens
+        tokens = _positive(info.get("kv_cache_size_tokens"))
+        if tokens is None and (blocks := _positive(info.get("num_gpu_blocks"))) is not None:
+            tokens = blocks * (block_tokens or _DEFAULT_BLOCK_TOKENS)
+        capacity += tokens or 0
+    return capacity or None, block_tokens
+
+
+def parse_counters(text: str) -> Counters:
+    """The few series that matter, of a Prometheus exposition."""
+    totals: dict[str, float] = {}
+    for line in text.splitlines():
+        # The exposition has 50 kB of histograms; most lines are skipped here.
+        if not line.startswith(("vllm:num_", "vllm:prompt_", "vllm:generation_", "vllm:prefix_")):
+            continue
+        name, _, rest = line.partition("{")
+        if not rest:
+            name = line.partition(" ")[0]
+        try:
+            value = float(line.rsplit(" ", 1)[1])
+        except (ValueError, IndexError):
+            continue
+        totals[name] = totals.get(name, 0.0) + value
+    return Counters(
+        running=totals.get("vllm:num_requests_running"),
+        waiting=totals.get("vllm:num_requests_waiting"),
+        preemptions=totals.get("vllm:num_preemptions_total"),
+        prompt_tokens=totals.get("vllm:prompt_tokens_total"),
+        generation_tokens=totals.get("vllm:generation_tokens_total"),
+        prefix_cache_hits=totals.get("vllm:prefix_cache_hits_total"),
+    )
+
+
+def _positive(value: object) -> int | None:
+    try:
+        number = int(str(value))
+    except ValueError:
+        return None
+    return number if number > 0 else None

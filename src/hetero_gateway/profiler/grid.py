@@ -1,0 +1,169 @@
+"""Which batches to measure, and in which order. Pure: the engine's limits and a seed in, cells out.
+
+For each batch size 1, 2, 4, 8, … two kinds of cells, their lengths drawn on a log scale, one in
+each stratum:
+
+- *one-step* cells: all prompts together fit into one step of the engine (``max_batched_tokens``).
+  Eq. (3) describes exactly these: its constant p4 is paid once.
+- *deep* cells: longer prompts, up to the context window and 90 % of the KV cache. The engine cuts
+  them into chunks and pays p4 for each, which Eq. (3) cannot say; they are there for decoding over
+  many cached tokens (p5, p7) and to say how far Eq. (3) is off.
+
+Batch size and length vary independently, so that b·I, b, I and 1 can be told apart. The order takes
+one cell of every batch size before the second of any, so that an interruption at any time leaves a
+usable spread.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_gateway.core.fitting import Sample, decode_terms, prefill_terms
+from hetero_gateway.errors import ConfigError
+
+# Of the KV cache: above it, vLLM may have to preempt.
+KV_SHARE = 0.9
+MIN_PROMPT_TOKENS = 16
+MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS = 16, 64
+# Strata per batch size.
+ONE_STEP_CELLS = 4
+DEEP_CELLS = 2
+# Changes whenever the same limits and seed give other cells: a resumed run must fit its samples.
+GRID_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a batch, in tokens and sequences; ``max_batched_tokens`` is of one step."""
+
+    max_model_len: int
+    kv_capacity_tokens: int
+    block_tokens: int
+    max_num_seqs: int
+    max_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A batch of equal requests; ``one_step``: its prefill fits into one step."""
+
+    batch_size: int
+    prompt_tokens: int
+    output_tokens: int
+    one_step: bool
+
+    @property
+    def key(self) -> str:
+        return f"{self.batch_size}x{self.prompt_tokens}+{self.output_tokens}"
+
+
+def plan_cells(limits: Limits, seed: int) -> list[Cell]:
+    """The cells of one pass, in the order of measuring.
+
+    Raises:
+        ConfigError: the limits leave no room for a batch.
+    """
+    rng = np.random.default_rng(seed)
+    columns = [_column(limits, b, rng) for b in _batch_sizes(limits)]
+    columns = [column for column in columns if column]
+    if not columns:
+        raise ConfigError(
+            f"a context of {limits.max_model_len} tokens and a KV cache of "
+            f"{limits.kv_capacity_tokens} leave no room for a request of "
+            f"{MIN_PROMPT_TOKENS} + {MIN_OUTPUT_TOKENS} tokens"
+        )
+    order = []
+    rounds = max(len(column) for column in columns)
+    for r in range(rounds):
+        # The first round goes up, so that the engine's own limit of sequences, where no flag gives
+        # it, is met with a batch that is a little too large, not with a queue of hundreds.
+        for i in _spread(len(columns)) if r else range(len(columns)):
+            column = columns[i]
+            if r < len(column):
+                # A different stratum for each batch size in the same round.
+                order.append(column[(r + i) % len(column)])
+    return order
+
+
+def _batch_sizes(limits: Limits) -> list[int]:
+    """Powers of two, and the largest batch that can run when it is well above the last of them."""
+    shortest = _rounded_up(MIN_PROMPT_TOKENS + MIN_OUTPUT_TOKENS, limits.block_tokens)
+    largest = min(
+        limits.max_num_seqs,
+        int(KV_SHARE * limits.kv_capacity_tokens) // shortest,
+        limits.max_batched_tokens,
+    )
+    sizes = []
+    b = 1
+    while b <= largest:
+        sizes.append(b)
+        b *= 2
+    if sizes and largest >= 1.25 * sizes[-1]:
+        sizes.append(largest)
+    return sizes
+
+
+def _column(limits: Limits, b: int, rng: np.random.Generator) -> list[Cell]:
+    """The cells of one batch size, in an order drawn at random, deep ones spread among them."""
+    one_step_most = limits.max_batched_tokens // b
+    kv_most = _rounded_down(int(KV_SHARE * limits.kv_capacity_tokens) // b, limits.block_tokens)
+    most = min(limits.max_model_len, kv_most)
+    # One range for every batch size, so that no length goes with a size.
+    outputs = rng.permutation(np.geomspace(MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS, _CELLS))
+    cells: list[Cell] = []
+    low = min(MIN_PROMPT_TOKENS, one_step_most)
+    high = min(one_step_most, most - MIN_OUTPUT_TOKENS)
+    for prompt in _strata(low, high, ONE_STEP_CELLS, rng):
+        output = min(int(outputs[len(cells)]), most - prompt)
+        cells.append(Cell(b, prompt, output, one_step=True))
+    # Early starters must still run when the last prompt's last chunk is done.
+    deep_high = (most - MIN_OUTPUT_TOKENS) * limits.max_batched_tokens
+    deep_high //= limits.max_batched_tokens + 2 * b
+    for prompt in _strata(2 * one_step_most, deep_high, DEEP_CELLS, rng, ends=False):
+        chunks = math.ceil(b * prompt / limits.max_batched_tokens)
+        output = min(int(outputs[len(cells)]) + math.ceil(1.25 * chunks), most - prompt)
+        cells.append(Cell(b, prompt, output, one_step=False))
+    return [cells[i] for i in rng.permutation(len(cells))]
+
+
+_CELLS = ONE_STEP_CELLS + DEEP_CELLS
+
+
+def _strata(
+    low: int, high: int, count: int, rng: np.random.Generator, *, ends: bool = True
+) -> list[int]:
+    """Distinct whole numbers in [low, high], one in each of ``count`` equal parts of its log.
+
+    With ``ends`` the outer parts give their outer ends: what is measured there bounds the others.
+    """
+    draws = (np.arange(count) + rng.random(count)) / count
+    if high < low or low < 1:
+        return []
+    ratio = high / low
+    if ends:
+        draws[0], draws[-1] = 0.0, 1.0
+    return sorted({min(high, round(low * ratio**u)) for u in draws})
+
+
+def _spread(count: int) -> list[int]:
+    """0 … count−1 with neighbours in the order far apart: the ends first, then between."""
+    bits = max(1, (count - 1).bit_length())
+    reversed_bits = [int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits)]
+    return [i for i in reversed_bits if i < count]
+
+
+def _rounded_up(tokens: int, block_tokens: int) -> int:
+    return -(-tokens // block_tokens) * block_tokens
+
+
+def _rounded_down(tokens: int, block_tokens: int) -> int:
+    return tokens // block_tokens * block_tokens
+
+
+def cost_s(cell: Cell, prefill: np.ndarray, decode: np.ndarray) -> float:
+    """What a cell takes by a rough fit of p1..p4 and p5..p8, in seconds."""
+    sample = [Sample(cell.batch_size, cell.prompt_tokens, cell.output_tokens, None, None)]
+    return float((prefill_terms(sample) @ prefill + decode_terms(sample) @ decode)[0])

@@ -1,0 +1,66 @@
+"""What becomes of a batch: samples to fit, or the reason why not. No clock and no socket here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hetero_gateway.core.fitting import Sample
+from hetero_gateway.profiler.batch import Shot
+from hetero_gateway.profiler.engine import Counters
+
+ENGINE_ERROR = "engine error"  # what it said follows
+FOREIGN = "foreign load"
+PREEMPTED = "preemption"
+CACHED = "prefix cache hit"
+BUSY_CLIENT = "client too slow"
+RAGGED = "did not start together"
+UNEQUAL = "output lengths not as asked"
+NO_WINDOW = "did not run together"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A sample, and why it must not be fitted, if so.
+
+    ``closes``: its cell has been measured. ``beyond``: the prefill of a batch of several steps.
+    """
+
+    sample: Sample
+    reason: str | None
+    closes: bool = False
+    beyond: Sample | None = None
+
+
+def one_step(whole: Sample, decode: Sample | None, ragged: bool) -> list[Verdict]:
+    """A batch's accepted parts: one sample when both are of the same lengths, else one each."""
+    reason = RAGGED if ragged else None
+    if decode is None:
+        return [Verdict(whole, reason, closes=not ragged)]
+    if not ragged and decode.prompt_tokens == whole.prompt_tokens:
+        return [Verdict(replace(decode, prefill_s=whole.prefill_s), None, closes=True)]
+    return [Verdict(whole, reason, closes=not ragged), Verdict(decode, None)]
+
+
+def several_steps(whole: Sample, decode: Sample | None) -> list[Verdict]:
+    """The decode part; the prefill is kept beside it, for ``chunked``."""
+    sample = decode or replace(whole, prefill_s=None)
+    return [Verdict(sample, None, closes=True, beyond=whole)]
+
+
+def disturbance(before: Counters, after: Counters, shot: Shot) -> str | None:
+    """Why the engine's counters say that the batch was disturbed, or None."""
+    if grown(before.preemptions, after.preemptions) > 0:
+        return PREEMPTED
+    if grown(before.prefix_cache_hits, after.prefix_cache_hits) > 0:
+        return CACHED
+    foreign = (
+        grown(before.generation_tokens, after.generation_tokens) > shot.output_tokens
+        or grown(before.prompt_tokens, after.prompt_tokens) > shot.prompt_tokens
+        or (after.running or 0.0) + (after.waiting or 0.0) > 0
+    )
+    return FOREIGN if foreign else None
+
+
+def grown(before: float | None, after: float | None) -> float:
+    """By how much a counter grew; 0 where it is not exported."""
+    return 0.0 if before is None or after is None else after - before

@@ -1,0 +1,125 @@
+"""An emulated engine in a thread, with the manners of engines that are not a plain vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.emulator.app import EmulatedVLLM
+from hetero_gateway.emulator.server import Server, listen
+from hetero_gateway.emulator.settings import Settings
+
+# Steps of 3 ms and more: quick, and slow enough that the engine is what takes the time.
+QUICK = Constants(p1=2e-5, p2=1e-3, p3=1e-5, p4=1e-2, p5=1e-7, p6=1e-4, p7=1e-6, p8=3e-3)
+
+
+def quick_profile(max_num_seqs: int = 4, kv_tokens: int = 4096) -> Profile:
+    return Profile("gpu", "m", 1, QUICK, kv_tokens, max_num_seqs)
+
+
+class Manners:
+    """Stands before an emulated vLLM and changes what a test asks for.
+
+    Args:
+        metrics: False: /metrics is 404.
+        forced_lengths: False: min_tokens and ignore_eos are ignored.
+        refuse: a field and what 400 says to a request that has it.
+        vocabulary: token ids from here on are refused.
+        die_after: completions after which every connection is reset, and refused from then on.
+    """
+
+    def __init__(
+        self,
+        emulated: EmulatedVLLM,
+        *,
+        metrics: bool = True,
+        forced_lengths: bool = True,
+        refuse: tuple[str, str] | None = None,
+        vocabulary: int | None = None,
+        die_after: int | None = None,
+    ) -> None:
+        self.emulated = emulated
+        self.loop = emulated.loop  # what the server looks at
+        self._metrics = metrics
+        self._forced_lengths = forced_lengths
+        self._refuse = refuse
+        self._vocabulary = vocabulary
+        self._die_after = die_after
+        self.completions = 0
+        self.keys: set[str] = set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]):
+        if scope["type"] != "http":
+            return await self.emulated(scope, receive, send)
+        dead = self._die_after is not None and self.completions >= self._die_after
+        if dead or (scope["path"] == "/metrics" and not self._metrics):
+            return await _answer(send, 503 if dead else 404, b"gone")
+        if scope["method"] != "POST":
+            return await self.emulated(scope, receive, send)
+        self.completions += 1
+        body = json.loads(await _read(receive))
+        self.keys |= set(body)
+        if (text := self._refusal(body)) is not None:
+            error = {"message": text, "type": "BadRequestError", "param": None, "code": 400}
+            return await _answer(send, 400, json.dumps({"error": error}).encode())
+        if not self._forced_lengths:
+            body.pop("min_tokens", None)
+            body.pop("ignore_eos", None)
+        raw = json.dumps(body).encode()
+        sent = False
+
+        async def replay() -> Any:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": raw, "more_body": False}
+
+        return await self.emulated(scope, replay, send)
+
+    def _refusal(self, body: dict[str, Any]) -> str | None:
+        if self._refuse is not None:
+            field, text = self._refuse
+            if field in body or field in (body.get("stream_options") or {}):
+                return text
+        if self._vocabulary is not None and max(body["prompt"]) >= self._vocabulary:
+            return f"Token id {max(body['prompt'])} is out of vocabulary"
+        return None
+
+
+async def _read(receive: Callable[[], Awaitable[Any]]) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _answer(send: Callable[[Any], Awaitable[None]], status: int, body: bytes) -> None:
+    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.contextmanager
+def engine(settings: Settings | None = None, **manners: Any) -> Iterator[tuple[str, Manners]]:
+    """(its URL, its manners); ``settings`` default to ``quick_profile``."""
+    emulated = EmulatedVLLM(settings or Settings(quick_profile(), max_model_len=512))
+    app = Manners(emulated, **manners)
+    listener = listen("127.0.0.1", 0)
+    ready = threading.Event()
+    server = Server(app, listener, on_ready=ready.set)  # type: ignore[arg-type]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()

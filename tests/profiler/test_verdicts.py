@@ -1,0 +1,68 @@
+"""Which batches count, decided from counters and times made up here."""
+
+from dataclasses import replace
+
+import pytest
+
+from hetero_gateway.core.fitting import Sample
+from hetero_gateway.profiler.batch import Shot
+from hetero_gateway.profiler.engine import Counters
+from hetero_gateway.profiler.verdicts import (
+    CACHED,
+    FOREIGN,
+    PREEMPTED,
+    RAGGED,
+    disturbance,
+    one_step,
+    several_steps,
+)
+
+BEFORE = Counters(0, 0, 5, 1000, 500, 64)
+SHOT = Shot(None, None, 0.1, 0.1, prompt_tokens=300, output_tokens=40, took_s=1.0)
+AFTER = Counters(0, 0, 5, 1300, 540, 64)
+WHOLE = Sample(4, 100, 20, 0.5, None)
+DECODE = Sample(4, 100, 20, None, 0.8)
+
+
+def test_an_engine_that_did_our_tokens_and_no_others_was_ours_alone():
+    assert disturbance(BEFORE, AFTER, SHOT) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"generation_tokens": 541}, FOREIGN),
+        ({"prompt_tokens": 1301}, FOREIGN),
+        ({"running": 1}, FOREIGN),
+        ({"waiting": 1}, FOREIGN),
+        ({"preemptions": 6}, PREEMPTED),
+        ({"prefix_cache_hits": 80}, CACHED),
+    ],
+)
+def test_each_sign_of_company_is_a_reason(change, reason):
+    assert disturbance(BEFORE, replace(AFTER, **change), SHOT) == reason
+
+
+def test_counters_that_are_not_exported_accuse_nobody():
+    nothing = Counters(None, None, None, None, None, None)
+    assert disturbance(nothing, nothing, SHOT) is None
+
+
+def test_a_batch_in_one_step_is_one_sample():
+    (verdict,) = one_step(WHOLE, DECODE, ragged=False)
+    assert verdict.sample == Sample(4, 100, 20, 0.5, 0.8)
+    assert verdict.closes
+
+
+def test_a_ragged_batch_keeps_its_decode_part_only():
+    prefill, decode = one_step(WHOLE, replace(DECODE, prompt_tokens=101.5), ragged=True)
+    assert prefill.reason == RAGGED
+    assert decode.reason is None
+    assert [prefill.closes, decode.closes] == [False, False]  # so the cell is tried again
+
+
+def test_a_batch_of_several_steps_keeps_its_prefill_out_of_the_fit():
+    (verdict,) = several_steps(WHOLE, DECODE)
+    assert verdict.sample.prefill_s is None
+    assert verdict.beyond == WHOLE
+    assert verdict.closes
