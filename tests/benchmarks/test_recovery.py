@@ -41,10 +41,10 @@ def test_a_case_that_stays_low_is_missed_and_one_that_comes_back_is_not() -> Non
 def test_the_first_thirty_seconds_are_shown_and_not_judged() -> None:
     runs = results()
     slow = [100.0] * 6 + [990.0] * 3
-    runs["fast one x 2", "finish-time"] = [{"tokens_per_s": slow, "lost_s": 0.0}] * 2
+    runs["slow one x 2", "finish-time"] = [{"tokens_per_s": slow, "lost_s": 0.0}] * 2
     (row,) = (
         r for r in recovery.judge(runs, 45.0)
-        if (r["case"], r["policy"]) == ("fast one x 2", "finish-time")
+        if (r["case"], r["policy"]) == ("slow one x 2", "finish-time")
     )  # fmt: skip
     assert row["shares"][:6] == [0.1] * 6
     assert row["after"] == pytest.approx(0.99)

@@ -113,7 +113,7 @@ async def test_an_engine_that_puts_several_tokens_into_an_event_is_not_slow(quic
 async def test_drift_is_logged_once_and_shown(
     quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, value in (("HOLD_S", 1.5), ("_LEAST_S", 1.0)):
+    for name, value in (("HOLD_S", 1.5), ("_LEAST_S", 1.0), ("_EVERY_S", 0.5)):
         monkeypatch.setattr(f"hetero_gateway.core.drift.{name}", value)
     async with fake_instances(1) as fakes, serving(fakes, profiles=(FAST,)) as (running, client):
         with caplog.at_level(logging.WARNING, "hetero_gateway"):

@@ -36,6 +36,8 @@ _NOISE = 0.3
 # A ratio is told when its standard error is below this, and so many seconds were seen.
 _MOST_ERROR = 0.08
 _LEAST_S = 20.0
+# Observed seconds between two judgements: a fit costs more than a row.
+_EVERY_S = 5.0
 # A row cannot say more than this against the fit; it is one among many.
 _MOST_MISS = 1.0
 
@@ -76,6 +78,8 @@ class Drift:
         # Σ z1, z2, z1·x1, z1·x2, z2·x1, z2·x2, z1², z1·z2, z2², and of squared misses.
         self._sums = [0.0] * 11
         self._held_s = 0.0  # how long the verdict has spoken against ``drifted``
+        self._unjudged_s = 0.0
+        self._known: _Fit | None = None  # as of the last judgement
 
     def observe(self, observed_s: float, prefill_s: float, decode_s: float) -> None:
         """A row took ``observed_s``, where the model has the other two."""
@@ -86,7 +90,7 @@ class Drift:
         self._observed_s = self._observed_s * keep + observed_s
         x1, x2 = decode_s / observed_s, prefill_s / observed_s
         z1, z2 = decode_s / modelled_s, prefill_s / modelled_s
-        fit = self._fit()
+        fit = self._known
         miss = 0.0 if fit is None else fit.decode * x1 + fit.prefill * x2 - 1
         if miss > _MOST_MISS:
             x1, x2 = (x * (1 + _MOST_MISS) / (1 + miss) for x in (x1, x2))
@@ -97,6 +101,11 @@ class Drift:
 
     def judge(self, observed_s: float, now_s: float) -> bool:
         """Take the verdict of ``observed_s`` more seconds; True when ``drifted`` has changed."""
+        self._unjudged_s += observed_s
+        if self._unjudged_s < _EVERY_S:
+            return False
+        observed_s, self._unjudged_s = self._unjudged_s, 0.0
+        self._known = self._fit()
         told = self.verdict()
         ratios = [ratio for ratio in (told.decode, told.prefill) if ratio is not None]
         if not ratios:

@@ -147,9 +147,13 @@ class Progress:
     """The sums of every slot.
 
     The order of events of a dispatch is ``placed``, then ``first_token`` or not, then ``left``.
+
+    Args:
+        keeps: keep what is observed as rows, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._rows: FloatArray = np.zeros((_ROWS, 8))
         self._stages: FloatArray = np.zeros((8, len(STAGE_TOKENS)))
         self._constants: list[Constants | None] = []
@@ -223,7 +227,7 @@ class Progress:
         waiting = float(rows[WAITING, slot])
         if waiting == 0:
             rows[_HEARD_S, slot] = now_s
-        if alone:
+        if alone and self._keeps:
             stay.before = (
                 now_s,
                 waiting,
@@ -257,7 +261,7 @@ class Progress:
             interval = self._intervals[slot]
             interval.prompts += n
             interval.prompt_tokens += stay.prompt_tokens
-        if seen:
+        if seen and stay.before is not None:
             self._keep_first_token(slot, stay, now_s)
         rows[STREAMING, slot] += n
         # The first token is out: each sequence holds its prompt and that one.
@@ -305,7 +309,8 @@ class Progress:
         if duration_s > 0 and (streaming or interval.streamed_s > 0):
             # No step at all counts as well: that is an engine that hangs.
             row = self._step_row(slot, steps, duration_s, interval)
-            self._observations[slot].add_steps(row)
+            if self._keeps:
+                self._observations[slot].add_steps(row)
             c = self._constants[slot]
             if c is not None:
                 self._set_speed(slot, duration_s, sum(seconds(row.terms, c)))

@@ -57,8 +57,8 @@ class Scheduler:
         rng: seeded generator for ties and random policies.
         reference: (prompt, output) tokens of the request that fitted capacities are computed for.
         max_queued: most requests that wait at once, over all models.
-        observes: keep the progress of streams for a policy that does not ask for it, too, so that
-            its profiles can be checked.
+        observes: check the profiles: keep what is observed and how far they are off, and for that
+            the progress of streams also under a policy that does not ask for it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Scheduler:
         observes: bool = False,
     ) -> None:
         self.ledger = Ledger()
-        self.progress = Progress()
+        self.progress = Progress(keeps=observes)
         self.queued = 0
         self._policy = policy
         self._rng = rng
@@ -121,7 +121,7 @@ class Scheduler:
         slot, profile = self._slots[spec.instance_id], spec.profile
         self._drifts.pop(spec.instance_id, None)
         self.progress.open_slot(slot, _constants(spec))
-        if profile is not None:
+        if profile is not None and self._observes:
             stated = dict(profile.source.get("error") or {})
             self._drifts[spec.instance_id] = Drift(float(stated.get("decode") or 0.0))
 
