@@ -131,13 +131,21 @@ def deployment_options(
 
 
 def _workload(plan: Plan, request: PlanRequest) -> list[tuple[int, int]]:
+    """Requests of the planned lengths."""
     import numpy as np
+
+    from hetero_gateway.planner.trials import Mix
 
     batch = plan.best.simulated.batch if plan.best.simulated is not None else 1.0
     running = batch * sum(map(len, plan.best.layouts.values()))
     count = min(max(math.ceil(_BATCHES * running), _LEAST_REQUESTS), _MOST_REQUESTS)
-    rng = np.random.default_rng(request.question.seed)
-    prompt, output = request.question.lengths.draw(count, rng)
+    # Evenly spaced in the mix sorted by length, then shuffled: their mean is that of the mix.
+    mix = Mix.of(request.question.lengths, request.question.seed)
+    pool = mix.prompt_pool.size
+    by_length = np.lexsort((mix.output_pool, mix.prompt_pool + mix.output_pool))
+    rows = by_length[((np.arange(count) + 0.5) * pool / count).astype(np.int64)]
+    np.random.default_rng(request.question.seed).shuffle(rows)
+    prompt, output = mix.prompt_pool[rows], mix.output_pool[rows]
     return list(zip(prompt.tolist(), output.tolist(), strict=True))
 
 

@@ -30,6 +30,7 @@ from hetero_gateway.planner.layouts import group_machines
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.nearest import folded
 from hetero_gateway.planner.plan import (
+    Alone,
     Candidate,
     Figures,
     InstanceType,
@@ -277,13 +278,13 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
     machines = {machine.id: machine for machine in question.machines}
     keys = Counter((machines[i].accelerator, t) for i, of in layouts.items() for t in of)
     counts = {question.types[key].profile: n for key, n in sorted(keys.items())}
-    alone: dict[Profile, float] = {}
+    alone: dict[Profile, Alone] = {}
     for profile in counts:
         of_it = trials.run_alone(profile, mix, question.engines)
         if of_it is None:
             return None
-        alone[profile] = of_it.tokens_per_s
-    system = trials.reduced(counts, alone, mix, question.requests)
+        alone[profile] = of_it
+    system = trials.reduced(counts, alone, question.requests)
     figures = trials.saturate(
         system, question.policy, mix, question.engines, question.requests, question.compiled
     )
@@ -299,7 +300,7 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
         usd_per_million_tokens=usd_per_million_tokens(
             question.machines, layouts, figures.tokens_per_s
         ),
-        alone_tokens_per_s=sum(alone[profile] * n for profile, n in counts.items()),
+        alone_tokens_per_s=sum(alone[profile].tokens_per_s * n for profile, n in counts.items()),
         at_rate=_at_rate(question, system, mix, figures),
     )
 
