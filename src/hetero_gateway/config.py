@@ -378,6 +378,9 @@ class SourceModel(_Model):
     engine: str | None = None
     block_size: int | None = Field(None, ge=1)
     max_model_len: int | None = Field(None, ge=1)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    kv_cache_dtype: str | None = None
+    quantization: str | None = None
     discarded: dict[str, int] = Field(default_factory=dict)
     fit: dict[Literal["prefill", "decode"], PartSourceModel] = Field(default_factory=dict)
     intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)

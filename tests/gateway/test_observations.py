@@ -18,9 +18,7 @@ from hetero_gateway.config import load_profile
 from hetero_gateway.core.calibration import MOST_CHANGE
 from hetero_gateway.core.observation import FirstTokenRow, StepRow
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
 from hetero_gateway.gateway import recalibration, speed
-from hetero_gateway.profiler.observed import run_from_gateway
 from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
@@ -228,11 +226,14 @@ async def test_unprofiled_instances_get_requests_by_their_speed() -> None:
         assert "(where there is no profile, by observed speed)" in explained["reason"]
 
 
-async def test_a_profile_from_the_gateway_fits_what_it_saw(quick: None, tmp_path: Path) -> None:
+async def test_a_profile_from_the_gateway_fits_what_it_saw(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "new.yaml"
     async with fake_instances(1) as fakes, serving(fakes, profiles=(FAST,)) as (running, client):
         await traffic(client, 6.0, delay_s=0.05)
-        said = await asyncio.to_thread(run_from_gateway, running.url, None, output)
+        assert await profile(running.url, output) == 0
+    said = capsys.readouterr().out
     document = yaml.safe_load(output.read_text())
     made, old = load_profile(str(output)), load_profile(FAST)
     assert made.constants.p8 + 3 * made.constants.p6 == pytest.approx(0.05, rel=0.25)
@@ -245,26 +246,33 @@ async def test_a_profile_from_the_gateway_fits_what_it_saw(quick: None, tmp_path
     assert "p5" in said
 
 
+async def profile(url: str, output: Path, *more: str) -> int:
+    """The command's exit code."""
+    command = ["profile", "--from-gateway", url, "-o", str(output), *more]
+    return await asyncio.to_thread(main, command)
+
+
 async def test_what_cannot_be_fitted_is_told_in_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "new.yaml"
     monkeypatch.setenv("ADMIN", "secret-27182")
     keyed = {"server": {"admin_key_env": "ADMIN"}}
+    key = ("--admin-key-env", "ADMIN")
+
+    async def told(code: int, url: str, *more: str) -> str:
+        assert await profile(url, output, *more) == code
+        text = capsys.readouterr().err
+        assert text.count("\n") == 1
+        return text
+
     async with fake_instances(2) as fakes, serving(fakes, **keyed) as (running, _):
-        ask = asyncio.to_thread
-        with pytest.raises(HeteroGatewayError, match="401"):
-            await ask(run_from_gateway, running.url, "i0", output)
-        with pytest.raises(ConfigError, match="--instance: say which; the gateway has i0, i1"):
-            await ask(run_from_gateway, running.url, None, output, admin_key="secret-27182")
-        with pytest.raises(HeteroGatewayError, match=r"404.*nobody"):
-            await ask(run_from_gateway, running.url, "nobody", output, admin_key="secret-27182")
-        with pytest.raises(ProfileError, match=r"0 rows of streams.*needed"):
-            await ask(run_from_gateway, running.url, "i0", output, admin_key="secret-27182")
-        with pytest.raises(HeteroGatewayError, match="not a gateway's answer"):
-            await ask(run_from_gateway, fakes[0].url, "i0", output)
-    with pytest.raises(ConfigError, match="--from-gateway"):
-        run_from_gateway("gateway:8000", "i0", output)
-    with pytest.raises(HeteroGatewayError, match="does not answer"):
-        run_from_gateway("http://127.0.0.1:1", "i0", output)
+        assert "missing or wrong" in await told(1, running.url, "--instance", "i0")
+        assert "--instance: say which; the gateway has i0, i1" in await told(2, running.url, *key)
+        assert "nobody" in await told(1, running.url, "--instance", "nobody", *key)
+        said = await told(2, running.url, "--instance", "i0", *key)
+        assert "0 rows of streams" in said
+        assert "not a gateway's answer" in await told(1, fakes[0].url, "--instance", "i0")
+    assert "must be http://" in await told(2, "gateway:8000", "--instance", "i0")
+    assert "does not answer" in await told(1, "http://127.0.0.1:1", "--instance", "i0")
     assert not output.exists()

@@ -13,7 +13,7 @@ vllm:prompt_tokens_cached_total{engine="0",model_name="tiny"} 7.0
 vllm:generation_tokens_total{engine="0",model_name="tiny"} 50.0
 vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 16.0
 vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",\
-kv_cache_size_tokens="524288",num_gpu_blocks="4096"} 1.0
+gpu_memory_utilization="0.92",kv_cache_size_tokens="524288",num_gpu_blocks="4096"} 1.0
 """
 
 
@@ -27,13 +27,13 @@ def test_the_series_of_a_real_engine_are_found_and_their_cousins_are_not():
 def test_ranks_of_one_engine_are_added():
     both = REAL + REAL.replace('engine="0"', 'engine="1"')
     assert parse_counters(both).running == 4
-    assert parse_cache(both) == (2 * 524288, 128)
+    assert parse_cache(both)[:2] == (2 * 524288, 128)
 
 
 def test_capacity_is_as_told_or_blocks_times_their_size():
-    assert parse_cache(REAL) == (524288, 128)
-    assert parse_cache(REAL.replace("kv_cache_size_tokens", "other")) == (4096 * 128, 128)
-    assert parse_cache("") == (None, None)
+    assert parse_cache(REAL) == (524288, 128, 0.92, "auto")
+    assert parse_cache(REAL.replace("kv_cache_size_tokens", "other"))[:2] == (4096 * 128, 128)
+    assert parse_cache("") == (None, None, None, None)
 
 
 def test_what_is_not_exported_is_none_not_zero():

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import yaml
 
+from hetero_gateway.cli import main
 from hetero_gateway.config import load_profile
 from hetero_gateway.core.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.core.profile import Constants, Profile
 from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.gateway import speed
 from hetero_gateway.load.emulated import write_profile
-from hetero_gateway.profiler.observed import run_from_gateway
 from tests.emulator.conftest import running
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import FakeInstance
@@ -52,7 +52,10 @@ async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
 
 @pytest.mark.slow
 async def test_the_constants_are_found_from_live_traffic(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(speed, "INTERVAL_S", 0.4)
     wrong = Profile("GPU", "tiny", 1, PLANTED.scaled(2.5), 64_000, 32)
@@ -66,7 +69,11 @@ async def test_the_constants_are_found_from_live_traffic(
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
     ):
         await traffic(client, 25)
-        said = await asyncio.to_thread(run_from_gateway, gateway.url, "i0", output)
+        command = ["profile", "--from-gateway", gateway.url, "-o", str(output)]
+        assert await asyncio.to_thread(main, [*command, "--instance", "i7"]) == 1
+        assert "i7" in capsys.readouterr().err
+        assert await asyncio.to_thread(main, command) == 0
+    said = capsys.readouterr().out
     found = load_profile(str(output)).constants
     for batch, tokens in ((4, 500), (8, 800), (16, 800)):
         ratio = decode_step_time_s(found, batch, tokens) / decode_step_time_s(

@@ -1,4 +1,4 @@
-"""What ``status`` and ``explain`` share: asking a gateway's /admin, and a table of columns."""
+"""What commands that ask a running gateway share: its /admin, and a table of columns."""
 
 from __future__ import annotations
 
@@ -28,21 +28,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def fetch(args: argparse.Namespace, path: str, params: dict[str, Any]) -> dict[str, Any]:
+    """What GET ``path`` answers; ``args`` as ``add_arguments`` has them. See fetch_document."""
+    return fetch_document(args.url, args.admin_key_env, path, params)
+
+
+def fetch_document(
+    url: str, admin_key_env: str | None, path: str, params: dict[str, Any]
+) -> dict[str, Any]:
     """What GET ``path`` answers.
 
     Raises:
         ConfigError: the URL cannot be one, or the key's variable is not set.
         HeteroGatewayError: not reachable, refused, or not a gateway.
     """
-    response = _get(args.url, args.admin_key_env, path, params)
+    response = _get(url, admin_key_env, path, params)
     document = _document(response)
     if response.is_success and isinstance(document, dict):
         return document
-    raise HeteroGatewayError(f"{args.url}: {_refusal(response, document)}")
+    raise HeteroGatewayError(f"{url}: {_refusal(response, document)}")
 
 
 def fetch_csv(url: str, admin_key_env: str | None, path: str) -> str:
-    """The table that GET ``path`` answers. Raises as ``fetch`` does."""
+    """The table that GET ``path`` answers. Raises as ``fetch_document`` does."""
     response = _get(url, admin_key_env, path, {})
     if response.is_success and response.headers.get("content-type", "").startswith("text/csv"):
         return response.text

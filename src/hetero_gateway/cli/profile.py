@@ -1,4 +1,4 @@
-"""``profile``: p1..p8 of an instance, measured live or fitted to samples of earlier."""
+"""``profile``: p1..p8 of an instance: measured live, from samples, or from a gateway's traffic."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ examples:
   hetero-gateway profile http://127.0.0.1:8000 -o a100.yaml --gpu A100-80GB-SXM --resume
   hetero-gateway profile --from samples.csv -o a100.yaml --gpu A100-80GB-SXM --model Llama-3-8B \\
       --kv-capacity-tokens 400000
+  hetero-gateway profile --from-gateway http://127.0.0.1:8000 --instance a100-0 -o a100.yaml
 
 The engine must serve nobody else meanwhile. Every sample is kept as it comes, in
 FILE.samples.jsonl: after Ctrl-C, or whatever else ended it, --resume goes on. The profile is
 written in any case, if there are samples enough. docs/profiling.md says how it measures.
 """
+
+_NO_GPU = "unknown"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,20 +40,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "profile",
         help="measure a live instance, or fit recorded samples: a profile file",
-        description="Measure a live instance through its API and fit p1..p8 of the time model, or "
-        "fit samples that were recorded before.",
+        description="Measure a live instance through its API and fit p1..p8 of the time model; or "
+        "fit samples that were recorded before, or what a running gateway has observed.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("url", nargs="?", metavar="URL", help="base URL of a vLLM, with or without /v1")
     add("--from", dest="samples", type=Path, metavar="FILE", help="fit these samples instead")
+    add("--from-gateway", metavar="URL", help="fit what this gateway has seen of an instance")
     add("-o", "--output", type=Path, required=True, metavar="FILE.yaml", help="the profile")
     add("--model", metavar="NAME", help="default: the first that the engine lists")
-    add("--gpu", metavar="NAME", default="unknown", help="for the profile's name")
-    add(
-        "--tensor-parallel", type=positive_int, default=1, metavar="N", help="likewise (default: 1)"
-    )
+    add("--gpu", metavar="NAME", help="for the profile's name")
+    add("--tensor-parallel", type=positive_int, metavar="N", help="likewise (default: 1)")
+    add("--quantization", metavar="NAME", help="of the weights, as the engine was told; noted only")
     add("--resume", action="store_true", help="go on with the samples that FILE has already")
     add("--plot", type=Path, metavar="FILE", help="measured against fitted, .png or .svg")
     add("--json", action="store_true", help="print one JSON document")
@@ -73,6 +76,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="fit prefills of several steps too; with --resume, of the samples that are there",
     )
+    observed = parser.add_argument_group("a gateway's traffic")
+    add = observed.add_argument
+    add("--instance", metavar="ID", help="default: the only one")
+    add("--admin-key-env", metavar="NAME", help="environment variable with its admin key")
     known = parser.add_argument_group("what the engine tells, unless given here")
     add = known.add_argument
     add("--kv-capacity-tokens", type=positive_int, metavar="N", help="KV cache of the instance")
@@ -84,10 +91,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure or fit; 0 when complete, 130 after Ctrl-C, 1 when the engine ended it."""
-    sources = {"url": _live, "samples": _recorded}
+    sources = {"url": _live, "samples": _recorded, "from_gateway": _observed}
     chosen = [run_it for name, run_it in sources.items() if getattr(args, name) is not None]
     if len(chosen) != 1:
-        raise ConfigError("profile: give either a URL to measure or --from FILE, and not both")
+        raise ConfigError(
+            "profile: give one of a URL to measure, --from FILE, and --from-gateway URL"
+        )
     return chosen[0](args)
 
 
@@ -102,9 +111,9 @@ def _recorded(args: argparse.Namespace) -> int:
     fitted = fit_recorded(
         args.samples,
         args.output,
-        gpu=args.gpu,
+        gpu=args.gpu or _NO_GPU,
         model=args.model,
-        tensor_parallel=args.tensor_parallel,
+        tensor_parallel=args.tensor_parallel or 1,
         kv_capacity_tokens=args.kv_capacity_tokens,
         max_num_seqs=args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
         plot=args.plot,
@@ -114,6 +123,32 @@ def _recorded(args: argparse.Namespace) -> int:
         print(json.dumps({"output": str(args.output), "profile": _written(args.output)}))
     else:
         print(report(fitted), end="")
+    return 0
+
+
+def _observed(args: argparse.Namespace) -> int:
+    from hetero_gateway.cli.admin_client import fetch_document
+    from hetero_gateway.profiler.observed import write_observed
+
+    url, key_env, instance = args.from_gateway, args.admin_key_env, args.instance
+    if instance is None:
+        listed = fetch_document(url, key_env, "/admin/instances", {})["instances"]
+        if len(listed) != 1:
+            names = ", ".join(str(i["id"]) for i in listed) or "none"
+            raise ConfigError(f"--instance: say which; the gateway has {names}")
+        instance = listed[0]["id"]
+    text = write_observed(
+        fetch_document(url, key_env, "/admin/observations", {"instance": instance}),
+        args.output,
+        gpu=args.gpu,
+        tensor_parallel=args.tensor_parallel,
+        kv_capacity_tokens=args.kv_capacity_tokens,
+        max_num_seqs=args.max_num_seqs,
+    )
+    if args.json:
+        print(json.dumps({"output": str(args.output), "profile": _written(args.output)}))
+    else:
+        print(f"{text}written: {args.output}")
     return 0
 
 
@@ -150,7 +185,7 @@ def _live(args: argparse.Namespace) -> int:
             return await measure(
                 target,
                 args.output,
-                Hardware(args.gpu, args.tensor_parallel),
+                Hardware(args.gpu or _NO_GPU, args.tensor_parallel or 1, args.quantization),
                 given,
                 plan,
                 plot=args.plot,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -46,6 +47,8 @@ class EngineFacts:
         max_num_seqs: given, or vLLM's default: no API tells it. ``max_num_seqs_known`` says which.
         version: what /version answers, or "unknown".
         has_metrics: whether batches can be checked against the engine's counters.
+        utilisation, kv_dtype: what the KV capacity was made with (vLLM's
+            ``--gpu-memory-utilization``, ``--kv-cache-dtype``); None: not told.
     """
 
     model: str
@@ -57,6 +60,17 @@ class EngineFacts:
     max_num_seqs_known: bool
     version: str
     has_metrics: bool
+    utilisation: float | None = None
+    kv_dtype: str | None = None
+
+
+class CacheInfo(NamedTuple):
+    """The KV cache as vllm:cache_config_info has it; None: not told."""
+
+    capacity_tokens: int | None  # over all ranks
+    block_tokens: int | None
+    utilisation: float | None
+    dtype: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +139,8 @@ async def read_engine(client: EngineClient, target: Target, given: Overrides) ->
     model = _chosen(given.model, tuple(served), target)
     metrics = await client.get("/metrics")
     has_metrics = metrics.status_code == 200 and "vllm:" in metrics.text
-    capacity, block_tokens = parse_cache(metrics.text if has_metrics else "")
-    capacity = given.kv_capacity_tokens or capacity
+    cache = parse_cache(metrics.text if has_metrics else "")
+    capacity = given.kv_capacity_tokens or cache.capacity_tokens
     if capacity is None:
         what = "does not tell the KV capacity" if has_metrics else "has no vLLM metrics"
         raise ConfigError(
@@ -138,11 +152,13 @@ async def read_engine(client: EngineClient, target: Target, given: Overrides) ->
         served=tuple(served),
         max_model_len=given.max_model_len or served[model] or min(capacity, _UNKNOWN_MODEL_LEN),
         kv_capacity_tokens=capacity,
-        block_tokens=given.block_tokens or block_tokens or _DEFAULT_BLOCK_TOKENS,
+        block_tokens=given.block_tokens or cache.block_tokens or _DEFAULT_BLOCK_TOKENS,
         max_num_seqs=given.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
         max_num_seqs_known=given.max_num_seqs is not None,
         version=await _version(client),
         has_metrics=has_metrics,
+        utilisation=cache.utilisation,
+        kv_dtype=cache.dtype,
     )
 
 
@@ -189,19 +205,21 @@ async def _version(client: EngineClient) -> str:
         return "unknown"
 
 
-def parse_cache(text: str) -> tuple[int | None, int | None]:
-    """KV capacity in tokens over all ranks, and the block size, of vllm:cache_config_info."""
-    capacity, block_tokens = 0, None
+def parse_cache(text: str) -> CacheInfo:
+    """What vllm:cache_config_info says; the capacities of several ranks are added up."""
+    capacity, block_tokens, utilisation, dtype = 0, None, None, None
     for name, labels, _ in _SERIES.findall(text):
         if name != "vllm:cache_config_info":
             continue
         info: Mapping[str, str] = dict(_LABEL.findall(labels))
         block_tokens = _positive(info.get("block_size")) or block_tokens
+        utilisation = _share(info.get("gpu_memory_utilization"))
+        dtype = info.get("cache_dtype") or dtype
         tokens = _positive(info.get("kv_cache_size_tokens"))
         if tokens is None and (blocks := _positive(info.get("num_gpu_blocks"))) is not None:
             tokens = blocks * (block_tokens or _DEFAULT_BLOCK_TOKENS)
         capacity += tokens or 0
-    return capacity or None, block_tokens
+    return CacheInfo(capacity or None, block_tokens, utilisation, dtype)
 
 
 def parse_counters(text: str) -> Counters:
@@ -235,3 +253,11 @@ def _positive(value: object) -> int | None:
     except ValueError:
         return None
     return number if number > 0 else None
+
+
+def _share(text: str | None) -> float | None:
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if 0 < value <= 1 else None

@@ -24,10 +24,11 @@ from hetero_gateway.profiler.samples import discarded_counts, kept_samples, read
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What no API tells, for the profile's name."""
+    """What no API tells: for the profile's name, and how the weights are stored (None: 16 bits)."""
 
     gpu: str
     tensor_parallel: int
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,9 @@ def _conclude(
                 "engine": facts.version,
                 "block_size": facts.block_tokens,
                 "max_model_len": facts.max_model_len,
+                "gpu_memory_utilization": facts.utilisation,
+                "kv_cache_dtype": facts.kv_dtype,
+                "quantization": hardware.quantization,
                 "discarded": discarded,
             },
         )

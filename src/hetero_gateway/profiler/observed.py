@@ -13,8 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from hetero_gateway.config import ProfileModel, parse_model
 from hetero_gateway.core.calibration import LEAST_ROWS, NAMES, Errors, Refit, refit
 from hetero_gateway.core.observation import FirstTokenRow, StepRow
@@ -22,16 +20,13 @@ from hetero_gateway.core.profile import Constants
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
 from hetero_gateway.profiler.document import write_profile
 
-_TIMEOUT_S = 10.0
 _DIGITS = 4
 
 
-def run_from_gateway(
-    url: str,
-    instance: str | None,
+def write_observed(
+    seen: Mapping[str, Any],
     output: Path,
     *,
-    admin_key: str | None = None,
     gpu: str | None = None,
     tensor_parallel: int | None = None,
     kv_capacity_tokens: int | None = None,
@@ -40,22 +35,16 @@ def run_from_gateway(
     """Fit a profile from a gateway's observations, write it, and return what there is to say.
 
     Args:
-        url: the gateway, ``http://HOST:PORT``.
-        instance: its id there; None: the only one.
+        seen: what /admin/observations answered for one instance.
         output: the profile file.
-        admin_key: of the gateway's /admin, where it wants one.
         gpu, tensor_parallel, kv_capacity_tokens, max_num_seqs: in place of the present profile's;
             an instance without a profile needs ``kv_capacity_tokens`` where its engine tells none.
 
     Raises:
-        ConfigError: the URL, the instance or an option is wrong; the file cannot be written.
-        HeteroGatewayError: the gateway does not answer, or refuses.
+        ConfigError: an option is wrong or missing; the file cannot be written.
+        HeteroGatewayError: the rows have other fields than these.
         ProfileError: it has not seen enough.
     """
-    with _client(url, admin_key) as client:
-        if instance is None:
-            instance = _only_instance(client)
-        seen = _ask(client, "/admin/observations", {"instance": instance})
     present: Mapping[str, Any] = seen["profile"] or {}
     fit = fit_observed(seen)
     capacity = kv_capacity_tokens or present.get("kv_capacity_tokens")
@@ -63,7 +52,7 @@ def run_from_gateway(
     if capacity is None:
         raise ConfigError(
             f"--kv-capacity-tokens: needed, as neither a profile nor the engine of instance "
-            f"{instance} tells it"
+            f"{seen['instance']} tells it"
         )
     models: Sequence[str] = seen["models"] or ["unknown"]
     document = {
@@ -147,44 +136,6 @@ def _rows(fields: Sequence[str], rows: Sequence[Sequence[float]], kind: Any) -> 
     if tuple(fields) != kind._fields:
         raise ValueError(f"fields {fields}")
     return [kind(*map(float, row)) for row in rows]
-
-
-def _client(url: str, admin_key: str | None) -> httpx.Client:
-    headers = {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
-    try:
-        # trust_env: a proxy of the environment would get the key.
-        return httpx.Client(
-            base_url=url.rstrip("/"), headers=headers, timeout=_TIMEOUT_S, trust_env=False
-        )
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"--from-gateway: {error}") from error
-
-
-def _only_instance(client: httpx.Client) -> str:
-    listed = [i["id"] for i in _ask(client, "/admin/instances", {})["instances"]]
-    if len(listed) != 1:
-        names = ", ".join(listed) or "none"
-        raise ConfigError(f"--instance: say which; the gateway has {names}")
-    return str(listed[0])
-
-
-def _ask(client: httpx.Client, path: str, params: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        response = client.get(path, params=dict(params))
-    except httpx.UnsupportedProtocol as error:
-        raise ConfigError("--from-gateway: must be http://HOST:PORT or https://…") from error
-    except httpx.HTTPError as error:
-        raise HeteroGatewayError(f"the gateway does not answer: {error}") from error
-    try:
-        document = response.json()
-    except ValueError:
-        document = None
-    if response.is_success and isinstance(document, dict):
-        return document
-    if isinstance(document, dict) and isinstance(document.get("error"), dict):
-        message = "".join(c for c in str(document["error"].get("message")) if c.isprintable())
-        raise HeteroGatewayError(f"the gateway refuses ({response.status_code}): {message}")
-    raise HeteroGatewayError(f"status {response.status_code}, which is not a gateway's answer")
 
 
 def _rounded(value: float) -> float:
