@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import os
 import subprocess
@@ -53,6 +54,25 @@ def test_a_written_profile_is_the_planned_one(tmp_path):
         profile = load_profile(instance.profile, tmp_path / "plan")
         assert profile == ONE_MACHINE.types["V100-32GB-NVLink2", size].profile
         assert profile.source["how"] == "derived"
+
+
+def test_a_measured_profile_says_what_its_capacity_was_measured_with(tmp_path):
+    key = ("V100-32GB-NVLink2", 1)
+    one = plan({"box": (key[0], 1, (1,))})
+    source = {
+        "how": "measured", "date": datetime.date(2026, 11, 20), "quantization": "fp8",
+        "gpu_memory_utilization": 0.9, "error": {"decode": 0.03}, "samples": "of no use here",
+    }  # fmt: skip
+    measured = dataclasses.replace(one.types[key].profile, source=source)
+    for how, said in (("measured", 0.9), ("fitted", None)):
+        memory = dataclasses.replace(one.types[key].memory, how=how)
+        changed = dataclasses.replace(one.types[key], profile=measured, memory=memory)
+        directory = tmp_path / how
+        write_deployment(dataclasses.replace(one, types={key: changed}), options(), directory)
+        (instance,) = load_gateway_config(directory / "gateway.yaml").instances
+        written = load_profile(instance.profile, directory).source
+        assert written["gpu_memory_utilization"] == said
+        assert (written["quantization"], written["error"]) == ("fp8", {"decode": 0.03})
 
 
 def test_the_gateway_of_faster_emulated_instances_has_their_clock(tmp_path):

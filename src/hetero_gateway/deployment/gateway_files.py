@@ -11,7 +11,9 @@ from hetero_gateway.core.profile import Profile
 from hetero_gateway.deployment.instances import DeployedInstance, DeploymentOptions
 from hetero_gateway.planner.plan import InstanceType
 
-_SOURCE_KEYS = ("how", "date", "note")
+_SOURCE_KEYS = ("how", "date", "note", "engine", "quantization", "unidentified")
+# What a KV capacity was measured with: said only where the capacity is that one.
+_CAPACITY_KEYS = ("gpu_memory_utilization", "kv_cache_dtype")
 
 
 def profile_files(
@@ -51,7 +53,9 @@ def profile_text(instance_type: InstanceType, profile: Profile, *, speed: float 
 
 def _source(instance_type: InstanceType, profile: Profile, speed: float) -> dict[str, Any]:
     source: dict[str, Any] = {"how": "derived"}
-    source |= {key: profile.source[key] for key in _SOURCE_KEYS if profile.source.get(key)}
+    capacity_keys = _CAPACITY_KEYS if instance_type.memory.how == "measured" else ()
+    keys = (*_SOURCE_KEYS, *capacity_keys)
+    source |= {key: profile.source[key] for key in keys if profile.source.get(key)}
     if speed != 1:
         source["note"] = f"{profile.name} at {speed:g} times its speed"
     error = {str(k): float(v) for k, v in dict(profile.source.get("error") or {}).items()}
