@@ -65,30 +65,6 @@ def gateway_manifests(configuration: str, profiles: Mapping[str, str]) -> str:
     }
     items = [{"key": "gateway.yaml", "path": "gateway.yaml"}]
     items += [{"key": key, "path": path} for key, path in keys.items()]
-    container = {
-        "name": "gateway",
-        "image": GATEWAY_IMAGE,
-        "args": ["serve", "-c", f"{_ETC}/gateway.yaml", "--host", "0.0.0.0"],
-        "ports": [{"name": "http", "containerPort": _PORT}],
-        "env": [_secret(API_KEY_ENV, API_KEY_KEY), _secret(ADMIN_KEY_ENV, ADMIN_KEY_KEY)],
-        "volumeMounts": [
-            {"name": "configuration", "mountPath": _ETC, "readOnly": True},
-            {"name": "tmp", "mountPath": "/tmp"},
-        ],
-        "livenessProbe": _probe("/livez", period_s=10, failures=3),
-        "readinessProbe": _probe("/readyz", period_s=5, failures=2),
-        "securityContext": _locked(),
-    }
-    pod = {
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-        "terminationGracePeriodSeconds": 40,
-        **_QUIET,
-        "containers": [container],
-        "volumes": [
-            {"name": "configuration", "configMap": {"name": "hetero-gateway", "items": items}},
-            {"name": "tmp", "emptyDir": {}},
-        ],
-    }
     deployment = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -98,7 +74,7 @@ def gateway_manifests(configuration: str, profiles: Mapping[str, str]) -> str:
             "replicas": 1,
             "strategy": {"type": "Recreate"},
             "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
+            "template": {"metadata": {"labels": labels}, "spec": _gateway_pod(items)},
         },
     }
     service = _service("hetero-gateway", labels, headless=False)
@@ -136,6 +112,34 @@ def instance_manifests(
         "to the node's where they differ (kubectl get nodes -L kubernetes.io/hostname)."
     )
     return _documents(comment, manifests)
+
+
+def _gateway_pod(items: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """``items``: where the ConfigMap's keys go in the configuration's directory."""
+    container = {
+        "name": "gateway",
+        "image": GATEWAY_IMAGE,
+        "args": ["serve", "-c", f"{_ETC}/gateway.yaml", "--host", "0.0.0.0"],
+        "ports": [{"name": "http", "containerPort": _PORT}],
+        "env": [_secret(API_KEY_ENV, API_KEY_KEY), _secret(ADMIN_KEY_ENV, ADMIN_KEY_KEY)],
+        "volumeMounts": [
+            {"name": "configuration", "mountPath": _ETC, "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+        "livenessProbe": _probe("/livez", period_s=10, failures=3),
+        "readinessProbe": _probe("/readyz", period_s=5, failures=2),
+        "securityContext": _locked(),
+    }
+    return {
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "terminationGracePeriodSeconds": 40,
+        **_QUIET,
+        "containers": [container],
+        "volumes": [
+            {"name": "configuration", "configMap": {"name": "hetero-gateway", "items": items}},
+            {"name": "tmp", "emptyDir": {}},
+        ],
+    }
 
 
 def _stateful_set(
