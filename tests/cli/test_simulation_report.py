@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_gateway.cli import main, simulation_report
+from hetero_gateway.cli import main, report_page, simulation_report
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.sim.experiment import Experiment, Rate, compare, measure_bound
 from hetero_gateway.sim.result import Cell, Slo
@@ -261,6 +261,6 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     from hetero_gateway.errors import ConfigError
 
     with pytest.raises(ConfigError, match="is one itself"):
-        simulation_report.check_can_write(tmp_path)
+        report_page.check_can_write(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"):
-        simulation_report.write(tmp_path, "page")
+        report_page.write(tmp_path, "page")

@@ -20,6 +20,7 @@ class ContainerFiles:
 
     root = ROOT
     docker = ROOT / "docker"
+    monitoring = ROOT / "src" / "hetero_gateway" / "deployment" / "monitoring"
     compose_names = COMPOSE_FILES
 
     def dockerfile(self) -> list[tuple[str, str]]:
@@ -58,7 +59,7 @@ class ContainerFiles:
         }
 
     def dashboard(self) -> dict[str, Any]:
-        path = self.docker / "grafana" / "dashboards" / "hetero-gateway.json"
+        path = self.monitoring / "grafana" / "dashboards" / "hetero-gateway.json"
         data: dict[str, Any] = json.loads(path.read_text("utf-8"))
         return data
 

@@ -41,7 +41,7 @@ def known_series(metrics: dict[str, tuple[str, set[str]]]) -> dict[str, set[str]
 
 
 def alert_rules(files) -> list[dict[str, Any]]:
-    groups = yaml.safe_load((files.docker / "prometheus" / "alerts.yml").read_text("utf-8"))
+    groups = yaml.safe_load((files.monitoring / "prometheus" / "alerts.yml").read_text("utf-8"))
     return [rule for group in groups["groups"] for rule in group["rules"]]
 
 
@@ -176,7 +176,7 @@ def promtool(*arguments: str) -> str:
 def test_prometheus_accepts_its_configuration_and_both_lists_of_targets(files, tmp_path):
     for targets in ("instances.yml", "instances.vllm.yml"):
         for name in ("prometheus.yml", "alerts.yml"):
-            (tmp_path / name).write_bytes((files.docker / "prometheus" / name).read_bytes())
+            (tmp_path / name).write_bytes((files.monitoring / "prometheus" / name).read_bytes())
         source = files.docker / "prometheus" / targets
         (tmp_path / "instances.yml").write_bytes(source.read_bytes())
         output = promtool("check", "config", str(tmp_path / "prometheus.yml"))
@@ -197,7 +197,9 @@ def test_prometheus_accepts_every_expression_of_the_dashboard(files, tmp_path):
 
 @pytest.mark.system
 def test_alerts_fire_when_they_should_and_only_then(files, tmp_path):
-    (tmp_path / "alerts.yml").write_bytes((files.docker / "prometheus" / "alerts.yml").read_bytes())
+    (tmp_path / "alerts.yml").write_bytes(
+        (files.monitoring / "prometheus" / "alerts.yml").read_bytes()
+    )
     cases = Path(__file__).with_name("alerts_test.yml")
     (tmp_path / cases.name).write_bytes(cases.read_bytes())
     tested = {

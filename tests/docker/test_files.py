@@ -276,7 +276,7 @@ def test_docker_waits_longer_than_open_requests_may_take(files, compose_name):
 
 
 def test_the_engine_and_the_gateway_share_the_instance_label(files):
-    path: Path = files.docker / "prometheus" / "prometheus.yml"
+    path: Path = files.monitoring / "prometheus" / "prometheus.yml"
     jobs = {j["job_name"]: j for j in yaml.safe_load(path.read_text("utf-8"))["scrape_configs"]}
     # Without it the gateway's `instance` label becomes `exported_instance`, and no panel matches.
     assert jobs["hetero-gateway"]["honor_labels"] is True

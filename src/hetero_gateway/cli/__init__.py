@@ -37,6 +37,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         demo,
         emulate,
         explain,
+        plan,
         predictor,
         profile,
         serve,
@@ -52,7 +53,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (
-        *(serve, validate, emulate, profile, demo, simulate, bench),
+        *(serve, validate, emulate, profile, demo, plan, simulate, bench),
         *(predictor, status, explain),
     ):
         command.add_parser(subparsers)

@@ -164,13 +164,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison; 1 when no request finished in any run, else 0."""
     # Imported here so that other commands and --help stay quick.
-    from hetero_gateway.cli import simulation_report
+    from hetero_gateway.cli import report_page, simulation_report
     from hetero_gateway.cluster_config import load_cluster
     from hetero_gateway.sim.experiment import measure_bound, mix_moments
 
     _check_policies(args.policy)
     if args.report is not None:
-        simulation_report.check_can_write(args.report)
+        report_page.check_can_write(args.report)
     cluster = load_cluster(args.config)
     experiment = _experiment(args, cluster)
     moments = mix_moments(experiment.lengths)
@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
         _print_tables(args, experiment, bound, moments, cells)
     if args.report is not None:
         page = simulation_report.render(str(args.config), experiment, bound, cells, document)
-        simulation_report.write(args.report, page)
+        report_page.write(args.report, page)
         print(f"wrote {args.report}", file=sys.stderr)
     if all(cell.throughput_tokens_per_s.mean == 0 for cell in cells):
         print("hetero-gateway: simulate: no request finished in any run", file=sys.stderr)

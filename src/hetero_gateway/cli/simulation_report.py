@@ -1,60 +1,20 @@
-"""The page that ``simulate --report`` writes: one HTML file that needs nothing from elsewhere.
-
-plotly.js stands in the page; figures are plain specifications in its JSON format, coloured by the
-page's own style sheet, so that the light and the dark theme are one set of figures. Everything
-that comes from a file is text, never markup: escaped in HTML, in plotly's labels (which take tags)
-and in the JSON block. A content security policy in the page keeps the browser from fetching
-anything all the same.
-"""
+"""The page that ``simulate --report`` writes; ``report_page`` has what it shares with others."""
 
 from __future__ import annotations
 
-import html
-import importlib.util
-import json
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from hetero_gateway.cli.report_page import colour, fill, json_block, table, text
 from hetero_gateway.cli.simulation_table import COLUMNS, by_rate, rate_name
-from hetero_gateway.errors import ConfigError
 from hetero_gateway.sim.experiment import Bound, Experiment
 from hetero_gateway.sim.result import QUANTILES, Cell, Spread
 
-# Okabe and Ito's colours, apart for the colour-blind and legible on white and on near-black.
-_COLOURS = (
-    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"),
-    *("#8A6D3B", "#7F7F7F", "#B2A800", "#6A51A3"),
-)
 # Bars of more instances than this cannot be told apart; then the slowest and fastest are shown.
 _MANY_INSTANCES = 24
-
-
-def check_can_write(path: Path) -> None:
-    """Find out before minutes of simulation what would fail after them.
-
-    Raises:
-        ConfigError: plotly is not installed, or there is no such folder.
-    """
-    if importlib.util.find_spec("plotly") is None:
-        raise ConfigError(
-            "--report: needs plotly, which is not installed; "
-            "install it with: pip install 'hetero-gateway[report]'"
-        )
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--report: {path}: its folder does not exist, or it is one itself")
-
-
-def write(path: Path, page: str) -> None:
-    """Raises ConfigError when the file cannot be written."""
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--report: {path}: cannot be written: {error.strerror}") from error
 
 
 def render(
@@ -70,8 +30,6 @@ def render(
         name: of the cluster's file.
         document: what ``simulate --json`` prints; it stands in the page for programs to read.
     """
-    from plotly.offline import get_plotlyjs
-
     mix = document["mix"]
     figures = {
         "throughput": throughput_figure(cells, bound.tokens_per_s),
@@ -81,8 +39,8 @@ def render(
         ],
     }
     parts = {
-        "title": _text(f"{Path(name).name}: policies compared"),
-        "subtitle": _text(
+        "title": text(f"{Path(name).name}: policies compared"),
+        "subtitle": text(
             f"{len(experiment.instances)} instances, {experiment.count} requests a run, "
             f"{mix['mean_prompt_tokens']:.0f} prompt and {mix['mean_output_tokens']:.0f} output "
             f"tokens in the mean, {len(cells[0].runs)} seeds, bound "
@@ -93,17 +51,10 @@ def render(
         "cluster": _cluster_table(experiment, bound),
         "constants": _constants_table(experiment),
         "faults": _faults_table(experiment),
-        "figures": _json_block(figures),
-        "document": _json_block(document),
-        "plotly": get_plotlyjs(),
+        "figures": json_block(figures),
+        "document": json_block(document),
     }
-    template = (
-        resources.files("hetero_gateway.cli")
-        .joinpath("simulation_report.html")
-        .read_text(encoding="utf-8")
-    )
-    # In one pass: what is put in is not searched again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template)
+    return fill("simulation_report.html", parts)
 
 
 # Figures. Labels are plotly's pseudo-HTML, so text from files is escaped in them, too.
@@ -112,7 +63,7 @@ def render(
 def throughput_figure(cells: Sequence[Cell], bound_tokens_per_s: float) -> dict[str, Any]:
     """Bars by rate, one colour per policy, and the bound as a line across."""
     groups = by_rate(cells)
-    names = [_text(_rate_of(group[0])) for group in groups]
+    names = [text(_rate_of(group[0])) for group in groups]
     data: list[dict[str, Any]] = []
     for i, policy in enumerate(_policies(cells)):
         spreads = [
@@ -121,11 +72,11 @@ def throughput_figure(cells: Sequence[Cell], bound_tokens_per_s: float) -> dict[
         data.append(
             {
                 "type": "bar",
-                "name": _text(policy),
+                "name": text(policy),
                 "x": names,
                 "y": [s.mean for s in spreads],
                 "error_y": _error_bars(spreads),
-                "marker": {"color": _colour(i)},
+                "marker": {"color": colour(i)},
                 "hovertemplate": "%{fullData.name}<br>%{x}: %{y:.0f} tokens/s<extra></extra>",
             }
         )
@@ -180,11 +131,11 @@ def completion_figure(cells: Sequence[Cell]) -> dict[str, Any]:
         "data": [
             {
                 "type": "bar",
-                "name": _text(name),
-                "x": [_text(c.policy) for c in cells],
+                "name": text(name),
+                "x": [text(c.policy) for c in cells],
                 "y": [s.mean for s in spreads],
                 "error_y": _error_bars(spreads),
-                "marker": {"color": _colour(i)},
+                "marker": {"color": colour(i)},
                 "hovertemplate": "%{fullData.name}<br>%{x}: %{y:.1f} s<extra></extra>",
             }
             for i, (name, spreads) in enumerate(shown)
@@ -207,10 +158,10 @@ def latency_figure(cells: Sequence[Cell], policies: Sequence[str]) -> dict[str, 
             {
                 "type": "scatter",
                 "mode": "lines",
-                "name": _text(c.policy),
+                "name": text(c.policy),
                 "x": c.latency_quantiles_s().tolist(),
                 "y": QUANTILES.tolist() if c.latency_quantiles_s().size else [],
-                "line": {"color": _colour(policies.index(c.policy)), "width": 2},
+                "line": {"color": colour(policies.index(c.policy)), "width": 2},
                 "hovertemplate": "%{fullData.name}<br>%{y:.1%} within %{x:.2f} s<extra></extra>",
             }
             for c in cells
@@ -247,10 +198,6 @@ def _policies(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(cell.policy for cell in cells))
 
 
-def _colour(position: int) -> str:
-    return _COLOURS[position % len(_COLOURS)]
-
-
 # Tables
 
 
@@ -263,7 +210,7 @@ def _results_table(cells: Sequence[Cell]) -> str:
             name = c.policy + (" ◂" if is_best else "")
             figures = (column.text(c) for column in COLUMNS)
             rows.append((_rate_of(c) if i == 0 else "", name, *figures))
-    return _table(("rate", "policy", *(c.name for c in COLUMNS)), rows, text_columns=2)
+    return table(("rate", "policy", *(c.name for c in COLUMNS)), rows, text_columns=2)
 
 
 def _cluster_table(experiment: Experiment, bound: Bound) -> str:
@@ -293,7 +240,7 @@ def _cluster_table(experiment: Experiment, bound: Bound) -> str:
         *("instance", "profile", "alone, tokens/s", "KV tokens", "max_num_seqs", "weight"),
         "scheduler's constants",
     )
-    return _table(head, rows, text_columns=2)
+    return table(head, rows, text_columns=2)
 
 
 def _constants_table(experiment: Experiment) -> str:
@@ -304,7 +251,7 @@ def _constants_table(experiment: Experiment) -> str:
         note = str(profile.source.get("note", ""))
         rows.append((profile.name, how, *constants, note))
     head = ("profile", "obtained", *(f"p{i}" for i in range(1, 9)), "note")
-    return _table(head, rows, text_columns=2, last_is_text=True)
+    return table(head, rows, text_columns=2, last_is_text=True)
 
 
 def _faults_table(experiment: Experiment) -> str:
@@ -321,8 +268,8 @@ def _faults_table(experiment: Experiment) -> str:
         for fault in experiment.faults
     ]
     head = ("instance", "kind", "from, s", "to, s", "steps take × as long")
-    table = _table(head, rows, text_columns=2)
-    return f'<section class="panel"><h2>Faults</h2>{table}</section>'
+    rendered = table(head, rows, text_columns=2)
+    return f'<section class="panel"><h2>Faults</h2>{rendered}</section>'
 
 
 def _options(experiment: Experiment) -> str:
@@ -341,53 +288,5 @@ def _options(experiment: Experiment) -> str:
             f"TTFT {experiment.slo.ttft_s:g} s, TPOT {experiment.slo.tpot_s * 1000:g} ms",
         ),
     )
-    items = "".join(f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in pairs)
+    items = "".join(f"<div><dt>{text(k)}</dt><dd>{text(v)}</dd></div>" for k, v in pairs)
     return f"<dl>{items}</dl>"
-
-
-def _table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    text_columns: int,
-    last_is_text: bool = False,
-) -> str:
-    """An HTML table; the first ``text_columns`` columns are text, the others figures."""
-
-    def cell(tag: str, i: int, value: str) -> str:
-        is_text = i < text_columns or (last_is_text and i == len(head) - 1)
-        kind = ' class="text"' if is_text else ""
-        return f"<{tag}{kind}>{_text(value)}</{tag}>"
-
-    def line(tag: str, values: Sequence[str]) -> str:
-        return "<tr>" + "".join(cell(tag, i, v) for i, v in enumerate(values)) + "</tr>"
-
-    body = "".join(line("td", row) for row in rows)
-    return (
-        f'<div class="scroll"><table><thead>{line("th", head)}</thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-# Text
-
-
-def _text(value: str) -> str:
-    return html.escape(value, quote=True)
-
-
-def _json_block(value: Any) -> str:
-    """JSON that may stand inside ``<script>``: nothing in it can end the element."""
-    text = json.dumps(_without_nan(value), ensure_ascii=True, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no nan; plotly leaves a gap at null."""
-    if isinstance(value, dict):
-        return {k: _without_nan(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -1,4 +1,4 @@
-"""``validate``: check a gateway's or a cluster's file without serving or simulating."""
+"""``validate``: check a gateway's, a cluster's or a plan's file without running anything."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "validate",
         help="check a configuration without serving",
-        description="Check a gateway's configuration, or the cluster file of simulate, profiles "
-        "included, without serving.",
+        description="Check a gateway's configuration, or the cluster file of simulate or plan, "
+        "profiles included, without serving.",
         epilog="example: hetero-gateway validate -c configs/gateway.yaml",
     )
     parser.add_argument("-c", "--config", type=Path, required=True, metavar="FILE")
@@ -26,8 +26,12 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # Imported here, as the simulator behind it would slow down every other command's start.
     from hetero_gateway.cluster_config import is_cluster
+    from hetero_gateway.plan_config import is_plan
 
-    if is_cluster(read_yaml(args.config)):
+    data = read_yaml(args.config)
+    if is_plan(data):
+        return _validate_plan(args)
+    if is_cluster(data):
         return _validate_cluster(args)
     config = load_gateway_config(args.config)
     rows: list[dict[str, Any]] = []
@@ -67,4 +71,20 @@ def _validate_cluster(args: argparse.Namespace) -> int:
     print(f"{args.config}: valid for simulate; {len(rows)} instances, {len(cluster.faults)} faults")
     for row in rows:
         print(f"  {row['id']}: profile: {row['profile']}")
+    return 0
+
+
+def _validate_plan(args: argparse.Namespace) -> int:
+    from hetero_gateway.plan_config import load_request
+
+    request = load_request(args.config)
+    question = request.question
+    rows = [{"id": m.id, "accelerator": m.accelerator, "count": m.count} for m in question.machines]
+    if args.json:
+        document = {"file": str(args.config), "valid": True, "kind": "plan", "machines": rows}
+        print(json.dumps(document | {"model": request.model.name}))
+        return 0
+    print(f"{args.config}: valid for plan; {request.model.name} on {len(rows)} machines")
+    for row in rows:
+        print(f"  {row['id']}: {row['count']}x {row['accelerator']}")
     return 0

@@ -107,6 +107,21 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
+class Alone:
+    """What one instance of a type does alone on the mix when it always has enough to do.
+
+    ``batch`` is the mean number of sequences that run; ``step_s`` the mean time between two tokens
+    of one of them, prefills in between included. ``limit``: what keeps the batch from growing.
+    """
+
+    tokens_per_s: float
+    output_tokens_per_s: float
+    batch: float
+    step_s: float
+    limit: str  # "KV", "max_num_seqs", or "prefill": they take the time, and nothing waits for KV
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One deployment configuration of all machines.
 
@@ -114,10 +129,17 @@ class Candidate:
         layouts: by machine id; a machine that stays out of it has ``()``.
         estimate_paper_tokens_per_s, estimate_tokens_per_s: Algorithm 1 as printed (padded), and
             unpadded.
-        simulated: None when the estimates ruled it out before.
-        idle_accelerators: left over by the layouts.
-        usd_per_million_tokens: None without prices, or without ``simulated``.
+        simulated: the whole system with everything sent at once, in its stride; its times are nan.
+            None when the estimates, or the sum of its instances alone, ruled it out before.
+        accelerators: that run an instance.
+        idle_accelerators: left over by the layouts, of machines that are used.
+        usd_per_million_tokens: by what was simulated, else by its instances alone; None without
+            prices. A machine that is used is paid for whole.
         why_not: one line against the best; empty for the best.
+        alone_tokens_per_s: the sum of what its instances do alone; 0 where that is not known.
+        at_rate: the whole system at the plan's ``rate_per_s``; None where it was not simulated or
+            cannot hold the rate.
+        holds: whether it keeps the plan's goals at that rate; None where that was not asked.
     """
 
     layouts: Mapping[str, Layout]
@@ -128,6 +150,9 @@ class Candidate:
     idle_accelerators: int
     usd_per_million_tokens: float | None = None
     why_not: str = ""
+    alone_tokens_per_s: float = 0.0
+    at_rate: Figures | None = None
+    holds: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +161,8 @@ class Plan:
 
     ``types`` are the instance types that can be deployed, by (accelerator, tensor_parallel).
     ``pareto`` are the candidates that no other beats in both throughput and latency.
+    ``alone`` has the types that were simulated alone. ``rate_per_s`` is what latencies are told
+    for: the wanted rate, or a share of what the best can do.
     """
 
     machines: tuple[Machine, ...]
@@ -146,6 +173,10 @@ class Plan:
     policy: str
     pareto: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    alone: Mapping[tuple[str, int], Alone] = field(default_factory=dict)
+    rate_per_s: float = 0.0
+    mean_prompt_tokens: float = 0.0
+    mean_output_tokens: float = 0.0
 
     @property
     def best(self) -> Candidate:

@@ -1,0 +1,167 @@
+"""``plan``: which instances to make of which machines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_gateway.cli import plan_again, plan_output
+from hetero_gateway.cli.arguments import positive_float
+from hetero_gateway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hetero_gateway.plan_config import PlanRequest
+    from hetero_gateway.planner.plan import Plan
+
+_EXAMPLE = """\
+examples:
+  hetero-gateway plan -c configs/clusters/plan-paper.yaml
+  hetero-gateway plan -c cluster.yaml --requests trace.csv --report plan.html
+  hetero-gateway plan -c cluster.yaml --goal fewest --rate 20 --ttft-p99 2 --tpot-p99 0.05
+
+A cluster is a YAML file: model, max_model_len, and machines: [{id, accelerator, count}, ...].
+docs/planner.md says what can stand in it, and what the columns mean.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="find the best deployment of a model on given machines",
+        description="Search the tensor parallelism of every machine: by memory, by the paper's "
+        "Algorithm 1, and by simulating the best few behind the gateway.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-c", "--config", type=Path, required=True, metavar="CLUSTER.yaml")
+    parser.add_argument("--requests", type=Path, metavar="TRACE.csv", help="lengths of requests")
+    parser.add_argument(
+        "--goal",
+        choices=("throughput", "cost", "fewest"),
+        help="the most tokens/s (default); the least cost per million tokens; the fewest "
+        "accelerators that hold --rate",
+    )
+    parser.add_argument(
+        "--rate", type=positive_float, metavar="R", help="requests per second to hold"
+    )
+    parser.add_argument(
+        "--ttft-p99", type=positive_float, metavar="S", help="goal of TTFT's 99th percentile"
+    )
+    parser.add_argument(
+        "--tpot-p99", type=positive_float, metavar="S", help="goal of TPOT's 99th percentile"
+    )
+    parser.add_argument("--policy", metavar="NAME", help="of the gateway (default: finish-time)")
+    parser.add_argument(
+        "--memory",
+        choices=("fitted", "paper"),
+        help="KV memory as fitted to vLLM's own logs (default), or by Eq. (1) of the paper",
+    )
+    parser.add_argument(
+        "--estimator",
+        choices=("unpadded", "paper"),
+        help="Algorithm 1, which prunes: with batches timed by their mean prompt (default), or "
+        "as printed",
+    )
+    parser.add_argument(
+        "--profile",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a measured profile; may be given several times, and comes before all others",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of everything drawn (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE.html", help="write a page with plots, needs plotly"
+    )
+    plan_output.add_arguments(parser)
+    plan_again.add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, print, write; 0, or an error that says what to do."""
+    # Imported here so that other commands and --help stay quick.
+    from hetero_gateway.cli import plan_report, report_page
+    from hetero_gateway.cli.plan_document import document
+    from hetero_gateway.cli.plan_table import print_plan
+
+    if args.report is not None:
+        report_page.check_can_write(args.report)
+    plan_output.check_arguments(args)
+    again = None if args.from_gateway is None else plan_again.prepare(args, _overrides(args))
+    request = _request(args) if again is None else again.request
+    begin_s = time.monotonic()
+    plan = _search(request)
+    took_s = time.monotonic() - begin_s
+    if again is not None:
+        plan, again = plan_again.compared(plan, again)
+    told = document(plan, request, took_s)
+    if again is not None:
+        told["from_gateway"] = plan_again.comparison(plan, again)
+    if args.json:
+        print(json.dumps(told, allow_nan=False))
+    else:
+        print(_title(request, plan, took_s))
+        print_plan(plan)
+        if again is not None:
+            print()
+            plan_again.print_comparison(plan, again)
+    if args.report is not None:
+        report_page.write(args.report, plan_report.render(plan, request, told))
+        print(f"wrote {args.report}", file=sys.stderr)
+    plan_output.write(args, plan, request, told)
+    return 0
+
+
+def _request(args: argparse.Namespace) -> PlanRequest:
+    """The file with the flags over it."""
+    from hetero_gateway.plan_config import load_request
+
+    return load_request(
+        args.config, _overrides(args), requests=args.requests, profiles=args.profile
+    )
+
+
+def _overrides(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "goals.goal": args.goal,
+        "goals.ttft_p99_s": args.ttft_p99,
+        "goals.tpot_p99_s": args.tpot_p99,
+        "workload.rate_per_s": args.rate,
+        "policy": args.policy,
+        "memory": args.memory,
+        "estimator": args.estimator,
+        "seed": args.seed,
+    }
+
+
+def _search(request: PlanRequest) -> Plan:
+    """With progress on standard error; errors name the file."""
+    from rich.console import Console
+
+    from hetero_gateway.planner.search import search
+
+    console = Console(stderr=True, highlight=False, markup=False)
+    try:
+        if not console.is_terminal:
+            return search(request.question)
+        with console.status("plan") as status:
+            return search(request.question, lambda text: status.update(f"plan: {text}"))
+    except ConfigError as error:
+        raise ConfigError(f"{request.source}: {error}") from error
+
+
+def _title(request: PlanRequest, plan: Plan, took_s: float) -> str:
+    machines = plan.machines
+    accelerators = sum(m.count for m in machines)
+    return (
+        f"{request.source}: {request.model.name}, context {request.max_model_len}; {accelerators} "
+        f"accelerators in {len(machines)} machine{'s' if len(machines) > 1 else ''}; "
+        f"{plan.mean_prompt_tokens:.0f} prompt and {plan.mean_output_tokens:.0f} output tokens in "
+        f"the mean; goal {plan.goal}, policy {plan.policy}; planned in {took_s:.1f} s"
+    )

@@ -1,0 +1,177 @@
+"""``plan -o DIR``: from a plan and its flags to the files of a deployment."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_gateway.cli.arguments import positive_float
+from hetero_gateway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hetero_gateway.deployment.instances import DeploymentOptions
+    from hetero_gateway.plan_config import PlanRequest
+    from hetero_gateway.planner.plan import Plan
+    from hetero_gateway.planner.trials import Mix
+
+# requests.csv, in batches of the whole system: enough that a run is mostly in its stride.
+_BATCHES = 30
+_LEAST_REQUESTS, _MOST_REQUESTS = 200, 20_000
+_SAMPLES = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """-o and the flags that only make sense with it."""
+    add = parser.add_argument
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="write the deployment: vLLM commands, scripts, compose file, Kubernetes manifests, "
+        "and the gateway's configuration with profiles",
+    )
+    add("--force", action="store_true", help="with -o: write into a directory that is not empty")
+    add(
+        "--emulate",
+        action="store_true",
+        help="with -o: emulated instances in place of vLLM, all on this machine",
+    )
+    add(
+        "--time-scale",
+        type=positive_float,
+        default=1.0,
+        metavar="X",
+        help="with --emulate: run X times faster than the hardware (default: 1)",
+    )
+    add(
+        "--first-port",
+        type=_port,
+        default=8001,
+        metavar="N",
+        help="with -o: of the instances of a machine (default: 8001)",
+    )
+    add(
+        "--gateway-port",
+        type=_port,
+        default=8000,
+        metavar="N",
+        help="with -o: of the gateway (default: 8000)",
+    )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Find out before the search what would fail after it. Raises ConfigError."""
+    from hetero_gateway.deployment.directory import check_directory
+
+    if args.output is None:
+        for name, default in (("emulate", False), ("force", False), ("time_scale", 1.0)):
+            if getattr(args, name) != default:
+                raise ConfigError(f"--{name.replace('_', '-')}: only with -o DIR")
+        return
+    if args.time_scale != 1 and not args.emulate:
+        raise ConfigError("--time-scale: only with --emulate; real hardware has its own speed")
+    check_directory(args.output, force=args.force)
+
+
+def write(
+    args: argparse.Namespace, plan: Plan, request: PlanRequest, document: Mapping[str, Any]
+) -> None:
+    """Write the best candidate and say so on standard error."""
+    from hetero_gateway.deployment.directory import write_deployment
+
+    if args.output is None:
+        return
+    options = deployment_options(args, plan, request, document)
+    paths = write_deployment(plan, options, args.output, force=args.force)
+    print(f"wrote {len(paths)} files; begin with {args.output / 'README.md'}", file=sys.stderr)
+
+
+def deployment_options(
+    args: argparse.Namespace, plan: Plan, request: PlanRequest, document: Mapping[str, Any]
+) -> DeploymentOptions:
+    """What the files need to know beside the plan; engines as they were simulated."""
+    from hetero_gateway.deployment.checkpoints import checkpoint_of
+    from hetero_gateway.deployment.command import ON_LOADING
+    from hetero_gateway.deployment.instances import DeploymentOptions
+
+    engines, quantization = request.question.engines, request.model.quantization
+    model: str | None = checkpoint_of(request.model.name)
+    if request.model_directory is not None:
+        model = str(request.model_directory)
+    elif "/" in request.model_name:
+        model = request.model_name
+    elif quantization is not None and quantization.method not in ON_LOADING:
+        model = None  # some publisher's; the card is of the wide one
+    return DeploymentOptions(
+        model=model,
+        served_model_name=request.model_name,
+        max_model_len=request.max_model_len,
+        dtype=request.model.dtype,
+        quantization=None if quantization is None else quantization.method,
+        kv_cache_dtype=request.options.kv_dtype,
+        enforce_eager=request.options.enforce_eager,
+        max_num_batched_tokens=engines.max_batched_tokens,
+        prefill_first=engines.scheduling == "prefill-first",
+        gpu_memory_utilization=request.options.utilisation,
+        addresses=request.addresses,
+        first_port=args.first_port,
+        gateway_port=args.gateway_port,
+        emulate=args.emulate,
+        time_scale=args.time_scale,
+        priors=(plan.mean_prompt_tokens, plan.mean_output_tokens),
+        workload=_workload(plan, request),
+        # How long the search took changes from run to run; the files do not.
+        document={key: value for key, value in document.items() if key != "took_s"},
+        command=_command(args),
+    )
+
+
+def _workload(plan: Plan, request: PlanRequest) -> list[tuple[int, int]]:
+    """Requests of the planned lengths."""
+    import numpy as np
+
+    from hetero_gateway.planner.trials import Mix
+
+    batch = plan.best.simulated.batch if plan.best.simulated is not None else 1.0
+    running = batch * sum(map(len, plan.best.layouts.values()))
+    count = min(max(math.ceil(_BATCHES * running), _LEAST_REQUESTS), _MOST_REQUESTS)
+    mix = Mix.of(request.question.lengths, request.question.seed)
+    rng = np.random.default_rng(request.question.seed)
+    order = np.lexsort((mix.output_pool, mix.prompt_pool + mix.output_pool))
+    # One of each slice of the mix sorted by length; of some such samples, that whose means are
+    # nearest to the mix's: a plan and a run of a thousand requests are to differ by less than 1 %.
+    samples = [
+        order[((np.arange(count) + rng.random(count)) * order.size / count).astype(np.int64)]
+        for _ in range(_SAMPLES)
+    ]
+    rows = min(samples, key=lambda sample: _distance(mix, sample))
+    rng.shuffle(rows)
+    prompt, output = mix.prompt_pool[rows], mix.output_pool[rows]
+    return list(zip(prompt.tolist(), output.tolist(), strict=True))
+
+
+def _distance(mix: Mix, rows: Any) -> float:
+    """How far the means of some requests are from those of the mix, relative."""
+    prompt = float(mix.prompt_pool[rows].mean()) / mix.mean_prompt
+    output = float(mix.output_pool[rows].mean()) / mix.mean_output
+    return abs(prompt - 1) + abs(output - 1)
+
+
+def _command(args: argparse.Namespace) -> str:
+    words = ["hetero-gateway", "plan", "-c", str(args.config), "-o", str(args.output)]
+    if args.emulate:
+        words += ["--emulate", "--time-scale", f"{args.time_scale:g}"]
+    return shlex.join(words)
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 65535:
+        raise argparse.ArgumentTypeError("must be from 1 to 65535")
+    return value

@@ -1,0 +1,1 @@
+"""What a plan becomes: vLLM commands, scripts, containers, and the gateway's configuration."""

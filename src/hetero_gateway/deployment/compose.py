@@ -1,0 +1,247 @@
+"""A compose file for the whole plan, and the files of Prometheus and Grafana that it mounts.
+
+Compose starts containers of one host. A plan of one machine is one file that starts everything. A
+plan of several is one file too, the same on every host, in which each machine's instances have a
+profile of the machine's name, and gateway, Prometheus and Grafana the profile ``gateway``:
+
+    docker compose --profile v100-box up -d      (on v100-box)
+    docker compose --profile gateway up -d       (on the gateway's host)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from hetero_gateway.deployment.command import emulate_arguments, serve_arguments
+from hetero_gateway.deployment.gateway_files import dumped
+from hetero_gateway.deployment.instances import (
+    DeployedInstance,
+    DeploymentOptions,
+    on_one_host,
+)
+
+GATEWAY_FILE = "gateway.compose.yaml"
+GATEWAY_IMAGE = "${HETERO_GATEWAY_IMAGE:-hetero-gateway:local}"
+# The gateway's own shutdown_timeout_s is 30.
+_GATEWAY_GRACE = "40s"
+_GRACE_MARGIN_S = 20
+_CONTAINER_PORT = 8000
+_CACHE = "huggingface-cache"
+# As docker/compose.yaml: the versions that the dashboard and the alerts were tried with.
+_PROMETHEUS_IMAGE, _GRAFANA_IMAGE = "prom/prometheus:v2.55.1", "grafana/grafana:11.3.0"
+_ETC = "/etc/hetero-gateway"
+
+
+def compose_address(instance: DeployedInstance, options: DeploymentOptions, one_host: bool) -> str:
+    """Where the gateway's container reaches an instance."""
+    host = instance.id if one_host else instance.host
+    return f"http://{host}:{instance.port}"
+
+
+def compose_text(
+    instances: Sequence[DeployedInstance], options: DeploymentOptions, comment: str
+) -> str:
+    """compose.yaml."""
+    one_host = on_one_host(instances, options)
+    services: dict[str, Any] = {"gateway": _gateway(options)}
+    for instance in instances:
+        make = _emulated if options.emulate else _vllm
+        service = make(instance, options)
+        if not one_host:
+            service["profiles"] = [instance.machine_name]
+            service["ports"] = [f"{instance.port}:{instance.port}"]
+        services[instance.id] = service
+    services |= {"prometheus": _prometheus(), "grafana": _grafana()}
+    if not one_host:
+        for name in ("gateway", "prometheus", "grafana"):
+            services[name]["profiles"] = ["gateway"]
+    volumes = {"prometheus-data": None}
+    document = {
+        "name": "hetero-gateway-plan",
+        "services": services,
+        "volumes": volumes if options.emulate else {_CACHE: None} | volumes,
+    }
+    return "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines()) + dumped(document)
+
+
+def monitoring_files(
+    instances: Sequence[DeployedInstance], options: DeploymentOptions
+) -> dict[str, str]:
+    """Path to text of what Prometheus and Grafana read."""
+    one_host = on_one_host(instances, options)
+    targets = [
+        {
+            "targets": [compose_address(i, options, one_host).removeprefix("http://")],
+            "labels": {"instance": i.id},
+        }
+        for i in instances
+    ]
+    packed = resources.files("hetero_gateway.deployment").joinpath("monitoring")
+    files = _tree(packed, "monitoring")
+    files["monitoring/prometheus/instances.yml"] = (
+        "# `instance` is the id in the gateway's configuration, so that panels overlay.\n"
+        + dumped(targets)
+    )
+    return files
+
+
+def _tree(folder: Traversable, path: str) -> dict[str, str]:
+    files: dict[str, str] = {}
+    for entry in sorted(folder.iterdir(), key=lambda e: e.name):
+        name = f"{path}/{entry.name}"
+        if entry.is_dir():
+            files |= _tree(entry, name)
+        elif entry.name.endswith((".json", ".yaml", ".yml")):
+            files[name] = entry.read_text("utf-8")
+    return files
+
+
+def _gateway(options: DeploymentOptions) -> dict[str, Any]:
+    return {
+        **_hardened(),
+        "ports": [f"127.0.0.1:{options.gateway_port}:{_CONTAINER_PORT}"],
+        "volumes": [
+            f"./{GATEWAY_FILE}:{_ETC}/gateway.yaml:ro",
+            f"./profiles:{_ETC}/profiles:ro",
+        ],
+        "stop_grace_period": _GATEWAY_GRACE,
+    }
+
+
+def _hardened() -> dict[str, Any]:
+    """A container of the gateway's own image."""
+    return {
+        "image": GATEWAY_IMAGE,
+        "restart": "unless-stopped",
+        "read_only": True,
+        "tmpfs": ["/tmp"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        # Every open stream holds two sockets in the gateway and one in an instance.
+        "ulimits": {"nofile": 65536},
+    }
+
+
+def _emulated(instance: DeployedInstance, options: DeploymentOptions) -> dict[str, Any]:
+    words = ["emulate", "--profile", f"{_ETC}/{instance.profile_file}"]
+    words += [*emulate_arguments(instance, options), "--host", "0.0.0.0"]
+    return {
+        **_hardened(),
+        "command": [*words, "--port", str(instance.port)],
+        "volumes": [f"./profiles:{_ETC}/profiles:ro"],
+        "stop_grace_period": f"{options.shutdown_timeout_s + _GRACE_MARGIN_S}s",
+        "healthcheck": _health_check("python", instance.port, "20s"),
+    }
+
+
+def _vllm(instance: DeployedInstance, options: DeploymentOptions) -> dict[str, Any]:
+    words = [_escaped(word) for word in serve_arguments(instance, options)]
+    words += ["--host", "0.0.0.0", "--port", str(instance.port)]
+    vendor_keys = dict(instance.vendor.compose_devices(instance.devices))
+    environment = {"HF_TOKEN": "${HF_TOKEN:-}", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= vendor_keys.pop("environment", {})
+    volumes = [f"{_CACHE}:/root/.cache/huggingface", *vendor_keys.pop("volumes", [])]
+    model = options.model
+    if model is not None and model.startswith("/"):  # a directory of the host
+        volumes.append(f"{_escaped(model)}:{_escaped(model)}:ro")
+    return {
+        "image": instance.vendor.compose_image(),
+        "restart": "unless-stopped",
+        "entrypoint": ["vllm", "serve"],
+        "command": [_model_variable(options), *words],
+        "environment": environment,
+        "volumes": volumes,
+        # NCCL and the tensor-parallel processes talk through shared memory; Docker gives 64 MB.
+        "shm_size": "8gb",
+        "stop_grace_period": f"{options.shutdown_timeout_s + _GRACE_MARGIN_S}s",
+        # The first start downloads the weights.
+        "healthcheck": _health_check("python3", instance.port, "30m"),
+        **vendor_keys,
+    }
+
+
+def _model_variable(options: DeploymentOptions) -> str:
+    if options.model is None:
+        return f"${{MODEL:?{options.wanted_checkpoint}}}"
+    if "}" in options.model:  # would end the variable
+        return _escaped(options.model)
+    return f"${{MODEL:-{_escaped(options.model)}}}"
+
+
+def _health_check(python: str, port: int, start_period: str) -> dict[str, Any]:
+    # http.client and not urllib, which would go through a proxy named in the environment.
+    code = (
+        f"import http.client as h, sys; c = h.HTTPConnection('127.0.0.1', {port}, timeout=3); "
+        "c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"
+    )
+    return {
+        "test": ["CMD", python, "-c", code],
+        "interval": "10s",
+        "timeout": "5s",
+        "start_period": start_period,
+        "retries": 3,
+    }
+
+
+def _prometheus() -> dict[str, Any]:
+    etc, ours = "/etc/prometheus", "./monitoring/prometheus"
+    return {
+        "image": _PROMETHEUS_IMAGE,
+        "restart": "unless-stopped",
+        "command": [
+            f"--config.file={etc}/prometheus.yml",
+            "--storage.tsdb.path=/prometheus",
+            "--storage.tsdb.retention.time=7d",
+        ],
+        "ports": ["127.0.0.1:9090:9090"],
+        "volumes": [
+            *(f"{ours}/{n}.yml:{etc}/{n}.yml:ro" for n in ("prometheus", "alerts", "instances")),
+            "prometheus-data:/prometheus",
+        ],
+        **_watched("http://127.0.0.1:9090/-/ready"),
+    }
+
+
+def _grafana() -> dict[str, Any]:
+    dashboards = f"{_ETC}/dashboards"
+    return {
+        "image": _GRAFANA_IMAGE,
+        "restart": "unless-stopped",
+        # Anyone who reaches the port may read, nobody can log in: there is no account at all.
+        "environment": {
+            "GF_AUTH_ANONYMOUS_ENABLED": "true",
+            "GF_AUTH_ANONYMOUS_ORG_ROLE": "Viewer",
+            "GF_AUTH_DISABLE_LOGIN_FORM": "true",
+            "GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION": "true",
+            "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH": f"{dashboards}/hetero-gateway.json",
+            "GF_ANALYTICS_REPORTING_ENABLED": "false",
+            "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
+            "GF_ANALYTICS_CHECK_FOR_PLUGIN_UPDATES": "false",
+        },
+        "ports": ["127.0.0.1:3000:3000"],
+        "volumes": [
+            "./monitoring/grafana/provisioning:/etc/grafana/provisioning:ro",
+            f"./monitoring/grafana/dashboards:{dashboards}:ro",
+        ],
+        **_watched("http://127.0.0.1:3000/api/health"),
+    }
+
+
+def _watched(url: str) -> dict[str, Any]:
+    return {
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "healthcheck": {
+            "test": ["CMD", "wget", "-q", "--spider", url],
+            "interval": "10s",
+            "timeout": "5s",
+        },
+    }
+
+
+def _escaped(text: str) -> str:
+    """Compose puts variables in the place of ``$NAME``; ``$$`` is a dollar sign."""
+    return text.replace("$", "$$")

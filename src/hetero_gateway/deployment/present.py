@@ -1,0 +1,346 @@
+"""What runs behind a gateway now, as a layout of the plan's machines, and what it can do.
+
+An instance is put on a machine by its profile's accelerator and tensor parallelism; a machine of
+the same name comes first. What cannot be put anywhere is listed with the reason.
+
+Two biases are kept out of the comparison with a new plan. The gateway knows the times of what runs,
+not those of another tensor parallelism on the same accelerator: these are scaled by what it knows
+differs from what was believed, or whatever was not tried would look better on every slow machine.
+And both deployments are simulated with the same profiles and requests.
+
+Arrays and values only; the command asks the gateway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero_gateway.core.cost_model import decode_step_time_s, prefill_time_s
+from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.deployment.instances import machine_names
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.planner import trials
+from hetero_gateway.planner.accelerators import accelerator
+from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
+from hetero_gateway.planner.layouts import group_machines
+from hetero_gateway.planner.model_shape import ModelShape
+from hetero_gateway.planner.nearest import folded
+from hetero_gateway.planner.plan import (
+    Alone,
+    Candidate,
+    Figures,
+    InstanceType,
+    Layout,
+    Machine,
+    MemoryEstimate,
+)
+from hetero_gateway.planner.search import Key, Question
+
+# Below it a gain is the simulator's noise: one in twenty choices is off by up to this much.
+NOISE = 0.02
+# An engine whose KV cache differs by more from the modelled one was told something else.
+_KV_APART = 0.1
+# Ratios of times that are one but for rounding.
+_SAME = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One instance as its gateway knows it.
+
+    Args:
+        host: of its base_url.
+        profile: what the gateway takes it for; None: it has no profile.
+        kv_capacity_tokens: as the engine itself reports; None: it does not.
+        observed: whether the profile's constants were fitted to its traffic.
+        left_out: why it does not count, e.g. that it is down; empty: it does.
+        models: names that clients ask for.
+    """
+
+    id: str
+    host: str
+    profile: Profile | None
+    kv_capacity_tokens: int | None = None
+    observed: bool = False
+    left_out: str = ""
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An instance on a machine of the plan."""
+
+    instance: Running
+    machine: Machine
+    profile: Profile
+
+    @property
+    def key(self) -> Key:
+        return self.machine.accelerator, self.profile.tensor_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """Layouts by machine id, as of a candidate; ``left_out`` has ids with reasons."""
+
+    layouts: Mapping[str, Layout]
+    placed: tuple[Placed, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+
+def place(running: Sequence[Running], machines: Sequence[Machine], model: ModelShape) -> Present:
+    """Put every instance on a machine, the largest first."""
+    names = machine_names([machine.id for machine in machines])
+    room = {machine.id: machine.count for machine in machines}
+    placed: list[Placed] = []
+    left_out: list[tuple[str, str]] = []
+    size = {r.id: r.profile.tensor_parallel if r.profile else 0 for r in running}
+    for instance in sorted(running, key=lambda r: -size[r.id]):
+        found = _machine(instance, machines, names, room, model)
+        if isinstance(found, str):
+            left_out.append((instance.id, found))
+            continue
+        assert instance.profile is not None
+        room[found.id] -= instance.profile.tensor_parallel
+        placed.append(Placed(instance, found, instance.profile))
+    layouts = {
+        machine.id: tuple(
+            sorted((p.key[1] for p in placed if p.machine.id == machine.id), reverse=True)
+        )
+        for machine in machines
+    }
+    return Present(layouts, tuple(placed), tuple(left_out))
+
+
+def _machine(
+    instance: Running,
+    machines: Sequence[Machine],
+    names: Mapping[str, str],
+    room: Mapping[str, int],
+    model: ModelShape,
+) -> Machine | str:
+    """Where it runs, or why that cannot be told."""
+    profile = instance.profile
+    if instance.left_out:
+        return instance.left_out
+    if profile is None:
+        return "it has no profile, so its accelerator is not known"
+    if folded(profile.model) != folded(model.name):
+        return f"its profile is of {profile.model}, the plan is for {model.name}"
+    try:
+        name = accelerator(profile.gpu).name
+    except ConfigError:
+        return f"its accelerator {profile.gpu} is not in the catalogue"
+    fitting = [machine for machine in machines if machine.accelerator == name]
+    if not fitting:
+        return f"the file has no machine with {name}"
+    free = [machine for machine in fitting if room[machine.id] >= profile.tensor_parallel]
+    if not free:
+        return f"the file's machines with {name} have no room for {profile.tensor_parallel} more"
+
+    def is_named(machine: Machine) -> bool:
+        own = instance.id.startswith(f"{names[machine.id]}-tp")
+        return own or instance.host in (machine.id, names[machine.id])
+
+    return next((machine for machine in free if is_named(machine)), free[0])
+
+
+def observed_profiles(
+    present: Present,
+    types: Mapping[Key, InstanceType],
+    model: ModelShape,
+    mean_prompt: float,
+    mean_output: float,
+) -> list[Profile]:
+    """Profiles for the planner, from what runs.
+
+    Args:
+        types: as the planner has them without a gateway.
+        mean_prompt, mean_output: where observed times are compared with believed ones.
+
+    Returns:
+        Of each type that runs, the mean of its instances' constants; and of each other type on the
+        same accelerator the believed one, scaled as far as those differ from belief.
+    """
+    groups: dict[Key, list[Placed]] = {}
+    for each in present.placed:
+        groups.setdefault(each.key, []).append(each)
+    found: list[Profile] = []
+    ratios: dict[str, list[tuple[float, float]]] = {}
+    for key, members in groups.items():
+        profile = _mean_profile(key, members, model)
+        found.append(profile)
+        if key in types:
+            believed = types[key].profile
+            ratio = _ratio(profile, believed, mean_prompt, mean_output)
+            ratios.setdefault(key[0], []).append(ratio)
+    for (name, t), believed_type in types.items():
+        if name in ratios and (name, t) not in groups:
+            prefill = _geometric_mean([p for p, _ in ratios[name]])
+            decode = _geometric_mean([d for _, d in ratios[name]])
+            if max(abs(prefill - 1), abs(decode - 1)) > _SAME:
+                found.append(_scaled(believed_type.profile, prefill, decode, model, name))
+    return found
+
+
+def _mean_profile(key: Key, members: Sequence[Placed], model: ModelShape) -> Profile:
+    rows = [dataclasses.astuple(p.profile.constants) for p in members]
+    constants = Constants(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+    first = members[0].profile
+    source = dict(first.source)
+    if observed := [p.instance.id for p in members if p.instance.observed]:
+        source |= {"how": "measured", "note": f"observed by the gateway on {', '.join(observed)}"}
+    return dataclasses.replace(
+        first, gpu=key[0], model=model.name, constants=constants, source=_stored(source, model)
+    )
+
+
+def _ratio(
+    observed: Profile, believed: Profile, mean_prompt: float, mean_output: float
+) -> tuple[float, float]:
+    """Of prefill and of decode times, at a full batch of mean requests."""
+    held = mean_prompt + mean_output / 2
+    batch = max(1.0, min(believed.max_num_seqs, believed.kv_capacity_tokens / held))
+    decode = decode_step_time_s(observed.constants, batch, held)
+    prefill = prefill_time_s(observed.constants, 1, mean_prompt)
+    decode /= decode_step_time_s(believed.constants, batch, held)
+    believed_prefill = prefill_time_s(believed.constants, 1, mean_prompt)
+    return (prefill / believed_prefill if believed_prefill > 0 else 1.0), decode
+
+
+def _scaled(
+    profile: Profile, prefill: float, decode: float, model: ModelShape, name: str
+) -> Profile:
+    values = dataclasses.astuple(profile.constants)
+    constants = Constants(*(v * prefill for v in values[:4]), *(v * decode for v in values[4:]))
+    note = f"prefill × {prefill:.2f}, decode × {decode:.2f}, as at the sizes that run"
+    source = dict(profile.source) | {"note": note}
+    return dataclasses.replace(
+        profile, gpu=name, model=model.name, constants=constants, source=_stored(source, model)
+    )
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    positive = [value for value in values if value > 0]
+    if not positive:
+        return 1.0
+    return math.exp(sum(math.log(value) for value in positive) / len(positive))
+
+
+def _stored(source: dict[str, object], model: ModelShape) -> dict[str, object]:
+    """What runs is stored as the plan's model is: the gateway's profiles do not say."""
+    if model.quantization is not None:
+        source["quantization"] = model.quantization.method
+    return source
+
+
+def with_running_types(question: Question, present: Present, model: ModelShape) -> Question:
+    """The question with every type that runs among those that can be deployed: it evidently can."""
+    types = dict(question.types)
+    for each in present.placed:
+        if each.key in types:
+            continue
+        tokens = each.instance.kv_capacity_tokens or each.profile.kv_capacity_tokens
+        kv_bytes = tokens * model.kv_token_bytes(each.key[1])
+        memory = MemoryEstimate(tokens, kv_bytes, (), 0.0, False, "measured")
+        profile = dataclasses.replace(each.profile, kv_capacity_tokens=tokens)
+        types[each.key] = InstanceType(*each.key, profile, memory, 0.0)
+    unfit = tuple(u for u in question.unfit if (u.accelerator, u.tensor_parallel) not in types)
+    return dataclasses.replace(question, types=types, unfit=unfit)
+
+
+def capacity_notes(present: Present, types: Mapping[Key, InstanceType]) -> list[str]:
+    """Where engines report another KV capacity than the one that the plan reckons with."""
+    notes = []
+    for each in present.placed:
+        reported, found = each.instance.kv_capacity_tokens, types.get(each.key)
+        if reported is None or found is None:
+            continue
+        modelled = found.memory.kv_capacity_tokens
+        if abs(reported / modelled - 1) > _KV_APART:
+            notes.append(
+                f"{each.instance.id} reports {reported} KV tokens, the plan reckons with "
+                f"{modelled}: it may run with other settings than the file's engine section"
+            )
+    return notes
+
+
+def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candidate | None:
+    """What a deployment can do, by the same trials as of a plan's candidates; None: nothing fits.
+
+    ``question.goals.rate_per_s`` is what latencies are told for; without one there are none.
+    """
+    mix = trials.Mix.of(question.lengths, question.seed)
+    machines = {machine.id: machine for machine in question.machines}
+    keys = Counter((machines[i].accelerator, t) for i, of in layouts.items() for t in of)
+    counts = {question.types[key].profile: n for key, n in sorted(keys.items())}
+    alone: dict[Profile, Alone] = {}
+    for profile in counts:
+        of_it = trials.run_alone(profile, mix, question.engines)
+        if of_it is None:
+            return None
+        alone[profile] = of_it
+    system = trials.reduced(counts, alone, question.requests)
+    figures = trials.saturate(
+        system, question.policy, mix, question.engines, question.requests, question.compiled
+    )
+    if figures is None:
+        return None
+    return Candidate(
+        layouts=layouts,
+        estimate_paper_tokens_per_s=math.nan,
+        estimate_tokens_per_s=math.nan,
+        simulated=figures,
+        accelerators=sum(map(sum, layouts.values())),
+        idle_accelerators=sum(machines[i].count - sum(of) for i, of in layouts.items() if of),
+        usd_per_million_tokens=usd_per_million_tokens(
+            question.machines, layouts, figures.tokens_per_s
+        ),
+        alone_tokens_per_s=sum(alone[profile].tokens_per_s * n for profile, n in counts.items()),
+        at_rate=_at_rate(question, system, mix, figures),
+    )
+
+
+def _at_rate(
+    question: Question, system: trials.System, mix: trials.Mix, full: Figures
+) -> Figures | None:
+    """None where no rate is asked for, or where it is too much."""
+    rate_per_s = question.goals.rate_per_s
+    if rate_per_s is None:
+        return None
+    wanted = rate_per_s * (mix.mean_prompt + mix.mean_output)
+    if full.tokens_per_s < (1 + HEADROOM) * wanted:
+        return None
+    return trials.hold(
+        system,
+        question.policy,
+        mix,
+        question.engines,
+        rate_per_s,
+        question.requests,
+        question.compiled,
+    )
+
+
+def aligned(
+    candidate: Candidate, machines: Sequence[Machine], layouts: Mapping[str, Layout]
+) -> Candidate:
+    """The same candidate with its layouts given to equal machines so that fewest must change."""
+    result = dict(candidate.layouts)
+    for group in group_machines(machines):
+        left = Counter(candidate.layouts[i] for i in group.ids)
+        moved = []
+        for machine_id in group.ids:
+            now = layouts[machine_id]
+            if left[now] > 0:
+                left[now] -= 1
+                result[machine_id] = now
+            else:
+                moved.append(machine_id)
+        for machine_id, layout in zip(moved, left.elements(), strict=True):
+            result[machine_id] = layout
+    return dataclasses.replace(candidate, layouts=result)

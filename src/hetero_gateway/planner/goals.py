@@ -1,0 +1,86 @@
+"""What a plan is to be good at, and what it costs.
+
+    throughput   the most tokens per second when it always has enough to do (the default)
+    cost         the least money per million tokens; with a rate, the least that holds the rate
+    fewest       the fewest accelerators that hold a rate within the latency goals
+
+A rate is held when the system, with everything sent at once, does at least ``HEADROOM`` of it more
+than what the rate asks for, and the 99th percentiles of TTFT and TPOT at that rate keep their
+goals. A machine that is used is paid for whole, with what a layout leaves idle; one that is not
+used costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hetero_gateway.planner.layouts import Group
+from hetero_gateway.planner.plan import Figures, Layout, Machine
+
+GoalName = Literal["throughput", "cost", "fewest"]
+GOAL_NAMES: tuple[GoalName, ...] = ("throughput", "cost", "fewest")
+
+# A queue at full load grows without end; at this much below it, it does not within a run.
+HEADROOM = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """What is asked for.
+
+    Args:
+        rate_per_s: requests per second to hold; None: none.
+        ttft_p99_s, tpot_p99_s: limits of the 99th percentile at that rate; None: none.
+    """
+
+    name: GoalName = "throughput"
+    rate_per_s: float | None = None
+    ttft_p99_s: float | None = None
+    tpot_p99_s: float | None = None
+
+    @property
+    def has_latency(self) -> bool:
+        return self.ttft_p99_s is not None or self.tpot_p99_s is not None
+
+    @property
+    def limits(self) -> str:
+        """``TTFT p99 ≤ 2 s and TPOT p99 ≤ 50 ms``; empty without any."""
+        parts = []
+        if self.ttft_p99_s is not None:
+            parts.append(f"TTFT p99 ≤ {self.ttft_p99_s:g} s")
+        if self.tpot_p99_s is not None:
+            parts.append(f"TPOT p99 ≤ {self.tpot_p99_s * 1000:g} ms")
+        return " and ".join(parts)
+
+    def missed(self, figures: Figures) -> str:
+        """Which latency goal these figures miss, and by what; empty when they keep all."""
+        if self.ttft_p99_s is not None and not figures.ttft_p99_s <= self.ttft_p99_s:
+            return f"TTFT p99 {figures.ttft_p99_s:.3g} s, over {self.ttft_p99_s:g} s"
+        if self.tpot_p99_s is not None and not figures.tpot_p99_s <= self.tpot_p99_s:
+            return f"TPOT p99 {figures.tpot_p99_s * 1000:.3g} ms, over {self.tpot_p99_s * 1000:g}"
+        return ""
+
+
+def price_per_hour_usd(group: Group, machines: int = 1) -> float:
+    """Of so many whole machines; nan where the price is not known."""
+    if group.price_per_hour_usd is None:
+        return math.nan
+    return group.price_per_hour_usd * group.count * machines
+
+
+def usd_per_million_tokens(
+    machines: Sequence[Machine], layouts: Mapping[str, Layout], tokens_per_s: float
+) -> float | None:
+    """What a million tokens cost on the machines that a layout uses; None without all prices."""
+    used = [machine for machine in machines if layouts[machine.id]]
+    if not used or tokens_per_s <= 0:
+        return None
+    per_hour = 0.0
+    for machine in used:
+        if machine.price_per_hour_usd is None:
+            return None
+        per_hour += machine.price_per_hour_usd * machine.count
+    return per_hour / (tokens_per_s * 3600) * 1e6

@@ -1,0 +1,95 @@
+"""How a machine can be cut into instances, and how equal machines are one case.
+
+A layout is a multiset of tensor parallelisms whose sum is at most u_i. What the paper searches,
+p_i·t_i = u_i with one t_i, is among them; so are unequal ones (4+2+1+1 of 8), and equal ones that
+leave accelerators idle. A layout that leaves room for one more instance is only listed when it is
+equal: one more instance never makes a machine slower by itself, but an unequal one can under a
+policy that gives every instance as much.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero_gateway.planner.plan import Layout, Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Machines that are equal in all that matters; ``ids`` in order."""
+
+    accelerator: str
+    count: int
+    price_per_hour_usd: float | None
+    ids: tuple[str, ...]
+
+    @property
+    def machines(self) -> int:
+        return len(self.ids)
+
+
+def group_machines(machines: Sequence[Machine]) -> tuple[Group, ...]:
+    """Equal machines together, in an order that does not depend on the one they are given in."""
+    ids: dict[tuple[str, int, float | None], list[str]] = {}
+    for machine in machines:
+        key = (machine.accelerator, machine.count, machine.price_per_hour_usd)
+        ids.setdefault(key, []).append(machine.id)
+    groups = [Group(*key, tuple(sorted(of))) for key, of in ids.items()]
+    return tuple(sorted(groups, key=lambda g: (g.accelerator, g.count, g.ids)))
+
+
+def machine_layouts(accelerators: int, feasible: Collection[int]) -> list[Layout]:
+    """The layouts worth looking at of one machine; see the module's text. Largest t first."""
+    sizes = sorted(feasible, reverse=True)
+    if not sizes:
+        return []
+    found = set(_full(accelerators, sizes))
+    found |= {(t,) * (accelerators // t) for t in sizes if t <= accelerators}
+    return sorted(found, reverse=True)
+
+
+def best_by_use(accelerators: int, worth: Mapping[int, float]) -> list[tuple[float, Layout]]:
+    """The layouts of the highest summed worth for what they use, fewest accelerators first.
+
+    Args:
+        worth: by tensor parallelism, above 0.
+
+    Returns:
+        (worth, layout); only those that are worth more than every one that uses less.
+    """
+    exact: list[tuple[float, Layout]] = [(0.0, ())]
+    result: list[tuple[float, Layout]] = []
+    for used in range(1, accelerators + 1):
+        options = [
+            (exact[used - t][0] + value, tuple(sorted((*exact[used - t][1], t), reverse=True)))
+            for t, value in worth.items()
+            if t <= used and exact[used - t][0] >= 0
+        ]
+        exact.append(max(options, default=(-1.0, ())))
+        if exact[used][0] > (result[-1][0] if result else 0.0):
+            result.append(exact[used])
+    return result
+
+
+def describe(layout: Layout) -> str:
+    """``4×tp2`` of an equal layout, ``tp4 + 2×tp1`` of a mixed one, ``–`` of none."""
+    counts = Counter(layout)
+    parts = [f"{n}×tp{t}" if n > 1 else f"tp{t}" for t, n in sorted(counts.items(), reverse=True)]
+    return " + ".join(parts) or "–"
+
+
+def _full(accelerators: int, sizes: Sequence[int]) -> Iterator[Layout]:
+    """Every multiset of ``sizes`` (descending) that leaves no room for the smallest."""
+
+    def extend(taken: Layout, left: int, first: int) -> Iterator[Layout]:
+        if left < sizes[-1]:
+            if taken:
+                yield taken
+            return
+        for i in range(first, len(sizes)):
+            if sizes[i] <= left:
+                yield from extend((*taken, sizes[i]), left - sizes[i], i)
+
+    return extend((), accelerators, 0)

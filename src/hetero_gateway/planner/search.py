@@ -1,0 +1,535 @@
+"""The search for a deployment configuration (section 3.2): estimates prune, the simulator ranks.
+
+    1  equal machines are one case; the layouts of each kind are listed (``layouts``)
+    2  Algorithm 1 estimates every instance type on sampled requests, and drops the layouts that
+       it puts below ``KEEP`` of its best for that kind of machine
+    3  every type that is left is simulated alone, with always enough to do (``trials``)
+    4  throughput is nearly additive: layouts, and combinations of them, are ranked by what their
+       instances do alone (``allocation``)
+    5  the best few are simulated as whole systems, all machines behind one gateway with the
+       chosen policy: everything at once for throughput, and at a rate for latencies
+
+Differs from the paper, which ranks by Algorithm 1: with grouped-query attention counted right that
+names the best configuration in 72 % of cases. benchmarks/planner_search.py compares the two.
+
+One seed gives one answer, whatever the order of the machines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hetero_gateway.core.profile import Profile
+from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.planner import allocation, reasons, trials
+from hetero_gateway.planner.allocation import Allocation
+from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
+from hetero_gateway.planner.goals import HEADROOM, Goals, usd_per_million_tokens
+from hetero_gateway.planner.layouts import Group, group_machines, machine_layouts
+from hetero_gateway.planner.plan import (
+    Alone,
+    Candidate,
+    Figures,
+    InstanceType,
+    Layout,
+    Machine,
+    Plan,
+    Unfit,
+)
+from hetero_gateway.planner.trials import Engines, Mix
+from hetero_gateway.sim.workload import Lengths
+
+Key = tuple[str, int]  # accelerator, tensor parallelism
+
+# Algorithm 1's choice is 14.5 % below the best at worst (128 settings; docs/planner.md). With this
+# margin it did not drop the best in any of the 100 of benchmarks/planner_search.py.
+KEEP = 0.6
+# The paper samples 200 requests.
+_ESTIMATE_REQUESTS = 200
+# Combinations that are ranked by their sums, and shown.
+_COMBINATIONS = 12
+# Whole systems that are simulated; fewer where a run has many requests, so that all of them
+# together have about as many as the budget says.
+_SYSTEMS = 6
+_LEAST_SYSTEMS = 2
+_BUDGET_REQUESTS = 30_000
+# Candidates this close are one to the simulator; then the sum of their instances alone decides.
+_NOISE = 0.01
+# Latencies are told at this share of the best's throughput where no rate is given.
+_LOAD = 0.7
+# Bisections of the rate that one instance holds within latency goals: to 1/16 of what it can do.
+_GOODPUT_STEPS = 4
+
+_ESTIMATE_STREAM = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked of the planner.
+
+    Args:
+        machines: ids differ.
+        types: what can be deployed, by (accelerator, tensor parallelism); ``unfit``: what cannot.
+        lengths: of the requests.
+        estimator: of Algorithm 1, which prunes.
+        seed: of everything that is drawn.
+        requests: of one simulation of a whole system, about.
+        compiled: run the engines compiled by numba.
+        notes: passed on to the plan.
+    """
+
+    machines: tuple[Machine, ...]
+    types: Mapping[Key, InstanceType]
+    lengths: Lengths
+    goals: Goals = field(default_factory=Goals)
+    policy: str = "finish-time"
+    estimator: Estimator = "unpadded"
+    engines: Engines = field(default_factory=Engines)
+    unfit: tuple[Unfit, ...] = ()
+    seed: int = 0
+    requests: int = trials.SYSTEM_REQUESTS
+    compiled: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class NoPlan(HeteroGatewayError):
+    """The machines can serve, but nothing that they can be made into keeps the goals."""
+
+
+def search(question: Question, on_progress: Callable[[str], None] = lambda text: None) -> Plan:
+    """The plan, best candidate first.
+
+    Raises:
+        ConfigError: nothing can be deployed, or a price is missing.
+        NoPlan: nothing holds the rate within the goals.
+    """
+    return _Search(question, on_progress).run()
+
+
+class _Search:
+    """One search; each step fills in what the next one needs."""
+
+    def __init__(self, question: Question, on_progress: Callable[[str], None]) -> None:
+        self._q = question
+        self._on_progress = on_progress
+        self._machines = {m.id: m for m in question.machines}
+        self._groups = group_machines(question.machines)
+        self._mix = Mix.of(question.lengths, question.seed)
+        self._tokens = self._mix.mean_prompt + self._mix.mean_output
+        self._estimates: dict[Key, tuple[float, float]] = {}  # as printed, unpadded
+        self._alone: dict[Key, Alone] = {}
+        self._worths: dict[Group, dict[Layout, float]] = {}  # what is left of the layouts
+        self._dropped: dict[Group, list[Layout]] = {}
+        self._rate_per_s = question.goals.rate_per_s or 0.0
+
+    def run(self) -> Plan:
+        self._check()
+        self._estimate()
+        kept = self._prune()
+        self._simulate_types(kept)
+        if self._q.goals.name != "throughput" and self._q.goals.rate_per_s is not None:
+            candidates = self._least_that_holds()
+        else:
+            candidates = self._best_few()
+        return self._plan(candidates)
+
+    # -- before the simulator
+
+    def _check(self) -> None:
+        if not self._q.machines:
+            raise ConfigError("machines: there are none")
+        if not any(self._feasible(group) for group in self._groups):
+            raise ConfigError(nothing_fits(self._q.unfit))
+        if self._q.goals.name == "cost":
+            lacking = sorted({g.accelerator for g in self._groups if g.price_per_hour_usd is None})
+            if lacking:
+                raise ConfigError(
+                    "the goal cost needs a price per accelerator-hour of " + ", ".join(lacking)
+                )
+        if self._q.goals.rate_per_s is None:
+            if self._q.goals.name == "fewest":
+                raise ConfigError("the goal fewest needs a rate to hold")
+            if self._q.goals.has_latency:
+                raise ConfigError(f"{self._q.goals.limits} needs a rate at which it is to hold")
+
+    def _feasible(self, group: Group) -> list[int]:
+        return [t for a, t in self._q.types if a == group.accelerator and t <= group.count]
+
+    def _estimate(self) -> None:
+        """Algorithm 1 of one instance of each type, both ways."""
+        rng = np.random.default_rng((self._q.seed, _ESTIMATE_STREAM))
+        prompt, output = (v.tolist() for v in self._q.lengths.draw(_ESTIMATE_REQUESTS, rng))
+        for key in sorted({(g.accelerator, t) for g in self._groups for t in self._feasible(g)}):
+            profile = self._q.types[key].profile
+            self._estimates[key] = (
+                instance_estimate(profile, prompt, output, "paper"),
+                instance_estimate(profile, prompt, output, "unpadded"),
+            )
+
+    def _prune(self) -> dict[Group, list[Layout]]:
+        """The layouts that are left; all of them where latency goals may need a larger t."""
+        which = 0 if self._q.estimator == "paper" else 1
+        kept = {}
+        for group in self._groups:
+            layouts = machine_layouts(group.count, self._feasible(group))
+            worth = {x: self._estimated(group, x)[which] for x in layouts}
+            least = 0.0 if self._q.goals.has_latency else KEEP * max(worth.values(), default=0.0)
+            kept[group] = [x for x in layouts if worth[x] >= least]
+            self._dropped[group] = [x for x in layouts if worth[x] < least]
+        return kept
+
+    def _estimated(self, group: Group, layout: Layout) -> tuple[float, float]:
+        pairs = [self._estimates[group.accelerator, t] for t in layout]
+        return sum(paper for paper, _ in pairs), sum(unpadded for _, unpadded in pairs)
+
+    # -- instances alone
+
+    def _simulate_types(self, kept: Mapping[Group, Sequence[Layout]]) -> None:
+        wanted = {(g.accelerator, t) for g, of in kept.items() for layout in of for t in layout}
+        for key in sorted(wanted):
+            self._on_progress(f"{key[0]} tp{key[1]} alone")
+            alone = trials.run_alone(self._q.types[key].profile, self._mix, self._q.engines)
+            if alone is not None:
+                self._alone[key] = alone
+        for group, layouts in kept.items():
+            self._worths[group] = {
+                layout: self._alone_sum(group, layout)
+                for layout in layouts
+                if all((group.accelerator, t) in self._alone for t in layout)
+            }
+        if not any(self._worths.values()):
+            raise ConfigError("no request of the workload fits an instance of any machine")
+
+    def _alone_sum(self, group: Group, layout: Layout) -> float:
+        return sum(self._alone[group.accelerator, t].tokens_per_s for t in layout)
+
+    def _goodput(self) -> dict[Key, float]:
+        """Requests/s that one instance of each type holds within the latency goals."""
+        result = {}
+        for key, alone in self._alone.items():
+            most = alone.tokens_per_s / self._tokens / (1 + HEADROOM)
+            if self._q.goals.has_latency:
+                self._on_progress(f"{key[0]} tp{key[1]} within the goals")
+                most *= self._share_held(self._q.types[key].profile, most)
+            if most > 0:
+                result[key] = most
+        return result
+
+    def _share_held(self, profile: Profile, most_per_s: float) -> float:
+        """The share of a rate at which the latency goals are kept; 0: none that was tried."""
+
+        def keeps(share: float) -> bool:
+            figures = trials.hold_alone(profile, self._mix, self._q.engines, share * most_per_s)
+            return figures is not None and not self._q.goals.missed(figures)
+
+        if keeps(1.0):
+            return 1.0
+        low, high = 0.0, 1.0
+        for _ in range(_GOODPUT_STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if keeps(middle) else (low, middle)
+        return low
+
+    # -- whole systems
+
+    def _best_few(self) -> list[Candidate]:
+        """The best combinations, simulated, in their order; then the others."""
+        find = allocation.least_cost if self._q.goals.name == "cost" else allocation.best_sums
+        found = find(self._groups, self._worths, _COMBINATIONS)
+        pairs = []
+        for each in self._to_simulate(found):
+            self._on_progress(f"everything at once: {self._name(each)}")
+            pairs.append((self._candidate(each, self._saturate(each)), each))
+        ranked = self._settle_ties(sorted(pairs, key=lambda pair: self._rank(pair[0])))
+        if not self._rate_per_s:
+            self._rate_per_s = _LOAD * _throughput(ranked[0][0]) / self._tokens
+        simulated = [self._at_rate(candidate, each) for candidate, each in ranked]
+        simulated.sort(key=lambda candidate: candidate.holds is False)
+        taken = {each for _, each in ranked}
+        rest = [self._candidate(each) for each in found if each not in taken]
+        rest += [self._candidate(each) for each in self._ruled_out()]
+        return simulated + sorted(rest, key=self._rank)
+
+    def _to_simulate(self, found: Sequence[Allocation]) -> list[Allocation]:
+        """The best few; of one kind of machine, the equal layouts of the paper among them."""
+        batch = max(self._system(each).batch for each in found[:_SYSTEMS])
+        run = max(self._q.requests, 4 * batch)
+        systems = int(np.clip(_BUDGET_REQUESTS / (2 * run), _LEAST_SYSTEMS, _SYSTEMS))
+        if len(self._groups) > 1 or self._q.goals.name != "throughput":
+            return list(found[:systems])
+        equal = [each for each in found if len(set(each[0][0][0])) == 1]
+        return list(dict.fromkeys([*found[:2], *equal, *found]))[:systems]
+
+    def _ruled_out(self) -> list[Allocation]:
+        """What Algorithm 1 dropped, equal layouts first, where there is one kind of machine."""
+        if len(self._groups) > 1:
+            return []
+        (group,) = self._groups
+        dropped = self._dropped[group]
+        dropped.sort(key=lambda layout: (len(set(layout)), -self._estimated(group, layout)[1]))
+        return [(((layout, group.machines),),) for layout in dropped[:_COMBINATIONS]]
+
+    def _least_that_holds(self) -> list[Candidate]:
+        """From where the instances alone would hold it: downwards while it holds, or upwards."""
+        goodput = self._goodput()
+        by_price = self._q.goals.name == "cost"
+        options = allocation.holding(self._groups, goodput, self._rate_per_s, by_price=by_price)
+        if not options:
+            raise NoPlan(self._nothing_holds(goodput))
+        tried: dict[int, Candidate] = {}
+
+        def holds(position: int) -> bool:
+            if position not in tried:
+                self._on_progress(f"at the rate: {self._name(options[position][1])}")
+                tried[position] = self._try(options[position][1])
+            return bool(tried[position].holds)
+
+        enough = (i for i, (worth, _) in enumerate(options) if worth >= self._rate_per_s)
+        low, high = -1, next(enough, len(options) - 1)  # low does not hold, high is to hold
+        step = 1
+        while not holds(high):
+            if high == len(options) - 1:
+                raise NoPlan(self._nothing_holds(goodput, tried[high]))
+            low, high = high, min(high + step, len(options) - 1)
+            step *= 2
+        while high - low > 1:
+            # Near what is expected first: below it, few hold.
+            middle = high - 1 if low < 0 else (low + high) // 2
+            if holds(middle):
+                high = middle
+            else:
+                low = middle
+        others = sorted((c for i, c in tried.items() if i != high), key=self._rank)
+        return [tried[high], *others]
+
+    def _try(self, each: Allocation) -> Candidate:
+        return self._at_rate(self._candidate(each, self._saturate(each)), each)
+
+    def _saturate(self, each: Allocation) -> Figures | None:
+        q = self._q
+        return trials.saturate(
+            self._system(each), q.policy, self._mix, q.engines, q.requests, q.compiled
+        )
+
+    def _at_rate(self, candidate: Candidate, each: Allocation) -> Candidate:
+        """The candidate with its figures at the rate, and with what they mean for the goals."""
+        q = self._q
+        enough = _throughput(candidate) >= (1 + HEADROOM) * self._rate_per_s * self._tokens
+        asked = q.goals.rate_per_s is not None
+        if not enough:
+            return dataclasses.replace(candidate, holds=False if asked else None)
+        figures = trials.hold(
+            self._system(each), q.policy, self._mix, q.engines, self._rate_per_s, q.requests,
+            q.compiled,
+        )  # fmt: skip
+        cost = candidate.usd_per_million_tokens
+        if asked and q.goals.name == "cost":
+            cost = usd_per_million_tokens(
+                q.machines, candidate.layouts, self._rate_per_s * self._tokens
+            )
+        return dataclasses.replace(
+            candidate,
+            at_rate=figures,
+            holds=figures is not None and not q.goals.missed(figures) if asked else None,
+            usd_per_million_tokens=cost,
+        )
+
+    def _system(self, each: Allocation) -> trials.System:
+        counts: Counter[Key] = Counter()
+        for group, parts in zip(self._groups, each, strict=True):
+            for layout, machines in parts:
+                for t in layout:
+                    counts[group.accelerator, t] += machines
+        return trials.reduced(
+            {self._q.types[key].profile: n for key, n in sorted(counts.items())},
+            {self._q.types[key].profile: alone for key, alone in self._alone.items()},
+            self._q.requests,
+        )
+
+    # -- candidates
+
+    def _candidate(self, each: Allocation, simulated: Figures | None = None) -> Candidate:
+        layouts: dict[str, Layout] = {}
+        paper = unpadded = alone = 0.0
+        for group, parts in zip(self._groups, each, strict=True):
+            ids = iter(group.ids)
+            for layout, machines in parts:
+                layouts.update((next(ids), layout) for _ in range(machines))
+                estimates = self._estimated(group, layout)
+                paper += machines * estimates[0]
+                unpadded += machines * estimates[1]
+                if all((group.accelerator, t) in self._alone for t in layout):
+                    alone += machines * self._alone_sum(group, layout)
+            layouts.update((machine_id, ()) for machine_id in ids)
+        layouts = {m.id: layouts[m.id] for m in self._q.machines}
+        running = sum(sum(layout) for layout in layouts.values())
+        present = sum(self._machines[i].count for i, layout in layouts.items() if layout)
+        tokens_per_s = alone if simulated is None else simulated.tokens_per_s
+        return Candidate(
+            layouts=layouts,
+            estimate_paper_tokens_per_s=paper,
+            estimate_tokens_per_s=unpadded,
+            simulated=simulated,
+            accelerators=running,
+            idle_accelerators=present - running,
+            usd_per_million_tokens=usd_per_million_tokens(self._q.machines, layouts, tokens_per_s),
+            alone_tokens_per_s=alone,
+        )
+
+    def _name(self, each: Allocation) -> str:
+        return reasons.summary(self._candidate(each), self._machines)
+
+    def _rank(self, candidate: Candidate) -> tuple[float, ...]:
+        """Sorts the better candidate first; what was not simulated comes last."""
+        known = candidate.simulated is not None
+        if self._q.goals.name == "cost" and candidate.alone_tokens_per_s:
+            key = (candidate.usd_per_million_tokens or 0.0, -_throughput(candidate))
+        elif known and self._q.goals.name == "fewest":
+            key = (float(candidate.accelerators), -_throughput(candidate))
+        elif known:
+            key = (-_throughput(candidate), float(candidate.accelerators))
+        else:
+            key = (-candidate.alone_tokens_per_s, -candidate.estimate_tokens_per_s)
+        return (float(not known), float(candidate.holds is False), *key)
+
+    def _settle_ties(
+        self, ranked: list[tuple[Candidate, Allocation]]
+    ) -> list[tuple[Candidate, Allocation]]:
+        """Of those that the simulator cannot tell from the best, the best by instances alone."""
+        if self._q.goals.name != "throughput":
+            return ranked
+        least = (1 - _NOISE) * _throughput(ranked[0][0])
+        tied = [pair for pair in ranked if _throughput(pair[0]) >= least]
+        winner = max(tied, key=lambda pair: pair[0].alone_tokens_per_s)
+        return [winner, *(pair for pair in ranked if pair is not winner)]
+
+    # -- the answer
+
+    def _plan(self, candidates: list[Candidate]) -> Plan:
+        q = self._q
+        best = candidates[0]
+        told = [best] + [
+            dataclasses.replace(
+                c,
+                why_not=reasons.why_not(c, best, self._machines, q.types, self._alone, q.goals),
+            )
+            for c in candidates[1:]
+        ]
+        return Plan(
+            machines=q.machines,
+            types=q.types,
+            candidates=tuple(told),
+            unfit=q.unfit,
+            goal=q.goals.name,
+            policy=q.policy,
+            pareto=_pareto(told),
+            notes=(*q.notes, *self._notes(told)),
+            alone=self._alone,
+            rate_per_s=self._rate_per_s,
+            mean_prompt_tokens=self._mix.mean_prompt,
+            mean_output_tokens=self._mix.mean_output,
+        )
+
+    def _notes(self, candidates: Sequence[Candidate]) -> list[str]:
+        best = candidates[0]
+        notes = []
+        if self._q.goals.name == "throughput":
+            others = [c for c in candidates[1:] if c.simulated is not None]
+            if others and (line := self._lead(best, others[0])):
+                notes.append(line)
+        for machine in self._q.machines:
+            layout = best.layouts[machine.id]
+            if layout and (idle := machine.count - sum(layout)):
+                notes.append(f"{machine.id}: {idle} of {machine.count} accelerators stay idle")
+        unable = [m.id for g in self._groups if not self._feasible(g) for m in self._q.machines
+                  if m.id in g.ids]  # fmt: skip
+        if unable:
+            notes.append(f"no instance fits {_few(unable)}")
+        used = {(self._machines[i].accelerator, t) for i, of in best.layouts.items() for t in of}
+        for accelerator, t in sorted(used):
+            if self._q.types[accelerator, t].memory.tight:
+                notes.append(
+                    f"{accelerator} tp{t} is tight: whether it fits hangs on the uncertainty of "
+                    "its memory"
+                )
+        return notes
+
+    def _lead(self, best: Candidate, second: Candidate) -> str | None:
+        return reasons.lead(best, second, self._machines, self._q.types, self._alone)
+
+    def _nothing_holds(self, goodput: Mapping[Key, float], largest: Candidate | None = None) -> str:
+        limits = f" within {self._q.goals.limits}" if self._q.goals.has_latency else ""
+        if not goodput:
+            return f"no instance of any machine keeps {self._q.goals.limits} at any rate"
+        total = sum(
+            g.machines
+            * max(
+                (
+                    sum(goodput.get((g.accelerator, t), 0.0) for t in layout)
+                    for layout in self._worths[g]
+                ),
+                default=0.0,
+            )
+            for g in self._groups
+        )
+        text = f"nothing holds {self._rate_per_s:g} requests/s{limits}: all machines together "
+        text += f"hold about {total:.3g}"
+        if largest is not None and largest.at_rate is not None:
+            text += f" ({self._q.goals.missed(largest.at_rate)})"
+        return text
+
+
+def instance_estimate(
+    profile: Profile, prompt: Sequence[int], output: Sequence[int], estimator: Estimator
+) -> float:
+    """Algorithm 1's tokens/s of one instance; 0 where a request does not fit it.
+
+    As printed it has no limit on the batch; unpadded, the engine's ``max_num_seqs``.
+    """
+    result = estimate_throughput(
+        profile,
+        profile.tensor_parallel,
+        prompt,
+        output,
+        estimator=estimator,
+        max_num_seqs=None if estimator == "paper" else profile.max_num_seqs,
+    )
+    return result.instance_tokens_per_s if isinstance(result, BatchEstimate) else 0.0
+
+
+def nothing_fits(unfit: Sequence[Unfit]) -> str:
+    """One line: the model fits no machine, and what comes nearest to fitting."""
+    if not unfit:
+        return "the model fits no machine"
+    nearest = min(unfit, key=lambda u: (u.shortfall_bytes <= 0, u.shortfall_bytes))
+    text = f"the model fits no machine; nearest: {nearest.accelerator} tp{nearest.tensor_parallel}"
+    text += f": {nearest.reason}"
+    if nearest.remedies:
+        text += f"; try {nearest.remedies[0]}"
+    return text
+
+
+def _throughput(candidate: Candidate) -> float:
+    return candidate.simulated.tokens_per_s if candidate.simulated else 0.0
+
+
+def _pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Those that no other beats in both throughput and mean latency at the rate; fastest last."""
+    known = [c for c in candidates if c.at_rate is not None]
+    known.sort(key=lambda c: (-_throughput(c), c.at_rate.latency_mean_s if c.at_rate else 0.0))
+    kept: list[Candidate] = []
+    for candidate in known:
+        assert candidate.at_rate is not None
+        last = kept[-1].at_rate if kept else None
+        if last is None or candidate.at_rate.latency_mean_s < last.latency_mean_s:
+            kept.append(candidate)
+    return tuple(kept)
+
+
+def _few(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")

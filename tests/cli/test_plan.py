@@ -1,0 +1,172 @@
+"""``plan``: the table, the document, the report, and one-line errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_gateway.cli import main
+from hetero_gateway.planner import search, trials
+
+MACHINES = """
+machines:
+  - {id: v100-box, accelerator: V100-32GB-NVLink2, count: 4}
+  - {id: t4-box, accelerator: T4-16GB, count: 2}
+"""
+# So short that a plan takes little time.
+PLAN = """
+model: Llama-3-8B
+max_model_len: 1024
+policy: capacity-weighted
+engine: {max_num_seqs: 16}
+workload:
+  prompt: {median: 64, sigma: 0.5, max: 256}
+  output: {median: 16, sigma: 0.5, max: 64}
+"""
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_ALONE_REQUESTS", 600)
+    monkeypatch.setattr(search, "_SYSTEMS", 3)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(PLAN + MACHINES, encoding="utf-8")
+    return path
+
+
+def document(capsys: pytest.CaptureFixture[str], path: Path, *flags: str) -> dict[str, Any]:
+    assert main(["plan", "-c", str(path), "--json", *flags]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def error(capsys: pytest.CaptureFixture[str], path: Path, *flags: str, code: int = 2) -> str:
+    assert main(["plan", "-c", str(path), *flags]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("hetero-gateway: ")
+    return err
+
+
+def test_the_document_has_its_fixed_keys(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = document(capsys, cluster)
+    best = told["best"]
+    assert [m["id"] for m in best["machines"]] == ["v100-box", "t4-box"]
+    assert best["throughput_tokens_per_s"] > 0
+    for machine, count in zip(best["machines"], (4, 2), strict=True):
+        used = sum(i["tensor_parallel"] * i["count"] for i in machine["instances"])
+        assert 0 < used <= count
+        assert all(i["kv_capacity_tokens"] > 1024 for i in machine["instances"])
+    assert told["candidates"][0] == best
+    assert all(c["why_not"] for c in told["candidates"][1:])
+    # 16 GB of weights do not fit a T4 of 16 GB; three does not divide 32 heads.
+    reasons = {(i["machine"], i["tensor_parallel"]): i for i in told["infeasible"]}
+    assert reasons["t4-box", 1]["shortfall_bytes"] > 0
+    assert reasons["t4-box", 1]["remedies"]
+    assert "heads" in reasons["v100-box", 3]["reason"]
+    assert ("t4-box", 3) not in reasons
+    assert {t["times"] for t in told["types"]} == {"derived"}
+
+
+def test_the_table_fits_a_screen_and_says_why_the_others_lose(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "-c", str(cluster)]) == 0
+    out = capsys.readouterr().out
+    assert "v100-box" in out
+    assert "derived ± 15%" in out
+    assert "GiB an accelerator too little; would help:" in out
+    assert "why not" in out
+    assert len(out.splitlines()) < 60
+
+
+def test_a_trace_is_planned_for(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("input_tokens,output_tokens\n100,50\n200,30\n", encoding="utf-8")
+    told = document(capsys, cluster, "--requests", str(trace))
+    assert told["mean_prompt_tokens"] == pytest.approx(150, rel=0.02)
+    assert told["mean_output_tokens"] == pytest.approx(40, rel=0.02)
+
+
+def test_the_fewest_accelerators_hold_a_rate(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = document(capsys, cluster, "--goal", "fewest", "--rate", "2", "--ttft-p99", "5")
+    assert told["best"]["holds"] is True
+    assert told["best"]["accelerators"] == 1
+    assert told["best"]["at_rate"]["ttft_s"]["p99"] <= 5
+    assert told["rate_per_s"] == 2
+
+
+def test_a_rate_that_nothing_holds_is_a_failure(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = error(capsys, cluster, "--goal", "fewest", "--rate", "1e6", code=1)
+    assert "nothing holds" in text
+
+
+def test_the_same_file_gives_the_same_plan(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, again = document(capsys, cluster), document(capsys, cluster)
+    assert first["best"] == again["best"]
+    assert first["candidates"] == again["candidates"]
+
+
+def test_the_report_is_one_page_without_addresses(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly")
+    target = tmp_path / "plan.html"
+    assert main(["plan", "-c", str(cluster), "--report", str(target)]) == 0
+    page = target.read_text(encoding="utf-8")
+    assert "{{" not in page.split("<script", 1)[0]
+    assert "default-src 'none'" in page
+    assert 'src="http' not in page
+    for part in ("v100-box", "Not deployable", 'id="pareto"', 'id="memory"'):
+        assert part in page
+
+
+def test_a_report_that_cannot_be_written_fails_before_the_search(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "folder" in error(capsys, cluster, "--report", str(tmp_path / "no" / "plan.html"))
+
+
+def test_a_model_that_fits_no_machine_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "model: Llama-3-70B\nmachines: [{id: t4, accelerator: T4-16GB, count: 2}]\n",
+        encoding="utf-8",
+    )
+    text = error(capsys, path)
+    assert "fits no machine" in text
+    assert "T4-16GB" in text
+
+
+def test_a_seed_below_0_is_one_line(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "seed" in error(capsys, cluster, "--seed", "-1")
+
+
+def test_an_unknown_policy_is_one_line(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "policy" in error(capsys, cluster, "--policy", "fastest")
+
+
+def test_validate_takes_a_plan(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "-c", str(cluster)]) == 0
+    assert "valid for plan" in capsys.readouterr().out
+    assert main(["validate", "-c", str(cluster), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["kind"], [m["id"] for m in told["machines"]]) == ("plan", ["v100-box", "t4-box"])

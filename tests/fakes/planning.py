@@ -1,0 +1,74 @@
+"""Instance types made of numbers, for the planner's tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.planner.plan import InstanceType, MemoryEstimate, MemoryPart
+from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
+
+# So short that simulations take little time.
+LENGTHS = LogNormalLengths(LogNormal(120, 0.6, 600), LogNormal(40, 0.6, 200))
+Types = dict[tuple[str, int], InstanceType]
+
+
+def instance_type(
+    accelerator: str = "gpu",
+    t: int = 1,
+    *,
+    speed: float = 1.0,
+    all_reduce_s: float = 1e-3,
+    kv_tokens: int | None = None,
+    max_num_seqs: int = 64,
+    uncertainty: float = 0.1,
+    tight: bool = False,
+    constants: Constants | None = None,
+) -> InstanceType:
+    """Work shared by t accelerators, an overhead that is not, and weights once an instance."""
+    links = t.bit_length() - 1
+    fixed_s = (20e-3 / t + 2e-3) / speed + links * all_reduce_s
+    made = constants or Constants(
+        1e-4 / t / speed, 0.0, 0.0, fixed_s, 3e-7 / t / speed, 1e-4 / speed, 0.0, fixed_s
+    )
+    tokens = kv_tokens if kv_tokens is not None else 12_000 * t - 6_000
+    profile = Profile(accelerator, "model", t, made, tokens, max_num_seqs, {"how": "derived"})
+    parts = (MemoryPart("weights", 16e9 / t),)
+    memory = MemoryEstimate(tokens, tokens * 131_072.0, parts, 0.05, tight, "fitted")
+    return InstanceType(accelerator, t, profile, memory, uncertainty)
+
+
+def types_of(*accelerators: str, sizes: tuple[int, ...] = (1, 2, 4), **options: float) -> Types:
+    return {
+        (a, t): instance_type(a, t, **options)  # type: ignore[arg-type]
+        for a in accelerators
+        for t in sizes
+    }
+
+
+def changed(
+    types: Mapping[tuple[str, int], InstanceType],
+    *,
+    kv: float = 1.0,
+    times: Mapping[str, float] | None = None,
+) -> Types:
+    """With so many times the KV tokens, and constants so many times as long."""
+    result: Types = {}
+    for key, found in types.items():
+        constants = dataclasses.replace(
+            found.profile.constants,
+            **{
+                name: getattr(found.profile.constants, name) * factor
+                for name, factor in (times or {}).items()
+            },
+        )
+        tokens = int(found.profile.kv_capacity_tokens * kv)
+        result[key] = dataclasses.replace(
+            found,
+            profile=dataclasses.replace(
+                found.profile, constants=constants, kv_capacity_tokens=tokens
+            ),
+            memory=dataclasses.replace(found.memory, kv_capacity_tokens=tokens),
+        )
+    return result

@@ -1,0 +1,354 @@
+"""The search: what it finds, what it says, and what must never change its answer."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_gateway.core.policies import POLICY_NAMES
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.planner import trials
+from hetero_gateway.planner.goals import Goals
+from hetero_gateway.planner.instance_types import instance_types
+from hetero_gateway.planner.memory import EngineOptions
+from hetero_gateway.planner.models import model_card
+from hetero_gateway.planner.plan import Machine, Unfit
+from hetero_gateway.planner.search import NoPlan, Question, search
+from tests.fakes.planning import LENGTHS, changed, instance_type, types_of
+
+# What two runs of one system may differ by, with other events in them.
+NOISE = 0.03
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_runs():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials, "_ALONE_REQUESTS", 1000)
+        yield
+
+
+ONE_MACHINE = (Machine("m", "gpu", 4),)
+
+
+def plan(types, machines=ONE_MACHINE, lengths=LENGTHS, **options):
+    options = {"requests": 600, "policy": "capacity-weighted"} | options
+    return search(Question(tuple(machines), types, lengths, **options))
+
+
+def layouts(found):
+    return [c.layouts["m"] for c in found.candidates]
+
+
+def best_alone(types, count=4):
+    """The most that equal instances of one machine do, by the types alone."""
+    mix = trials.Mix.of(LENGTHS, 0)
+    return max(
+        (count // t) * trials.run_alone(found.profile, mix, trials.Engines()).tokens_per_s
+        for (_, t), found in types.items()
+        if t <= count
+    )
+
+
+# What it finds
+
+
+def test_the_best_is_no_worse_than_any_equal_layout():
+    types = types_of("gpu")
+    found = plan(types)
+    assert found.best.simulated.tokens_per_s >= (1 - NOISE) * best_alone(types)
+    assert found.best.why_not == ""
+    assert all(c.why_not for c in found.candidates[1:])
+
+
+def test_little_kv_on_one_accelerator_makes_two_share_an_instance():
+    roomy = {("gpu", 1): instance_type(t=1, kv_tokens=40_000), ("gpu", 2): instance_type(t=2)}
+    tight = {("gpu", 1): instance_type(t=1, kv_tokens=1_000), ("gpu", 2): instance_type(t=2)}
+    assert plan(roomy).best.layouts["m"] == (1, 1, 1, 1)
+    assert plan(tight).best.layouts["m"] == (2, 2)
+    loser = next(c for c in plan(tight, estimator="paper").candidates if c.layouts["m"][-1] == 1)
+    assert "KV" in loser.why_not or "Algorithm 1" in loser.why_not
+
+
+def test_an_unequal_layout_wins_where_the_best_t_does_not_divide_the_machine():
+    types = {("gpu", 1): instance_type(t=1, kv_tokens=2_000), ("gpu", 2): instance_type(t=2)}
+    found = plan(types, [Machine("m", "gpu", 3)])
+    assert found.best.layouts["m"] == (2, 1)
+    assert found.best.idle_accelerators == 0
+
+
+def test_idle_accelerators_are_said():
+    found = plan({("gpu", 2): instance_type(t=2)}, [Machine("m", "gpu", 3)])
+    assert found.best.layouts["m"] == (2,)
+    assert found.best.idle_accelerators == 1
+    assert any("1 of 3 accelerators stay idle" in note for note in found.notes)
+
+
+def test_what_algorithm_1_drops_is_listed_with_its_estimate():
+    slow = {("gpu", 1): instance_type(t=1), ("gpu", 4): instance_type(t=4, all_reduce_s=0.5)}
+    found = plan(slow)
+    dropped = found.candidates[-1]
+    assert dropped.layouts["m"] == (4,)
+    assert dropped.simulated is None
+    assert "Algorithm 1 gives it 0." in dropped.why_not
+
+
+def test_twice_the_machines_do_twice_as_much():
+    types = types_of("gpu")
+    one = plan(types).best
+    two = plan(types, [Machine("a", "gpu", 4), Machine("b", "gpu", 4)]).best
+    assert two.layouts["a"] == two.layouts["b"] == one.layouts["m"]
+    assert two.simulated.tokens_per_s == pytest.approx(2 * one.simulated.tokens_per_s, rel=0.06)
+
+
+def test_a_hundred_machines_are_planned_as_their_kinds():
+    types = types_of("gpu", "other")
+    machines = [Machine(f"m{i}", ("gpu", "other")[i % 2], 4) for i in range(100)]
+    found = plan(types, machines)
+    assert len({found.best.layouts[f"m{i}"] for i in range(0, 100, 2)}) == 1
+    few = plan(types, machines[:2]).best.simulated.tokens_per_s
+    assert found.best.simulated.tokens_per_s == pytest.approx(50 * few, rel=0.06)
+
+
+def test_a_policy_that_gives_every_instance_as_much_is_told_what_it_loses():
+    types = {("gpu", 1): instance_type(), ("fast", 1): instance_type("fast", speed=4.0)}
+    machines = [Machine("a", "gpu", 1), Machine("b", "fast", 1)]
+    fair = plan(types, machines).best.simulated.tokens_per_s
+    equal = plan(types, machines, policy="round-robin").best.simulated.tokens_per_s
+    assert equal < 0.85 * fair
+
+
+def test_no_candidate_of_the_pareto_table_is_beaten_in_both():
+    found = plan(types_of("gpu"))
+    assert found.pareto
+    points = [(c.simulated.tokens_per_s, c.at_rate.latency_mean_s) for c in found.pareto]
+    for candidate in found.candidates:
+        if candidate.at_rate is None:
+            continue
+        throughput = candidate.simulated.tokens_per_s
+        latency = candidate.at_rate.latency_mean_s
+        assert any(t >= throughput and x <= latency for t, x in points)
+    assert all(not (a[0] > b[0] and a[1] < b[1]) for a in points for b in points)
+
+
+# What is uncertain
+
+
+def test_a_lead_within_the_uncertainty_is_said():
+    close = {
+        ("gpu", 1): instance_type(t=1, uncertainty=0.5),
+        ("gpu", 2): instance_type(t=2, uncertainty=0.5),
+    }
+    assert any("either may win" in note for note in plan(close).notes)
+    sure = {key: dataclasses.replace(t, time_uncertainty=0.0) for key, t in close.items()}
+    sure = {
+        key: dataclasses.replace(t, memory=dataclasses.replace(t.memory, uncertainty=0.0))
+        for key, t in sure.items()
+    }
+    assert not any("either may win" in note for note in plan(sure).notes)
+
+
+def test_a_tight_type_is_said():
+    found = plan({("gpu", 1): instance_type(tight=True)})
+    assert any("tight" in note for note in found.notes)
+
+
+# Goals
+
+
+def test_the_least_cost_leaves_the_dear_machine_out():
+    types = types_of("cheap", "dear")
+    machines = [Machine("a", "cheap", 4, 1.0), Machine("b", "dear", 4, 9.0)]
+    found = plan(types, machines, goals=Goals("cost"))
+    assert found.best.layouts["b"] == ()
+    expected = 4 * 1.0 / (found.best.simulated.tokens_per_s * 3600) * 1e6
+    assert found.best.usd_per_million_tokens == pytest.approx(expected)
+    costs = [c.usd_per_million_tokens for c in found.candidates if c.simulated]
+    assert costs == sorted(costs)
+
+
+def test_a_missing_price_is_named():
+    machines = [Machine("a", "cheap", 4, 1.0), Machine("b", "dear", 4)]
+    with pytest.raises(ConfigError, match="dear"):
+        plan(types_of("cheap", "dear"), machines, goals=Goals("cost"))
+
+
+def test_the_fewest_accelerators_hold_the_rate_and_one_less_does_not():
+    types = {("gpu", 1): instance_type()}
+    mix = trials.Mix.of(LENGTHS, 0)
+    alone = trials.run_alone(types["gpu", 1].profile, mix, trials.Engines())
+    one = alone.tokens_per_s / (mix.mean_prompt + mix.mean_output)
+    found = plan(types, goals=Goals("fewest", rate_per_s=1.6 * one))
+    assert found.best.accelerators == 2
+    assert found.best.holds
+    assert found.best.at_rate.tokens_per_s == pytest.approx(1.6 * alone.tokens_per_s, rel=0.15)
+
+
+def test_a_latency_goal_takes_a_larger_t_than_throughput_does():
+    types = types_of("gpu", kv_tokens=60_000, all_reduce_s=5e-4)
+    rate = 2.0
+    free = plan(types, goals=Goals("fewest", rate_per_s=rate))
+    slowest = free.best.at_rate.tpot_p99_s
+    bound = plan(types, goals=Goals("fewest", rate_per_s=rate, tpot_p99_s=0.7 * slowest))
+    assert max(bound.best.layouts["m"]) > max(free.best.layouts["m"])
+    assert bound.best.at_rate.tpot_p99_s <= 0.7 * slowest
+
+
+def test_a_rate_that_nothing_holds_is_told_with_what_is_held():
+    with pytest.raises(NoPlan, match=r"nothing holds 100000 requests/s: .* hold about \d"):
+        plan(types_of("gpu"), goals=Goals("fewest", rate_per_s=1e5))
+
+
+def test_a_latency_goal_that_nothing_keeps_is_told():
+    with pytest.raises(NoPlan, match=r"TPOT p99 ≤ 0\.01 ms"):
+        plan(types_of("gpu"), goals=Goals("fewest", rate_per_s=1.0, tpot_p99_s=1e-5))
+
+
+def test_fewest_needs_a_rate():
+    with pytest.raises(ConfigError, match="rate"):
+        plan(types_of("gpu"), goals=Goals("fewest"))
+
+
+def test_with_limits_the_most_throughput_is_that_of_what_keeps_them():
+    types = types_of("gpu", kv_tokens=60_000, all_reduce_s=5e-4)
+    rate = 2.0
+    free = plan(types, goals=Goals("throughput", rate_per_s=rate))
+    limit = 0.8 * free.best.at_rate.tpot_p99_s
+    bound = plan(types, goals=Goals("throughput", rate_per_s=rate, tpot_p99_s=limit))
+    assert bound.best.holds
+    assert bound.best.at_rate.tpot_p99_s <= limit
+    assert bound.best.simulated.tokens_per_s < free.best.simulated.tokens_per_s
+    missed = [c for c in bound.candidates if c.holds is False and c.at_rate is not None]
+    assert missed
+    assert all("TPOT p99" in c.why_not for c in missed)
+
+
+def test_the_least_cost_of_a_rate_pays_for_the_rate():
+    types = types_of("cheap", "dear")
+    machines = [Machine("a", "cheap", 4, 1.0), Machine("b", "dear", 4, 9.0)]
+    found = plan(types, machines, goals=Goals("cost", rate_per_s=2.0))
+    mix = trials.Mix.of(LENGTHS, 0)
+    assert found.best.layouts["b"] == ()
+    tokens_per_hour = 2.0 * (mix.mean_prompt + mix.mean_output) * 3600
+    assert found.best.usd_per_million_tokens == pytest.approx(4.0 / tokens_per_hour * 1e6)
+
+
+def test_limits_without_a_rate_are_refused():
+    with pytest.raises(ConfigError, match="rate"):
+        plan(types_of("gpu"), goals=Goals("throughput", ttft_p99_s=1.0))
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_every_policy_can_be_planned_for(policy):
+    found = plan(types_of("gpu"), policy=policy, engines=trials.Engines("prefill-first"))
+    assert found.best.simulated.tokens_per_s > 0
+    assert found.policy == policy
+
+
+# What cannot be planned
+
+
+def test_no_machines_is_said():
+    with pytest.raises(ConfigError, match="none"):
+        plan(types_of("gpu"), [])
+
+
+def test_a_model_that_fits_nowhere_is_told_with_the_nearest_that_nearly_does():
+    unfit = (
+        Unfit("gpu", 1, "far too small", 9e9, ("more t",)),
+        Unfit("gpu", 2, "a little too small", 1e9, ("fp8 weights",)),
+        Unfit("gpu", 3, "heads do not divide"),
+    )
+    with pytest.raises(ConfigError, match="tp2: a little too small; try fp8 weights"):
+        plan({}, unfit=unfit)
+
+
+def test_a_machine_that_holds_nothing_stays_out_and_is_named():
+    machines = [Machine("m", "gpu", 4), Machine("toy", "small", 1)]
+    found = plan(types_of("gpu"), machines)
+    assert found.best.layouts["toy"] == ()
+    assert any("toy" in note for note in found.notes)
+
+
+# What must not change the answer
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.permutations(range(4)), st.integers(0, 3))
+def test_the_order_of_machines_changes_nothing(order, seed):
+    types = types_of("gpu", "other", speed=1.5)
+    machines = [
+        Machine("a", "gpu", 4),
+        Machine("b", "other", 2),
+        Machine("c", "gpu", 4),
+        Machine("d", "gpu", 2),
+    ]
+    first = plan(types, machines, seed=seed)
+    shuffled = plan(types, [machines[i] for i in order], seed=seed)
+    assert len(first.candidates) == len(shuffled.candidates)
+    for one, other in zip(first.candidates, shuffled.candidates, strict=True):
+        assert dict(one.layouts) == dict(other.layouts)
+        assert repr(one.simulated) == repr(other.simulated)  # nan is equal to itself in words
+        assert repr(one.at_rate) == repr(other.at_rate)
+        assert one.why_not == other.why_not
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.floats(0.2, 1.0),
+    st.sets(st.sampled_from([f"p{i}" for i in range(1, 9)]), min_size=1),
+    st.integers(0, 100),
+)
+def test_a_faster_accelerator_never_lowers_the_best_throughput(factor, which, seed):
+    """Up to the simulator's noise: the same requests, but other steps, in the two runs."""
+    rng = np.random.default_rng(seed)
+    types = types_of("gpu", all_reduce_s=float(rng.uniform(0, 4e-3)))
+    types = changed(types, kv=float(rng.uniform(0.3, 2)))
+    faster = changed(types, times=dict.fromkeys(which, factor))
+    before, after = plan(types).best, plan(faster).best
+    assert after.simulated.tokens_per_s >= (1 - NOISE) * before.simulated.tokens_per_s
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.floats(1.0, 4.0), st.integers(0, 100))
+def test_more_kv_never_lowers_the_best_throughput(factor, seed):
+    rng = np.random.default_rng(seed)
+    types = changed(types_of("gpu"), kv=float(rng.uniform(0.2, 1)))
+    before, after = plan(types).best, plan(changed(types, kv=factor)).best
+    assert after.simulated.tokens_per_s >= (1 - NOISE) * before.simulated.tokens_per_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["Llama-3-8B", "Qwen2.5-14B", "Llama-3-70B"]),
+    st.sampled_from(["V100-32GB-NVLink2", "A10G-24GB", "T4-16GB", "H100-80GB-SXM"]),
+    st.floats(0.5, 0.98),
+    st.floats(0.5, 0.98),
+    st.integers(512, 8192),
+    st.sampled_from(["fitted", "paper"]),
+)
+def test_more_memory_never_makes_a_feasible_plan_infeasible(
+    model, accelerator, one, other, needed, method
+):
+    machine = Machine("m", accelerator, 8)
+    less, more = (
+        instance_types(
+            model_card(model), [machine], [], EngineOptions(utilisation=share),
+            needed_tokens=needed, method=method,
+        )[0]
+        for share in sorted((one, other))
+    )  # fmt: skip
+    assert set(less) <= set(more)
+    for key, found in less.items():
+        assert found.memory.kv_capacity_tokens <= more[key].memory.kv_capacity_tokens
+
+
+def test_one_seed_gives_one_plan_and_another_about_the_same():
+    types = types_of("gpu")
+    first, again, other = plan(types), plan(types), plan(types, seed=1)
+    assert repr(first.best) == repr(again.best)
+    assert math.isclose(
+        first.best.simulated.tokens_per_s, other.best.simulated.tokens_per_s, rel_tol=0.1
+    )
