@@ -199,8 +199,8 @@ def test_what_cannot_be_afforded_is_left_out_and_named(tmp_path):
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["-o", "p.yaml"], "either a URL"),
-        (["http://127.0.0.1:9", "--from", "s.csv", "-o", "p.yaml"], "either a URL"),
+        (["-o", "p.yaml"], "one of a URL"),
+        (["http://127.0.0.1:9", "--from", "s.csv", "-o", "p.yaml"], "one of a URL"),
         (["http://127.0.0.1:9", "-o", "p.json"], "ends in .yaml"),
         (["http://127.0.0.1:9", "-o", "nowhere/p.yaml"], "no such folder"),
         (["http://127.0.0.1:9", "-o", "p.yaml", "--api-key-env", "NO_SUCH"], "NO_SUCH is not set"),
