@@ -16,7 +16,6 @@ from unittest.mock import patch
 import numpy as np
 from scipy.optimize import least_squares
 
-from hetero_gateway.config import builtin_profiles
 from hetero_gateway.core.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.core.profile import Profile
 from hetero_gateway.planner import roofline
@@ -26,6 +25,7 @@ from hetero_gateway.planner.accelerators import (
     accelerator,
 )
 from hetero_gateway.planner.models import model_card
+from hetero_gateway.profile_file import builtin_profiles
 
 # compute, memory, link (shares); a layer's small kernels, the start of an all-reduce (seconds).
 NAMES = ("compute", "memory", "link", "layer", "all-reduce start")

@@ -39,7 +39,6 @@ from typing import Any
 
 import numpy as np
 
-from hetero_gateway.config import builtin_profiles
 from hetero_gateway.core.length import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.profile import Profile
@@ -54,6 +53,7 @@ from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Layout, Machine
 from hetero_gateway.planner.search import Question, search
 from hetero_gateway.planner.trials import Engines, Mix, run_alone
+from hetero_gateway.profile_file import builtin_profiles
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import Fleet, can_compile
 from hetero_gateway.sim.kernel import GENERATION_TOTAL

@@ -14,9 +14,10 @@ from pydantic import BaseModel
 
 from hetero_gateway.cli import main
 from hetero_gateway.cluster_config import Cluster, ClusterConfig, is_cluster, load_cluster
-from hetero_gateway.config import load_profile, read_yaml
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.profile_file import load_profile
 from hetero_gateway.sim.workload import Fault, FaultKind
+from hetero_gateway.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[1]
 TP4 = "V100-32GB-NVLink2/Llama-3-8B/tp4"

@@ -17,18 +17,20 @@ from pydantic import BaseModel
 from hetero_gateway.cli import main
 from hetero_gateway.config import (
     GatewayConfig,
-    PartSourceModel,
     PolicyName,
-    ProfileModel,
-    builtin_profiles,
     instance_profile,
     load_gateway_config,
-    load_profile,
     secret,
 )
 from hetero_gateway.core.cost_model import request_time_s
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.profile_file import (
+    PartSourceModel,
+    ProfileModel,
+    builtin_profiles,
+    load_profile,
+)
 
 ROOT = Path(__file__).parents[1]
 TP4 = "V100-32GB-NVLink2/Llama-3-8B/tp4"

@@ -12,9 +12,9 @@ import yaml
 from pydantic import BaseModel
 
 from hetero_gateway.cluster_config import LengthConfig
-from hetero_gateway.config import builtin_profiles
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.plan_config import PlanConfig, PlanRequest, is_plan, load_request
+from hetero_gateway.profile_file import builtin_profiles
 
 ROOT = Path(__file__).parents[1]
 V100 = {"id": "box", "accelerator": "V100-32GB-NVLink2", "count": 8}

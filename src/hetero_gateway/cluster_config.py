@@ -15,31 +15,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from hetero_gateway.config import (
-    GatewayConfig,
-    InstanceConfig,
-    load_profile,
-    parse_model,
-    read_yaml,
-)
+from hetero_gateway.config import GatewayConfig, InstanceConfig
 from hetero_gateway.core.profile import Profile
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.profile_file import load_profile
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
 from hetero_gateway.sim.workload import Fault, FaultKind, LogNormal
+from hetero_gateway.yaml_file import StrictModel, parse_model, read_yaml
 
 # Far more than one machine simulates in an hour; a typing error in ``count`` ends here.
 MAX_INSTANCES = 10_000
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class ClusterInstanceConfig(_Model):
+class ClusterInstanceConfig(StrictModel):
     """One or more equal instances."""
 
     profile: str = Field(min_length=1, description="Built-in profile name, or a profile file.")
@@ -63,7 +55,7 @@ class ClusterInstanceConfig(_Model):
     profiled: bool = Field(True, description="Whether the scheduler has any constants for it.")
 
 
-class FaultConfig(_Model):
+class FaultConfig(StrictModel):
     """Something that happens to one instance."""
 
     instance: int | str = Field(description="Its id, or its position counted from 0.")
@@ -83,7 +75,7 @@ class FaultConfig(_Model):
         return self
 
 
-class LengthConfig(_Model):
+class LengthConfig(StrictModel):
     """A log-normal length."""
 
     median: float = Field(ge=1, description="Tokens.")
@@ -94,7 +86,7 @@ class LengthConfig(_Model):
         return LogNormal(self.median, self.sigma, self.max)
 
 
-class WorkloadConfig(_Model):
+class WorkloadConfig(StrictModel):
     """What is sent, unless the flags say otherwise."""
 
     requests: Path | None = Field(
@@ -113,7 +105,7 @@ class WorkloadConfig(_Model):
         return self
 
 
-class ClusterConfig(_Model):
+class ClusterConfig(StrictModel):
     """The whole file."""
 
     instances: list[ClusterInstanceConfig] = Field(min_length=1)

@@ -1,38 +1,27 @@
-"""Configuration: the YAML schema, its loader, and the conversion to core types.
+"""The gateway's configuration: its schema, its loader, and the environment variables of secrets.
 
-Files are strict: an unknown key is an error that names it. ``${NAME}`` is replaced from the
-environment, which is read here and nowhere else. Precedence: flags over environment over file.
-docs/configuration.md lists every field; a test compares the two.
-
-Every error is a ``ConfigError`` of one line: file, key, what is wrong.
+The file is read by ``yaml_file``, which expands ``${NAME}`` and tells errors in one line; no other
+modules read the environment. Precedence: flags over environment over file. docs/configuration.md
+lists every field; a test compares the two.
 """
 
 from __future__ import annotations
 
-import csv
-import difflib
 import os
 import re
 from collections.abc import Mapping
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hetero_gateway.core.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
-from hetero_gateway.errors import ConfigError, ProfileError
+from hetero_gateway.core.profile import Profile
+from hetero_gateway.errors import ConfigError
 from hetero_gateway.length_model_file import read_length_model
+from hetero_gateway.profile_file import load_profile
+from hetero_gateway.yaml_file import StrictModel, parse_model, read_yaml
 
 PolicyName = Literal[
     "finish-time",
@@ -51,28 +40,8 @@ BUILTIN_PREDICTORS = ("bucket-mean", "constant", "normal", "trained")
 # Packages that bring a predictor of their own register it here; docs/predictors.md.
 PREDICTOR_GROUP = "hetero_gateway.predictors"
 
-_ENV_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 # What may stand in a header and in a metric's label without surprise.
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is written twice: the first one would be dropped without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} is written twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def _check_base_url(value: str) -> str:
@@ -93,7 +62,7 @@ def _check_base_url(value: str) -> str:
     return value.rstrip("/")
 
 
-class ServerConfig(_Model):
+class ServerConfig(StrictModel):
     """Where the gateway listens, and what it accepts."""
 
     host: str = Field("127.0.0.1", description="Address to listen on; loopback unless changed.")
@@ -125,7 +94,7 @@ class ServerConfig(_Model):
         return value
 
 
-class PredictorConfig(_Model):
+class PredictorConfig(StrictModel):
     """How output lengths are predicted."""
 
     kind: str | None = Field(
@@ -167,7 +136,7 @@ class PredictorConfig(_Model):
         return self
 
 
-class TokensConfig(_Model):
+class TokensConfig(StrictModel):
     """How prompt lengths are estimated."""
 
     bytes_per_token: float = Field(
@@ -184,7 +153,7 @@ class TokensConfig(_Model):
     )
 
 
-class QueueConfig(_Model):
+class QueueConfig(StrictModel):
     """The queue of ``finish-time``; other policies have none."""
 
     max_requests: int = Field(
@@ -195,7 +164,7 @@ class QueueConfig(_Model):
     )
 
 
-class SchedulerConfig(_Model):
+class SchedulerConfig(StrictModel):
     """Which policy chooses, and its constants."""
 
     policy: PolicyName = Field("finish-time", description="The policy that chooses the instance.")
@@ -231,7 +200,7 @@ class SchedulerConfig(_Model):
     tokens: TokensConfig = Field(default_factory=TokensConfig)
 
 
-class TimeoutsConfig(_Model):
+class TimeoutsConfig(StrictModel):
     """All finite, all in seconds."""
 
     connect_s: float = Field(5.0, gt=0, le=600, description="TCP and TLS handshake.")
@@ -246,7 +215,7 @@ class TimeoutsConfig(_Model):
     )
 
 
-class RetryConfig(_Model):
+class RetryConfig(StrictModel):
     """What happens when an attempt fails before the first response byte."""
 
     max_attempts: int = Field(
@@ -258,7 +227,7 @@ class RetryConfig(_Model):
     budget_min: int = Field(10, ge=0, description="Retries always allowed in each window of 10 s.")
 
 
-class PoolConfig(_Model):
+class PoolConfig(StrictModel):
     """Keep-alive connections to each instance."""
 
     max_connections: int = Field(4096, ge=1, description="Most connections to one instance.")
@@ -268,7 +237,7 @@ class PoolConfig(_Model):
     )
 
 
-class HealthConfig(_Model):
+class HealthConfig(StrictModel):
     """Active probes and scrapes of the instances."""
 
     probe_interval_s: float = Field(2.0, gt=0, description="Between two GET /health.")
@@ -279,7 +248,7 @@ class HealthConfig(_Model):
     )
 
 
-class InstanceConfig(_Model):
+class InstanceConfig(StrictModel):
     """One running vLLM server."""
 
     id: str = Field(description="Unique name: letters, digits, dot, dash, underscore; at most 63.")
@@ -330,7 +299,7 @@ class InstanceConfig(_Model):
         return frozenset([self.model] if isinstance(self.model, str) else self.model)
 
 
-class GatewayConfig(_Model):
+class GatewayConfig(StrictModel):
     """The whole file."""
 
     server: ServerConfig = Field(default_factory=ServerConfig)
@@ -354,73 +323,6 @@ class GatewayConfig(_Model):
         if single is not None and single not in seen:
             raise ValueError(f"scheduler.single_instance: no instance has the id {single!r}")
         return self
-
-
-class PartSourceModel(_Model):
-    """How well one equation fits, on batches that the fit had not seen."""
-
-    r2: float | None = None
-    median_error: float | None = Field(None, ge=0)
-    worst_error: float | None = Field(None, ge=0)
-    attention_error: float | None = Field(None, ge=0)
-    validation: str = ""
-    samples: int | None = Field(None, ge=0)
-    outliers: int | None = Field(None, ge=0)
-
-
-class SourceModel(_Model):
-    """How a profile's constants were obtained."""
-
-    how: Literal["measured", "derived", "roofline"]
-    date: Any = None
-    note: str = ""
-    error: dict[str, float] = Field(default_factory=dict)
-    engine: str | None = None
-    block_size: int | None = Field(None, ge=1)
-    max_model_len: int | None = Field(None, ge=1)
-    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    kv_cache_dtype: str | None = None
-    quantization: str | None = None
-    discarded: dict[str, int] = Field(default_factory=dict)
-    fit: dict[Literal["prefill", "decode"], PartSourceModel] = Field(default_factory=dict)
-    intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
-    unidentified: list[str] = Field(default_factory=list)
-
-
-class ProfileModel(_Model):
-    """A profile file."""
-
-    gpu: str
-    model: str
-    tensor_parallel: int = Field(ge=1)
-    constants: dict[str, float]
-    kv_capacity_tokens: int = Field(ge=1)
-    max_num_seqs: int = Field(DEFAULT_MAX_NUM_SEQS, ge=1)
-    source: SourceModel | None = None
-
-    @field_validator("constants")
-    @classmethod
-    def _check_names(cls, value: dict[str, float]) -> dict[str, float]:
-        wanted = [f"p{i}" for i in range(1, 9)]
-        if missing := [name for name in wanted if name not in value]:
-            raise ValueError(f"{', '.join(missing)} missing; all of p1 to p8 are needed")
-        if unknown := [name for name in value if name not in wanted]:
-            raise ValueError(f"unknown constant {unknown[0]}; only p1 to p8 exist")
-        return value
-
-    def to_core(self) -> Profile:
-        return Profile(
-            gpu=self.gpu,
-            model=self.model,
-            tensor_parallel=self.tensor_parallel,
-            constants=Constants(**self.constants),
-            kv_capacity_tokens=self.kv_capacity_tokens,
-            max_num_seqs=self.max_num_seqs,
-            source=self.source.model_dump() if self.source else {},
-        )
-
-
-ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
@@ -462,54 +364,6 @@ def instance_profile(instance: InstanceConfig, base_dir: Path) -> Profile | None
     return None if instance.profile is None else load_profile(instance.profile, base_dir)
 
 
-def load_profile(name_or_file: str, base_dir: Path | None = None) -> Profile:
-    """A built-in profile by name, or a profile file (relative to ``base_dir``).
-
-    Raises:
-        ConfigError: unknown name (with the nearest ones), or what is wrong in the file.
-    """
-    if name_or_file.endswith((".yaml", ".yml")):
-        path = (base_dir or Path()) / name_or_file
-        try:
-            return parse_model(ProfileModel, read_yaml(path), str(path)).to_core()
-        except ProfileError as error:
-            raise ConfigError(f"{path}: constants: {error}") from error
-    profiles = builtin_profiles()
-    if name_or_file in profiles:
-        return profiles[name_or_file]
-    near = difflib.get_close_matches(name_or_file, profiles, n=3, cutoff=0.3)
-    hint = f"; the nearest built-in ones: {', '.join(near)}" if near else ""
-    raise ConfigError(f"no profile is named {name_or_file!r} (a file ends in .yaml){hint}")
-
-
-def builtin_profiles() -> dict[str, Profile]:
-    """The profiles that ship with the package, by name (``GPU/MODEL/tpN``).
-
-    Their constants are rooflines or derived from public measurements, as ``source`` says.
-    """
-    text = resources.files("hetero_gateway").joinpath("instance_profiles.csv").read_text("utf-8")
-    result = {}
-    for row in csv.DictReader(text.splitlines()):
-        honesty = row["honesty"]
-        profile = Profile(
-            gpu=row["gpu"],
-            model=row["model"],
-            tensor_parallel=int(row["tp"]),
-            constants=Constants(*(float(row[f"p{i}"]) for i in range(1, 9))),
-            kv_capacity_tokens=int(row["kv_tokens_capacity"]),
-            source={
-                "how": "roofline" if honesty == "roofline" else "derived",
-                "note": f"{honesty}; {row['source']}",
-                "error": {
-                    "prefill": float(row["fit_mape_prefill"]),
-                    "decode": float(row["fit_mape_decode"]),
-                },
-            },
-        )
-        result[profile.name] = profile
-    return result
-
-
 def secret(env_name: str | None, key: str) -> str | None:
     """The value of the environment variable that holds a key, or None when none is named.
 
@@ -529,48 +383,6 @@ def secret(env_name: str | None, key: str) -> str | None:
     return value
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping with ``${NAME}`` expanded. Raises ConfigError with file and line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        not_text = isinstance(error, UnicodeDecodeError)
-        reason = "it is not UTF-8 text" if not_text else getattr(error, "strerror", error)
-        raise ConfigError(f"{path}: cannot be read: {reason}") from error
-    try:
-        data = yaml.load(text, _Loader)  # a SafeLoader
-        if not isinstance(data, dict):
-            raise ConfigError(f"{path}: must be a mapping of keys, not {type(data).__name__}")
-        expanded: dict[str, Any] = _expand(data, str(path), "")
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "broken YAML"
-        raise ConfigError(f"{path}:{where} {problem}") from error
-    except ValueError as error:  # a date or number that PyYAML takes for one and cannot build
-        raise ConfigError(f"{path}: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: nested too deeply, or an alias of itself") from error
-    return expanded
-
-
-def _expand(value: Any, source: str, key: str) -> Any:
-    if isinstance(value, dict):
-        return {k: _expand(v, source, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_expand(v, source, f"{key}.{i}") for i, v in enumerate(value)]
-    if not isinstance(value, str):
-        return value
-
-    def replace(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if name not in os.environ:
-            raise ConfigError(f"{source}: {key}: the environment variable {name} is not set")
-        return os.environ[name]
-
-    return _ENV_REFERENCE.sub(replace, value)
-
-
 def _set_dotted(data: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for name in parents:
@@ -579,35 +391,3 @@ def _set_dotted(data: dict[str, Any], dotted: str, value: Any) -> None:
             return  # the schema will say what is wrong with it
         data = child
     data[last] = value
-
-
-def parse_model(model: type[ModelT], data: Any, source: str) -> ModelT:
-    """Check ``data`` against a pydantic model; the first error becomes a one-line ConfigError."""
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        _raise_config_error(model, error, source)
-
-
-def _raise_config_error(model: type[BaseModel], error: ValidationError, source: str) -> NoReturn:
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        message = "unknown key"
-        if near := difflib.get_close_matches(str(first["loc"][-1]), _field_names(model), n=1):
-            message += f"; did you mean {near[0]}?"
-    elif first["type"] == "missing":
-        message = "required, but missing"
-    raise ConfigError(f"{source}: {key + ': ' if key else ''}{message}") from error
-
-
-def _field_names(model: type[BaseModel]) -> list[str]:
-    names: list[str] = []
-    for name, info in model.model_fields.items():
-        names.append(name)
-        annotation = info.annotation
-        for inner in getattr(annotation, "__args__", (annotation,)):
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
-                names.extend(_field_names(inner))
-    return names

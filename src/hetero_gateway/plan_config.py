@@ -13,16 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hetero_gateway.cluster_config import LengthConfig
-from hetero_gateway.config import (
-    PolicyName,
-    builtin_profiles,
-    load_profile,
-    parse_model,
-    read_yaml,
-)
+from hetero_gateway.config import PolicyName
 from hetero_gateway.core.profile import Profile
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.load.trace import CHAT_MIX, TraceRequest, read_trace
@@ -35,8 +29,10 @@ from hetero_gateway.planner.models import model_card, model_from_config
 from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.search import Question
 from hetero_gateway.planner.trials import Engines
+from hetero_gateway.profile_file import builtin_profiles, load_profile
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.workload import Integers, Lengths, LogNormal, LogNormalLengths, TraceLengths
+from hetero_gateway.yaml_file import StrictModel, parse_model, read_yaml
 
 # Far more than one plan is for; a typing error in ``copies`` ends here.
 MAX_MACHINES = 10_000
@@ -50,11 +46,7 @@ _CHAT_OUTPUT = LogNormal(CHAT_MIX.output_median, CHAT_MIX.output_sigma, CHAT_MIX
 _CONTEXT_STEP = 1024
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class ModelConfig(_Model):
+class ModelConfig(StrictModel):
     """A model that has no built-in card, or is stored otherwise than it."""
 
     config: Path | None = Field(
@@ -73,7 +65,7 @@ class ModelConfig(_Model):
         return self
 
 
-class MachineConfig(_Model):
+class MachineConfig(StrictModel):
     """One machine, or several equal ones."""
 
     id: str = Field(
@@ -99,7 +91,7 @@ class MachineConfig(_Model):
         return self
 
 
-class EngineConfig(_Model):
+class EngineConfig(StrictModel):
     """What vLLM will be told."""
 
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="vLLM's flag.")
@@ -117,7 +109,7 @@ class EngineConfig(_Model):
     )
 
 
-class PlanWorkloadConfig(_Model):
+class PlanWorkloadConfig(StrictModel):
     """What is sent."""
 
     requests: Path | None = Field(
@@ -134,7 +126,7 @@ class PlanWorkloadConfig(_Model):
         return self
 
 
-class GoalsConfig(_Model):
+class GoalsConfig(StrictModel):
     """What the plan is to be good at."""
 
     goal: GoalName = Field("throughput", description="throughput, cost or fewest.")
@@ -142,7 +134,7 @@ class GoalsConfig(_Model):
     tpot_p99_s: float | None = Field(None, gt=0, description="Limit of TPOT's 99th percentile.")
 
 
-class PlanConfig(_Model):
+class PlanConfig(StrictModel):
     """The whole file."""
 
     model: str | ModelConfig = Field(description="A built-in card's name, or a config.json.")

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hetero_gateway.config import builtin_profiles, load_gateway_config
+from hetero_gateway.config import load_gateway_config
+from hetero_gateway.profile_file import builtin_profiles
 
 VERSION_TAG = re.compile(r"v?\d+\.\d+\.\d+(-[a-z0-9.-]+)?")
 

@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from hetero_gateway.cli import main
-from hetero_gateway.config import load_profile
 from hetero_gateway.core.calibration import MOST_CHANGE
 from hetero_gateway.core.observation import FirstTokenRow, StepRow
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway import recalibration, speed
+from hetero_gateway.profile_file import load_profile
 from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 

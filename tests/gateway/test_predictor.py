@@ -11,13 +11,14 @@ import httpx
 import pytest
 
 from hetero_gateway.cli import main
-from hetero_gateway.config import GatewayConfig, parse_model
+from hetero_gateway.config import GatewayConfig
 from hetero_gateway.core.length import BucketMeanPredictor, ConstantPredictor, LengthFeatures
 from hetero_gateway.core.length_model import ANY_MODEL, Leaf, LengthModel, Split
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.gateway import predictor as predictors
 from hetero_gateway.gateway.predictor import GuardedPredictor, make_predictor
 from hetero_gateway.length_model_file import write_length_model
+from hetero_gateway.yaml_file import parse_model
 from tests.fakes.predictor_package import install_predictors
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import fake_instances

@@ -138,9 +138,9 @@ class _Asked:
     """The file, with flags over what the gateway saw, and that over what the file says."""
 
     def __init__(self, args: argparse.Namespace, overrides: Mapping[str, Any], seen: Seen) -> None:
-        from hetero_gateway.config import load_profile
         from hetero_gateway.load.trace import read_trace
         from hetero_gateway.plan_config import load_plan_config
+        from hetero_gateway.profile_file import load_profile
 
         wanted = dict(overrides)
         for key, value in (("policy", seen.policy), ("workload.rate_per_s", seen.rate_per_s)):
@@ -211,8 +211,9 @@ def _rows(target: argparse.Namespace) -> list[TraceRequest]:
 
 
 def _running(target: argparse.Namespace, row: Mapping[str, Any]) -> Running:
-    from hetero_gateway.config import ProfileModel, parse_model
     from hetero_gateway.deployment.present import Running
+    from hetero_gateway.profile_file import ProfileModel
+    from hetero_gateway.yaml_file import parse_model
 
     left_out = "it is down" if not row["up"] else "it is draining" if row["draining"] else ""
     seen = fetch(target, "/admin/observations", {"instance": row["id"]})

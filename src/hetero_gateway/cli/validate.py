@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.config import instance_profile, load_gateway_config, read_yaml
+from hetero_gateway.config import instance_profile, load_gateway_config
+from hetero_gateway.yaml_file import read_yaml
 
 
 def add_parser(subparsers: Any) -> None:

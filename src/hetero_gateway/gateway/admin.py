@@ -24,7 +24,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
-from hetero_gateway.config import InstanceConfig, load_gateway_config, parse_model
+from hetero_gateway.config import InstanceConfig, load_gateway_config
 from hetero_gateway.core.decision import Decision
 from hetero_gateway.core.observation import FirstTokenRow, StepRow
 from hetero_gateway.core.profile import Profile
@@ -35,6 +35,7 @@ from hetero_gateway.gateway.fleet import Instance
 from hetero_gateway.gateway.history import as_trace
 from hetero_gateway.gateway.reasons import decision_reason, waiting_reason
 from hetero_gateway.gateway.state import Gateway
+from hetero_gateway.yaml_file import parse_model
 
 # Far above any engine's context, and small enough for every formula.
 _MOST_TOKENS = 10**8

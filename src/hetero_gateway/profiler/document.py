@@ -1,6 +1,6 @@
 """What a fit becomes: the profile file, and the text that the command prints.
 
-The file's layout is ``config.ProfileModel``'s; docs/configuration.md lists its keys.
+The file's layout is ``profile_file.ProfileModel``'s; docs/configuration.md lists its keys.
 """
 
 from __future__ import annotations

@@ -13,12 +13,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.config import ProfileModel, parse_model
 from hetero_gateway.core.calibration import LEAST_ROWS, NAMES, Errors, Refit, refit
 from hetero_gateway.core.observation import FirstTokenRow, StepRow
 from hetero_gateway.core.profile import Constants
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
+from hetero_gateway.profile_file import ProfileModel
 from hetero_gateway.profiler.document import write_profile
+from hetero_gateway.yaml_file import parse_model
 
 _DIGITS = 4
 
