@@ -8,6 +8,7 @@ parsed arguments and returns the exit code.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parse(argv)
         exit_code: int = args.run(args)
+        sys.stdout.flush()
     except HeteroGatewayError as error:
         # One line, whatever a key or a file name has in it.
         text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(error))
@@ -27,6 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError | ProfileError) else 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read the output has left, as `| head` does; the interpreter's own flush at the end
+        # must find something to write to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return exit_code
 
 
