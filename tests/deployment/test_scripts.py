@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -142,7 +141,7 @@ def test_bash_accepts_every_script(planned, emulate, tmp_path):
         assert not done.stderr
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+@pytest.mark.system
 def test_shellcheck_finds_nothing():
     text = render_deployment(ONE_MACHINE, options())["start.sh"]
     done = subprocess.run(
