@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import csv
 import difflib
+from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -100,6 +102,22 @@ def load_profile(name_or_file: str, base_dir: Path | None = None) -> Profile:
     near = difflib.get_close_matches(name_or_file, profiles, n=3, cutoff=0.3)
     hint = f"; the nearest built-in ones: {', '.join(near)}" if near else ""
     raise ConfigError(f"no profile is named {name_or_file!r} (a file ends in .yaml){hint}")
+
+
+def profile_document(
+    profile: Profile, source: Mapping[str, Any], *, speed: float = 1.0
+) -> dict[str, Any]:
+    """The file of a profile, of an instance that is so many times faster; ``source`` as given."""
+    constants = asdict(profile.constants.scaled(1 / speed))
+    return {
+        "gpu": profile.gpu,
+        "model": profile.model,
+        "tensor_parallel": profile.tensor_parallel,
+        "constants": {name: float(value) for name, value in constants.items()},
+        "kv_capacity_tokens": int(profile.kv_capacity_tokens),
+        "max_num_seqs": int(profile.max_num_seqs),
+        "source": dict(source),
+    }
 
 
 def builtin_profiles() -> dict[str, Profile]:

@@ -139,7 +139,7 @@ def stand_in(spec: InstanceSpec, others: Iterable[InstanceSpec]) -> Constants:
     names = [f.name for f in dataclasses.fields(Constants)]
     middle = (
         Constants(*(statistics.median(getattr(c, n) for c in known) for n in names))
-        if (known)
+        if known
         else _GENERIC
     )
     return middle.scaled(1 / spec.weight)

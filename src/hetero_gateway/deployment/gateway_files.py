@@ -10,6 +10,7 @@ import yaml
 from hetero_gateway.core.profile import Profile
 from hetero_gateway.deployment.instances import DeployedInstance, DeploymentOptions
 from hetero_gateway.planner.plan import InstanceType
+from hetero_gateway.profile_file import profile_document
 
 _SOURCE_KEYS = ("how", "date", "note", "engine", "quantization", "unidentified")
 # What a KV capacity was measured with: said only where the capacity is that one.
@@ -33,17 +34,8 @@ def profile_files(
 
 def profile_text(instance_type: InstanceType, profile: Profile, *, speed: float = 1.0) -> str:
     """A profile file, of an instance that is so many times faster."""
-    constants = profile.constants.scaled(1 / speed)
     source = _source(instance_type, profile, speed)
-    document = {
-        "gpu": profile.gpu,
-        "model": profile.model,
-        "tensor_parallel": profile.tensor_parallel,
-        "constants": {f"p{i}": float(getattr(constants, f"p{i}")) for i in range(1, 9)},
-        "kv_capacity_tokens": int(profile.kv_capacity_tokens),
-        "max_num_seqs": int(profile.max_num_seqs),
-        "source": source,
-    }
+    document = profile_document(profile, source, speed=speed)
     return (
         f"# {profile.name}: step times are {source['how']}, known to about "
         f"{instance_type.time_uncertainty:.0%}; KV capacity {instance_type.memory.how}, to about "

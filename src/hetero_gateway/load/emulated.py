@@ -19,7 +19,7 @@ import yaml
 from hetero_gateway.core.profile import Profile
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
-from hetero_gateway.profile_file import load_profile
+from hetero_gateway.profile_file import load_profile, profile_document
 
 _POLL_S = 0.05
 _LOST = "hetero_gateway_emulator_lost_seconds"
@@ -171,14 +171,6 @@ class EmulatedCluster:
 
 def write_profile(profile: Profile, path: Path, *, speed: float = 1.0) -> None:
     """Write a profile file, of an instance that is so many times faster."""
-    scaled = profile.constants.scaled(1 / speed)
-    document = {
-        "gpu": profile.gpu,
-        "model": profile.model,
-        "tensor_parallel": profile.tensor_parallel,
-        "constants": {f"p{i}": getattr(scaled, f"p{i}") for i in range(1, 9)},
-        "kv_capacity_tokens": profile.kv_capacity_tokens,
-        "max_num_seqs": profile.max_num_seqs,
-        "source": {"how": "derived", "note": f"{profile.name} at {speed:g}× speed"},
-    }
+    source = {"how": "derived", "note": f"{profile.name} at {speed:g}× speed"}
+    document = profile_document(profile, source, speed=speed)
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
