@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import json
 import math
-import socket
 import statistics
 import sys
 import tempfile
@@ -98,10 +97,9 @@ async def run(
 ) -> Summary:
     """All the requests through a gateway of their own."""
     with Children(folder) as children:
-        port = free_port()
         gateway = children.start(
             "the gateway",
-            *("serve", "-c", str(folder / "gateway.yaml"), "--port", str(port)),
+            *("serve", "-c", str(folder / "gateway.yaml"), "--port", "0"),
             *("--policy", policy, "--log-level", "warning"),
         )
         url = await gateway.url()
@@ -122,13 +120,6 @@ async def wait_up(url: str) -> None:
             if all(instance["up"] for instance in listed):
                 return
             await asyncio.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def figures(summary: Summary) -> dict[str, float]:
