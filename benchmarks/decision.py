@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from hetero_gateway.core.decision import Decision
 from hetero_gateway.core.policies import POLICY_NAMES, make_policy
-from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request
-from hetero_gateway.profile_file import builtin_profiles
+from hetero_gateway.files.profile_file import builtin_profiles
 
 PROFILES = (
     "V100-32GB-NVLink2/Llama-3-8B/tp4",

@@ -16,8 +16,8 @@ from itertools import product
 
 import numpy as np
 
-from hetero_gateway.core.cost_model import FloatArray
-from hetero_gateway.core.fitting import Sample, fit_robustly, fit_rows, prefill_terms
+from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.costs.fitting import Sample, fit_robustly, fit_rows, prefill_terms
 
 CELLS = [
     Sample(b, i, 2, None, None) for b, i in product((1, 2, 4, 8, 16, 32), (32, 128, 512, 1500))

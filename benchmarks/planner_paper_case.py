@@ -17,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hetero_gateway.core.profile import Profile
-from hetero_gateway.plan_config import load_request
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.files.plan_config import load_request
+from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
 from hetero_gateway.planner.layouts import describe
 from hetero_gateway.planner.plan import Machine
 from hetero_gateway.planner.search import Question, search
 from hetero_gateway.planner.trials import Engines, Mix, System, run_alone, saturate
-from hetero_gateway.profile_file import builtin_profiles
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 ROOT = Path(__file__).parents[1]

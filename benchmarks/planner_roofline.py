@@ -16,8 +16,9 @@ from unittest.mock import patch
 import numpy as np
 from scipy.optimize import least_squares
 
-from hetero_gateway.core.cost_model import decode_step_time_s, prefill_time_s
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner import roofline
 from hetero_gateway.planner.accelerators import (
     COMPUTE_EFFICIENCY,
@@ -25,7 +26,6 @@ from hetero_gateway.planner.accelerators import (
     accelerator,
 )
 from hetero_gateway.planner.models import model_card
-from hetero_gateway.profile_file import builtin_profiles
 
 # compute, memory, link (shares); a layer's small kernels, the start of an all-reduce (seconds).
 NAMES = ("compute", "memory", "link", "layer", "all-reduce start")

@@ -39,11 +39,12 @@ from typing import Any
 
 import numpy as np
 
-from hetero_gateway.core.length import BucketMeanPredictor
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
-from hetero_gateway.core.profile import Profile
-from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.accelerators import ACCELERATORS
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.instance_types import Types, instance_types
@@ -53,7 +54,6 @@ from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Layout, Machine
 from hetero_gateway.planner.search import Question, search
 from hetero_gateway.planner.trials import Engines, Mix, run_alone
-from hetero_gateway.profile_file import builtin_profiles
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import Fleet, can_compile
 from hetero_gateway.sim.kernel import GENERATION_TOTAL

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hetero_gateway.cluster_config import load_cluster
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.policies import POLICY_NAMES
-from hetero_gateway.core.profile import Profile
-from hetero_gateway.load.trace import CHAT_MIX, read_trace
+from hetero_gateway.files.cluster_config import load_cluster
+from hetero_gateway.files.trace import CHAT_MIX, read_trace
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.experiment import (
     Bound,

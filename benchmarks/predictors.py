@@ -24,15 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from hetero_gateway.cli.predictor import length_samples, predict_held_out
-from hetero_gateway.cluster_config import load_cluster
-from hetero_gateway.core.length import (
-    BucketMeanPredictor,
-    ConstantPredictor,
-    LengthFeatures,
-    NormalPredictor,
-    OutputLengthPredictor,
-)
-from hetero_gateway.core.length_model import (
+from hetero_gateway.core.lengths.length_model import (
     LengthModel,
     LengthSamples,
     TrainedPredictor,
@@ -41,8 +33,16 @@ from hetero_gateway.core.length_model import (
     leaf_count,
     replay,
 )
-from hetero_gateway.gateway.history import FinishedRequest, new_history
-from hetero_gateway.load.trace import read_trace
+from hetero_gateway.core.lengths.predictors import (
+    BucketMeanPredictor,
+    ConstantPredictor,
+    LengthFeatures,
+    NormalPredictor,
+    OutputLengthPredictor,
+)
+from hetero_gateway.files.cluster_config import load_cluster
+from hetero_gateway.files.trace import read_trace
+from hetero_gateway.gateway.control.history import FinishedRequest, new_history
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.experiment import Experiment, measure_bound, mix_moments, run_once
 from hetero_gateway.sim.result import RunResult, Slo

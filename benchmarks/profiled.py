@@ -38,14 +38,14 @@ import httpx
 import numpy as np
 import yaml
 
-from hetero_gateway.core.cost_model import decode_time_s, prefill_time_s
-from hetero_gateway.core.fitting import Sample, fit
-from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.costs.fitting import Sample, fit
+from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.load.children import Children
 from hetero_gateway.load.client import LoadClient, Reply, parse_target
 from hetero_gateway.load.emulated import write_profile
 from hetero_gateway.load.prompts import BodyMaker, PromptKind
-from hetero_gateway.profile_file import load_profile
 from hetero_gateway.profiler.batch import BatchSender
 from hetero_gateway.profiler.chunked import KEY
 from hetero_gateway.profiler.grid import Cell

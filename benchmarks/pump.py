@@ -18,11 +18,11 @@ import time
 import numpy as np
 from decision import PROFILES, make_requests
 
-from hetero_gateway.core.ledger import Dispatch
+from hetero_gateway.core.instances.ledger import Dispatch
 from hetero_gateway.core.policies import make_policy
-from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request
-from hetero_gateway.profile_file import builtin_profiles
+from hetero_gateway.files.profile_file import builtin_profiles
 
 GOAL_US = 150.0
 REQUESTS = 10_000

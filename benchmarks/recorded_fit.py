@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hetero_gateway.core.fitting import Fit, PartFit, Sample, fit
+from hetero_gateway.core.costs.fitting import Fit, PartFit, Sample, fit
 from hetero_gateway.errors import ConfigError, ProfileError
 from hetero_gateway.profiler.document import unidentified
 from hetero_gateway.profiler.samples import write_csv

@@ -42,8 +42,9 @@ from typing import Any
 import uvloop
 from dataplane.cpu import MachineCpu, process_cpu_s
 
-from hetero_gateway.cluster_config import Cluster, load_cluster
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.cluster_config import Cluster, load_cluster
+from hetero_gateway.files.trace import LoadRequest
 from hetero_gateway.load.children import Children
 from hetero_gateway.load.client import parse_target
 from hetero_gateway.load.comparison import NOISE
@@ -51,7 +52,6 @@ from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance, writ
 from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.load.replay import ReplayOptions, replay
 from hetero_gateway.load.result import summarise
-from hetero_gateway.load.trace import LoadRequest
 from hetero_gateway.sim.experiment import (
     Bound,
     Experiment,

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from hetero_gateway.core.length import BucketMeanPredictor, ConstantPredictor
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, ConstantPredictor
 from hetero_gateway.core.policies import make_policy
-from hetero_gateway.core.profile import Profile
-from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.profile_file import builtin_profiles
+from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import Workload

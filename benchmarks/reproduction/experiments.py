@@ -14,11 +14,11 @@ from statistics import fmean, stdev
 import numpy as np
 
 from benchmarks.reproduction.lengths import Source
-from hetero_gateway.cluster_config import load_cluster
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.files.cluster_config import load_cluster
+from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
-from hetero_gateway.profile_file import builtin_profiles
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.experiment import (
     Experiment,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hetero_gateway.load.trace import read_trace
+from hetero_gateway.files.trace import read_trace
 from hetero_gateway.sim.workload import Integers, LogNormal, TraceLengths
 
 POOL_REQUESTS = 20_000

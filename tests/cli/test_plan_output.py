@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from hetero_gateway.cli import main
-from hetero_gateway.config import load_gateway_config
-from hetero_gateway.profile_file import load_profile
+from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.files.profile_file import load_profile
 
 PLAN = """\
 model: Llama-3-8B

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hetero_gateway.cli import main
-from hetero_gateway.core.length import LengthFeatures
-from hetero_gateway.core.length_model import TrainedPredictor
-from hetero_gateway.length_model_file import read_length_model
+from hetero_gateway.core.lengths.length_model import TrainedPredictor
+from hetero_gateway.core.lengths.predictors import LengthFeatures
+from hetero_gateway.files.length_model_file import read_length_model
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import fake_instances
 

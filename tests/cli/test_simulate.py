@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hetero_gateway.cli import main
-from hetero_gateway.core.length_model import ANY_MODEL, Leaf, LengthModel
-from hetero_gateway.length_model_file import write_length_model
+from hetero_gateway.core.lengths.length_model import ANY_MODEL, Leaf, LengthModel
+from hetero_gateway.files.length_model_file import write_length_model
 
 CLUSTER = """
 instances:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from hetero_gateway.core.decision import Decision
-from hetero_gateway.core.length import STAGE_TOKENS
+from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.instances.progress import SPEED, Outlook
+from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.policies import Candidates, PolicyOptions, make_policy
-from hetero_gateway.core.profile import Constants, Profile
-from hetero_gateway.core.progress import SPEED, Outlook
-from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, Request
 
 # Two unequal machines: SLOW needs three to five times as long and holds an eighth of the tokens.

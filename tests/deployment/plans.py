@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.deployment.instances import DeploymentOptions
+from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.plan import (
     Candidate,
     Figures,
@@ -17,7 +18,6 @@ from hetero_gateway.planner.plan import (
     MemoryEstimate,
     Plan,
 )
-from hetero_gateway.profile_file import builtin_profiles
 
 OPTIONS = DeploymentOptions(
     model="meta-llama/Meta-Llama-3-8B-Instruct",

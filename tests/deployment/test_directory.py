@@ -13,14 +13,14 @@ import pytest
 import yaml
 
 from hetero_gateway.cli import main
-from hetero_gateway.config import load_gateway_config
 from hetero_gateway.deployment.directory import (
     check_directory,
     render_deployment,
     write_deployment,
 )
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.profile_file import load_profile
+from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.files.profile_file import load_profile
 from tests.deployment.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
 
 PLANS = [ONE_MACHINE, TWO_MACHINES, EVERY_VENDOR]

@@ -7,9 +7,9 @@ import re
 import pytest
 import yaml
 
-from hetero_gateway.config import GatewayConfig
 from hetero_gateway.deployment.directory import render_deployment
-from hetero_gateway.yaml_file import parse_model
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.yaml_file import parse_model
 from tests.deployment.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options
 
 PLANS = [ONE_MACHINE, TWO_MACHINES, EVERY_VENDOR]

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hetero_gateway.core.cost_model import decode_step_time_s
+from hetero_gateway.core.costs.cost_model import decode_step_time_s
 from hetero_gateway.deployment.present import (
     Present,
     Running,

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hetero_gateway.config import load_gateway_config
-from hetero_gateway.profile_file import builtin_profiles
+from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.files.profile_file import builtin_profiles
 
 VERSION_TAG = re.compile(r"v?\d+\.\d+\.\d+(-[a-z0-9.-]+)?")
 
@@ -207,7 +207,7 @@ def test_the_wheel_holds_the_package_when_built_from_what_the_build_may_see(file
         assert b"hetero-gateway = hetero_gateway.cli:main" in archive.read(entry_points)
     source = context / "src"
     ours = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
-    assert "hetero_gateway/instance_profiles.csv" in ours
+    assert "hetero_gateway/files/instance_profiles.csv" in ours
     assert ours <= packed
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.emulator.app import EmulatedVLLM
 from hetero_gateway.emulator.server import Server, listen
 from hetero_gateway.emulator.settings import Settings

@@ -8,8 +8,8 @@ import time
 import httpx
 import pytest
 
-from hetero_gateway.core.cost_model import decode_time_s, prefill_time_s
-from hetero_gateway.core.profile import Constants
+from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.costs.profile import Constants
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"

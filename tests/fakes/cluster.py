@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.length import OutputLengthPredictor
-from hetero_gateway.core.profile import Constants, Profile
-from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.sim.cluster import Records, SimulatedInstance
 from hetero_gateway.sim.engine import Scheduling

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.emulator.app import EmulatedVLLM
 from hetero_gateway.emulator.server import Server, listen
 from hetero_gateway.emulator.settings import Settings

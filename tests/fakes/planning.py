@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.planner.plan import InstanceType, MemoryEstimate, MemoryPart
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 

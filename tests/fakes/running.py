@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import numpy as np
 
-from hetero_gateway.config import GatewayConfig
-from hetero_gateway.core.progress import SPEED
+from hetero_gateway.core.instances.progress import SPEED
+from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.app import App, create_app
 from hetero_gateway.gateway.server import GatewayServer
-from hetero_gateway.gateway.state import Gateway
+from hetero_gateway.gateway.wiring import Gateway
 from tests.fakes.vllm import FakeInstance
 
 FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.trace import LoadRequest
 from hetero_gateway.load.client import Target, parse_target
 from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.load.replay import ReplayOptions, replay
 from hetero_gateway.load.result import RequestRecord
-from hetero_gateway.load.trace import LoadRequest
 
 Serve = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
 

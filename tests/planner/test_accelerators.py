@@ -3,8 +3,8 @@
 import pytest
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.accelerators import ACCELERATORS, GIB, accelerator
-from hetero_gateway.profile_file import builtin_profiles
 
 
 def test_every_built_in_profile_is_of_an_accelerator_in_the_catalogue():

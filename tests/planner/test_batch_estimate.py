@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_gateway.core.cost_model import decode_time_s, prefill_time_s
-from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.planner.batch_estimate import (
     BatchEstimate,
     Infeasible,

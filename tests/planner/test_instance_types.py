@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.instance_types import instance_types
 from hetero_gateway.planner.memory import EngineOptions, estimate_memory, is_feasible
 from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Machine
-from hetero_gateway.profile_file import builtin_profiles
 
 BUILT_IN = list(builtin_profiles().values())
 LLAMA = model_card("Llama-3-8B")

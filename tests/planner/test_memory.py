@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_gateway.core.cost_model import kv_capacity_bytes
+from hetero_gateway.core.costs.cost_model import kv_capacity_bytes
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner.accelerators import ACCELERATORS, GIB, accelerator
 from hetero_gateway.planner.memory import (

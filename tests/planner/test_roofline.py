@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_gateway.core.cost_model import decode_step_time_s, prefill_time_s
+from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
+from hetero_gateway.files.profile_file import builtin_profiles, load_profile
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.roofline import all_reduce_s, grid, roofline_profile, step_times
-from hetero_gateway.profile_file import builtin_profiles, load_profile
 
 ROOT = Path(__file__).parents[2]
 LLAMA_3_8B = model_card("Llama-3-8B")

@@ -6,9 +6,9 @@ from itertools import product
 
 import numpy as np
 
-from hetero_gateway.core.cost_model import decode_time_s, prefill_time_s
-from hetero_gateway.core.fitting import Fit, Sample, fit
-from hetero_gateway.core.profile import Constants
+from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.costs.fitting import Fit, Sample, fit
+from hetero_gateway.core.costs.profile import Constants
 
 PLANTED = Constants(1e-4, 1e-3, 1e-5, 2e-2, 1e-7, 1e-4, 2e-7, 2e-2)
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hetero_gateway.core.fitting import Fit, PartFit
+from hetero_gateway.core.costs.fitting import Fit, PartFit
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.profile_file import load_profile
+from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.profiler.document import (
     profile_document,
     report,

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from hetero_gateway.cli import main
-from hetero_gateway.core.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.emulator.lengths import LogNormalLengths
 from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.load.client import parse_target
-from hetero_gateway.profile_file import load_profile
 from hetero_gateway.profiler.campaign import Plan
 from hetero_gateway.profiler.engine import Overrides
 from hetero_gateway.profiler.live import Hardware, Measured, measure, samples_path

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from hetero_gateway.cli import main
-from hetero_gateway.core.cost_model import decode_step_time_s, prefill_time_s
-from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
+from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.emulator.settings import Settings
-from hetero_gateway.gateway import speed
+from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.gateway.dataplane import speed
 from hetero_gateway.load.emulated import write_profile
-from hetero_gateway.profile_file import load_profile
 from tests.emulator.conftest import running
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import FakeInstance

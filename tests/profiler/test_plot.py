@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetero_gateway.core.fitting import Sample
+from hetero_gateway.core.costs.fitting import Sample
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.profiler.plot import check_can_plot, write_plot
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hetero_gateway.core.fitting import Fit, Sample
+from hetero_gateway.core.costs.fitting import Fit, Sample
 from hetero_gateway.errors import ConfigError, ProfileError
-from hetero_gateway.profile_file import load_profile
+from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.profiler.recorded import fit_recorded
 from hetero_gateway.profiler.samples import append, record_of, write_csv
 

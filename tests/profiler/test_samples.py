@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_gateway.core.fitting import Sample
+from hetero_gateway.core.costs.fitting import Sample
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.profiler.samples import (
     append,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_gateway.core.fitting import Sample
+from hetero_gateway.core.costs.fitting import Sample
 from hetero_gateway.profiler.batch import Shot
 from hetero_gateway.profiler.engine import Counters
 from hetero_gateway.profiler.verdicts import (

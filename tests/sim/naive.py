@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.profile import Profile
 
 
 @dataclass

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_gateway.core.length import BucketMeanPredictor, ConstantPredictor
+from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, ConstantPredictor
 from hetero_gateway.core.policies import POLICY_NAMES, make_policy
-from hetero_gateway.core.profile import Constants, Profile
-from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_gateway.core.length import (
+from hetero_gateway.core.lengths.length_model import ANY_MODEL, Leaf, LengthModel
+from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
     ConstantPredictor,
     LengthFeatures,
     NormalPredictor,
 )
-from hetero_gateway.core.length_model import ANY_MODEL, Leaf, LengthModel
 from hetero_gateway.sim.experiment import (
     Bound,
     Experiment,

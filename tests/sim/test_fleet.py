@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.policies import finish_time
-from hetero_gateway.core.profile import Constants, Profile
 from hetero_gateway.sim import kernel
 from hetero_gateway.sim.fleet import Fleet, can_compile, jit
 from tests.sim.naive import Job, NaiveEngine

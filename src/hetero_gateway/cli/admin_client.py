@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from hetero_gateway.config import secret
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.files.gateway_config import secret
 
 _TIMEOUT_S = 10.0
 

@@ -91,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
     from rich.console import Console
 
-    from hetero_gateway.config import secret
+    from hetero_gateway.files.gateway_config import secret
+    from hetero_gateway.files.trace import read_trace, schedule, synthetic_trace
     from hetero_gateway.load.client import parse_target
     from hetero_gateway.load.progress import progress_bar, watch
     from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
     from hetero_gateway.load.replay import ReplayOptions, replay
     from hetero_gateway.load.result import summarise
-    from hetero_gateway.load.trace import read_trace, schedule, synthetic_trace
 
     target = parse_target(args.url, secret(args.api_key_env, "--api-key-env"))
     if args.requests is None:

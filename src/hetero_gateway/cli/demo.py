@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+    from hetero_gateway.files.trace import LengthMix
     from hetero_gateway.load.children import Children
     from hetero_gateway.load.comparison import PolicyResult
-    from hetero_gateway.load.trace import LengthMix
 
 POLICIES = ("round-robin", "capacity-weighted", "finish-time")
 MODEL = "Llama-3-8B"
@@ -155,9 +155,9 @@ class _Demo:
         children: Children,
         console: Console,
     ) -> None:
+        from hetero_gateway.files.trace import schedule, synthetic_trace
         from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance
         from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
-        from hetero_gateway.load.trace import schedule, synthetic_trace
 
         self._seed = args.seed
         self._children = children
@@ -232,9 +232,9 @@ class _Demo:
 
     async def serve(self, *, as_json: bool) -> None:
         """Keep a trickle of load on the last gateway until cancelled."""
+        from hetero_gateway.files.trace import schedule, synthetic_trace
         from hetero_gateway.load.client import parse_target
         from hetero_gateway.load.replay import ReplayOptions, replay
-        from hetero_gateway.load.trace import schedule, synthetic_trace
 
         body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]})
         print(
@@ -262,7 +262,7 @@ def _mix() -> LengthMix:
     Between ShareGPT with its history (2 355 and 437) and Azure's conversations (1 237 and 221),
     and shorter, so that the longest answer does not outlast the run.
     """
-    from hetero_gateway.load.trace import LengthMix
+    from hetero_gateway.files.trace import LengthMix
 
     return LengthMix(
         input_median=768,

@@ -11,7 +11,7 @@ from hetero_gateway.emulator.app import EmulatedVLLM
 from hetero_gateway.emulator.lengths import LogNormalLengths, TraceLengths
 from hetero_gateway.emulator.server import Server, listen
 from hetero_gateway.emulator.settings import Settings
-from hetero_gateway.profile_file import load_profile
+from hetero_gateway.files.profile_file import load_profile
 
 if TYPE_CHECKING:
     from hetero_gateway.emulator.lengths import OutputLengths

@@ -14,7 +14,7 @@ from hetero_gateway.cli.arguments import positive_float
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hetero_gateway.plan_config import PlanRequest
+    from hetero_gateway.files.plan_config import PlanRequest
     from hetero_gateway.planner.plan import Plan
 
 _EXAMPLE = """\
@@ -86,12 +86,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write; 0, or an error that says what to do."""
     # Imported here so that other commands and --help stay quick.
-    from hetero_gateway.cli import plan_report, report_page
-    from hetero_gateway.cli.plan_document import document
-    from hetero_gateway.cli.plan_table import print_plan
+    from hetero_gateway.reports import page, plan_report
+    from hetero_gateway.reports.plan_document import document
+    from hetero_gateway.reports.plan_table import print_plan
 
     if args.report is not None:
-        report_page.check_can_write(args.report)
+        page.check_can_write(args.report)
     plan_output.check_arguments(args)
     again = None if args.from_gateway is None else plan_again.prepare(args, _overrides(args))
     request = _request(args) if again is None else again.request
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             print()
             plan_again.print_comparison(plan, again)
     if args.report is not None:
-        report_page.write(args.report, plan_report.render(plan, request, told))
+        page.write(args.report, plan_report.render(plan, request, told))
         print(f"wrote {args.report}", file=sys.stderr)
     plan_output.write(args, plan, request, told)
     return 0
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _request(args: argparse.Namespace) -> PlanRequest:
     """The file with the flags over it."""
-    from hetero_gateway.plan_config import load_request
+    from hetero_gateway.files.plan_config import load_request
 
     return load_request(
         args.config, _overrides(args), requests=args.requests, profiles=args.profile

@@ -22,10 +22,10 @@ from hetero_gateway.cli.admin_client import fetch, fetch_csv, print_table, print
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
 
 if TYPE_CHECKING:
-    from hetero_gateway.core.profile import Profile
+    from hetero_gateway.core.costs.profile import Profile
     from hetero_gateway.deployment.present import Present, Running
-    from hetero_gateway.load.trace import TraceRequest
-    from hetero_gateway.plan_config import PlanRequest
+    from hetero_gateway.files.plan_config import PlanRequest
+    from hetero_gateway.files.trace import TraceRequest
     from hetero_gateway.planner.plan import Candidate, Figures, Layout, Plan
 
 # Fewer requests say little of lengths and rates.
@@ -138,9 +138,9 @@ class _Asked:
     """The file, with flags over what the gateway saw, and that over what the file says."""
 
     def __init__(self, args: argparse.Namespace, overrides: Mapping[str, Any], seen: Seen) -> None:
-        from hetero_gateway.load.trace import read_trace
-        from hetero_gateway.plan_config import load_plan_config
-        from hetero_gateway.profile_file import load_profile
+        from hetero_gateway.files.plan_config import load_plan_config
+        from hetero_gateway.files.profile_file import load_profile
+        from hetero_gateway.files.trace import read_trace
 
         wanted = dict(overrides)
         for key, value in (("policy", seen.policy), ("workload.rate_per_s", seen.rate_per_s)):
@@ -163,7 +163,7 @@ class _Asked:
     def request(self, profiles: Sequence[Profile], *, lengths: bool = True) -> PlanRequest:
         """What the planner is asked; ``profiles`` come first. Without ``lengths``, by the file's
         distributions: enough to know model and machines."""
-        from hetero_gateway.plan_config import plan_request
+        from hetero_gateway.files.plan_config import plan_request
 
         return plan_request(
             self._config,
@@ -202,7 +202,7 @@ def ask(args: argparse.Namespace) -> Seen:
 
 def _rows(target: argparse.Namespace) -> list[TraceRequest]:
     """The last requests; none is no error."""
-    from hetero_gateway.load.trace import parse_trace
+    from hetero_gateway.files.trace import parse_trace
 
     text = fetch_csv(target.url, target.admin_key_env, "/admin/requests")
     if len(text.splitlines()) < 2:
@@ -212,8 +212,8 @@ def _rows(target: argparse.Namespace) -> list[TraceRequest]:
 
 def _running(target: argparse.Namespace, row: Mapping[str, Any]) -> Running:
     from hetero_gateway.deployment.present import Running
-    from hetero_gateway.profile_file import ProfileModel
-    from hetero_gateway.yaml_file import parse_model
+    from hetero_gateway.files.profile_file import ProfileModel
+    from hetero_gateway.files.yaml_file import parse_model
 
     left_out = "it is down" if not row["up"] else "it is draining" if row["draining"] else ""
     seen = fetch(target, "/admin/observations", {"instance": row["id"]})
@@ -238,7 +238,7 @@ def _running(target: argparse.Namespace, row: Mapping[str, Any]) -> Running:
 
 def _fitted(seen: Mapping[str, Any], profile: Profile) -> Profile | None:
     """The profile by what was observed; None where that is too little, or fits badly."""
-    from hetero_gateway.core.calibration import bounded
+    from hetero_gateway.core.instances.calibration import bounded
     from hetero_gateway.profiler.observed import fit_observed
 
     try:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hetero_gateway.core.length_model import LengthModel, LengthSamples
-    from hetero_gateway.load.trace import TraceRequest
+    from hetero_gateway.core.lengths.length_model import LengthModel, LengthSamples
+    from hetero_gateway.files.trace import TraceRequest
 
 DEFAULT_HOLD_OUT = 0.25
 
@@ -71,8 +71,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Train, print, write."""
     # Imported here so that other commands and --help stay quick.
-    from hetero_gateway.core.length_model import MIN_ROWS, fit_length_model
-    from hetero_gateway.length_model_file import write_length_model
+    from hetero_gateway.core.lengths.length_model import MIN_ROWS, fit_length_model
+    from hetero_gateway.files.length_model_file import write_length_model
 
     rows, source = _rows(args)
     samples = length_samples(rows)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def _rows(args: argparse.Namespace) -> tuple[list[TraceRequest], str]:
     """The requests in order of arrival, and what to call where they are from."""
     from hetero_gateway.cli.admin_client import fetch_csv
-    from hetero_gateway.load.trace import parse_trace, read_trace
+    from hetero_gateway.files.trace import parse_trace, read_trace
 
     if args.requests is not None:
         rows, source = read_trace(args.requests), args.requests.name
@@ -117,7 +117,7 @@ def length_samples(rows: Sequence[TraceRequest]) -> LengthSamples:
     """Trace rows as the core wants them."""
     import numpy as np
 
-    from hetero_gateway.core.length_model import LengthSamples
+    from hetero_gateway.core.lengths.length_model import LengthSamples
 
     limits = [np.inf if row.max_tokens is None else row.max_tokens for row in rows]
     return LengthSamples(
@@ -136,8 +136,8 @@ def predict_held_out(
     Returns:
         Predicted tokens, one array per predictor; each learns as it goes, as in the gateway.
     """
-    from hetero_gateway.core.length import BucketMeanPredictor, ConstantPredictor
-    from hetero_gateway.core.length_model import TrainedPredictor, replay
+    from hetero_gateway.core.lengths.length_model import TrainedPredictor, replay
+    from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, ConstantPredictor
 
     mean_tokens = float(seen.output_tokens.mean())
     bucket_mean = BucketMeanPredictor(mean_tokens)
@@ -159,7 +159,7 @@ def _report(
     trained: int,
 ) -> dict[str, Any]:
     """What ``--json`` prints."""
-    from hetero_gateway.core.length_model import (
+    from hetero_gateway.core.lengths.length_model import (
         ERROR_BUCKETS,
         error_of,
         errors_by_prompt,

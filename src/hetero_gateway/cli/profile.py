@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _recorded(args: argparse.Namespace) -> int:
-    from hetero_gateway.core.profile import DEFAULT_MAX_NUM_SEQS
+    from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
     from hetero_gateway.profiler.document import report
     from hetero_gateway.profiler.recorded import fit_recorded
 
@@ -159,7 +159,7 @@ def _live(args: argparse.Namespace) -> int:
     import uvloop
     from rich.console import Console
 
-    from hetero_gateway.config import secret
+    from hetero_gateway.files.gateway_config import secret
     from hetero_gateway.load.client import parse_target
     from hetero_gateway.profiler.live import Hardware, measure
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.config import load_gateway_config
 from hetero_gateway.core.policies import POLICY_NAMES
+from hetero_gateway.files.gateway_config import load_gateway_config
 
 
 def add_parser(subparsers: Any) -> None:

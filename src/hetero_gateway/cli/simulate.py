@@ -13,9 +13,9 @@ from hetero_gateway.cli.arguments import positive_float, positive_int, rate
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hetero_gateway.cluster_config import Cluster
-    from hetero_gateway.core.length_model import LengthModel
-    from hetero_gateway.load.trace import TraceRequest
+    from hetero_gateway.core.lengths.length_model import LengthModel
+    from hetero_gateway.files.cluster_config import Cluster
+    from hetero_gateway.files.trace import TraceRequest
     from hetero_gateway.sim.experiment import Bound, Experiment, Moments, Rate
     from hetero_gateway.sim.result import Cell
     from hetero_gateway.sim.workload import Lengths
@@ -164,13 +164,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison; 1 when no request finished in any run, else 0."""
     # Imported here so that other commands and --help stay quick.
-    from hetero_gateway.cli import report_page, simulation_report
-    from hetero_gateway.cluster_config import load_cluster
+    from hetero_gateway.files.cluster_config import load_cluster
+    from hetero_gateway.reports import page, simulation_report
     from hetero_gateway.sim.experiment import measure_bound, mix_moments
 
     _check_policies(args.policy)
     if args.report is not None:
-        report_page.check_can_write(args.report)
+        page.check_can_write(args.report)
     cluster = load_cluster(args.config)
     experiment = _experiment(args, cluster)
     moments = mix_moments(experiment.lengths)
@@ -182,8 +182,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_tables(args, experiment, bound, moments, cells)
     if args.report is not None:
-        page = simulation_report.render(str(args.config), experiment, bound, cells, document)
-        report_page.write(args.report, page)
+        html = simulation_report.render(str(args.config), experiment, bound, cells, document)
+        page.write(args.report, html)
         print(f"wrote {args.report}", file=sys.stderr)
     if all(cell.throughput_tokens_per_s.mean == 0 for cell in cells):
         print("hetero-gateway: simulate: no request finished in any run", file=sys.stderr)
@@ -237,7 +237,7 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
 
 
 def _length_model(args: argparse.Namespace) -> LengthModel | None:
-    from hetero_gateway.length_model_file import read_length_model
+    from hetero_gateway.files.length_model_file import read_length_model
 
     if (args.predictor_file is not None) != (args.predictor == "trained"):
         raise ConfigError("--predictor trained needs --predictor-file, and no other takes one")
@@ -245,7 +245,7 @@ def _length_model(args: argparse.Namespace) -> LengthModel | None:
 
 
 def _trace(path: Path | None) -> list[TraceRequest]:
-    from hetero_gateway.load.trace import read_trace
+    from hetero_gateway.files.trace import read_trace
 
     return [] if path is None else read_trace(path)
 
@@ -253,7 +253,7 @@ def _trace(path: Path | None) -> list[TraceRequest]:
 def _lengths(rows: list[TraceRequest], cluster: Cluster, *, in_order: bool) -> Lengths:
     import numpy as np
 
-    from hetero_gateway.load.trace import CHAT_MIX
+    from hetero_gateway.files.trace import CHAT_MIX
     from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, TraceLengths
 
     if rows:
@@ -296,8 +296,8 @@ def _compare(
     """All runs, with progress on standard error."""
     from rich.console import Console
 
-    from hetero_gateway.cli.simulation_table import rate_name
     from hetero_gateway.load.progress import progress_bar
+    from hetero_gateway.reports.simulation_table import rate_name
     from hetero_gateway.sim.experiment import compare
 
     console = Console(stderr=True, highlight=False, markup=False)
@@ -324,7 +324,7 @@ def _document(
     cells: list[Cell],
 ) -> dict[str, Any]:
     """What ``--json`` prints."""
-    from hetero_gateway.cli.simulation_table import short_runs
+    from hetero_gateway.reports.simulation_table import short_runs
 
     return {
         "cluster": str(args.config),
@@ -364,7 +364,7 @@ def _print_tables(
     moments: Moments,
     cells: list[Cell],
 ) -> None:
-    from hetero_gateway.cli.simulation_table import print_tables, short_runs
+    from hetero_gateway.reports.simulation_table import print_tables, short_runs
 
     print(
         f"{args.config}: {len(experiment.instances)} instances, {experiment.count} requests a "

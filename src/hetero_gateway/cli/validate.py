@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.config import instance_profile, load_gateway_config
-from hetero_gateway.yaml_file import read_yaml
+from hetero_gateway.files.gateway_config import instance_profile, load_gateway_config
+from hetero_gateway.files.yaml_file import read_yaml
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,8 +26,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported here, as the simulator behind it would slow down every other command's start.
-    from hetero_gateway.cluster_config import is_cluster
-    from hetero_gateway.plan_config import is_plan
+    from hetero_gateway.files.cluster_config import is_cluster
+    from hetero_gateway.files.plan_config import is_plan
 
     data = read_yaml(args.config)
     if is_plan(data):
@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _validate_cluster(args: argparse.Namespace) -> int:
-    from hetero_gateway.cluster_config import load_cluster
-    from hetero_gateway.load.trace import read_trace
+    from hetero_gateway.files.cluster_config import load_cluster
+    from hetero_gateway.files.trace import read_trace
 
     cluster = load_cluster(args.config)
     if cluster.trace is not None:
@@ -76,7 +76,7 @@ def _validate_cluster(args: argparse.Namespace) -> int:
 
 
 def _validate_plan(args: argparse.Namespace) -> int:
-    from hetero_gateway.plan_config import load_request
+    from hetero_gateway.files.plan_config import load_request
 
     request = load_request(args.config)
     question = request.question

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import NewType
 
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.profile import Profile
 
 InstanceId = NewType("InstanceId", str)
 

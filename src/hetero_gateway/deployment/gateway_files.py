@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.deployment.instances import DeployedInstance, DeploymentOptions
+from hetero_gateway.files.profile_file import profile_document
 from hetero_gateway.planner.plan import InstanceType
-from hetero_gateway.profile_file import profile_document
 
 _SOURCE_KEYS = ("how", "date", "note", "engine", "quantization", "unidentified")
 # What a KV capacity was measured with: said only where the capacity is that one.

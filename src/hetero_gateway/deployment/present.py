@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_gateway.core.cost_model import decode_step_time_s, prefill_time_s
-from hetero_gateway.core.profile import Constants, Profile
+from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
+from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.deployment.instances import machine_names
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import trials

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.emulator.lengths import LogNormalLengths, OutputLengths
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.sim.engine import Scheduling

@@ -16,12 +16,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from hetero_gateway import __version__
-from hetero_gateway.config import GatewayConfig
 from hetero_gateway.errors import ClientError
-from hetero_gateway.gateway import admin
-from hetero_gateway.gateway.downstream import Receive, Scope, Send
-from hetero_gateway.gateway.openai import error_body, work_of_path
-from hetero_gateway.gateway.state import Gateway
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.control import admin
+from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
+from hetero_gateway.gateway.wire.openai import error_body, work_of_path
+from hetero_gateway.gateway.wiring import Gateway
 
 # The page shows names that clients and instances chose: nothing but its own files may run in it,
 # and trusted types refuse any write of markup.
@@ -147,7 +147,9 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
 
 
 def _page_file(name: str) -> Response:
-    content = resources.files("hetero_gateway.gateway").joinpath("dashboard", name).read_bytes()
+    content = (
+        resources.files("hetero_gateway.gateway.control").joinpath("dashboard", name).read_bytes()
+    )
     return Response(content, headers=_PAGE_HEADERS, media_type=_PAGE_FILES[name])
 
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hetero_gateway.files.trace import LoadRequest
 from hetero_gateway.load.client import LoadClient, Target, judge
 from hetero_gateway.load.prompts import BodyMaker
 from hetero_gateway.load.result import RequestRecord
-from hetero_gateway.load.trace import LoadRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hetero_gateway.core.cost_model import decode_time_s, prefill_time_s
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.costs.profile import Profile
 
 Estimator = Literal["paper", "unpadded"]
 

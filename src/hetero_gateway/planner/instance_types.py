@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.planner.accelerators import Accelerator, accelerator
 from hetero_gateway.planner.memory import (
     EngineOptions,

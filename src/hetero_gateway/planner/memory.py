@@ -27,7 +27,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from hetero_gateway.core.cost_model import kv_capacity_bytes
+from hetero_gateway.core.costs.cost_model import kv_capacity_bytes
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner.accelerators import GIB, Accelerator
 from hetero_gateway.planner.model_shape import ModelShape, Quantization

@@ -38,8 +38,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from hetero_gateway.core.cost_model import kv_capacity_bytes
-from hetero_gateway.core.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
+from hetero_gateway.core.costs.cost_model import kv_capacity_bytes
+from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.model_shape import ModelShape
 

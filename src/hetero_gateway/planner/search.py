@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.planner import allocation, reasons, trials
 from hetero_gateway.planner.allocation import Allocation

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.length import BucketMeanPredictor, NormalPredictor
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, NormalPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
-from hetero_gateway.core.profile import Profile
-from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.planner.plan import Alone, Figures
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate

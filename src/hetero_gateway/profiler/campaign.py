@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_gateway.core.fitting import Sample, decode_terms, fit_rows, prefill_terms
+from hetero_gateway.core.costs.fitting import Sample, decode_terms, fit_rows, prefill_terms
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.load.client import LoadClient, Target
 from hetero_gateway.load.replay import raise_file_limit

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_gateway.core.fitting import Sample, fit_robustly, prefill_terms
+from hetero_gateway.core.costs.fitting import Sample, fit_robustly, prefill_terms
 
 KEY = "chunked"
 

@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from hetero_gateway.core.fitting import Fit, PartFit
+from hetero_gateway.core.costs.fitting import Fit, PartFit
 from hetero_gateway.errors import ConfigError
 
 # Four figures: the fit is good for two, and what is printed should not look better than it is.

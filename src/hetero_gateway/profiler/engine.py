@@ -14,7 +14,7 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
-from hetero_gateway.core.profile import DEFAULT_MAX_NUM_SEQS
+from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.load.client import Target
 

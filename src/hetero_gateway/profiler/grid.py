@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_gateway.core.fitting import Sample, decode_terms, prefill_terms
+from hetero_gateway.core.costs.fitting import Sample, decode_terms, prefill_terms
 from hetero_gateway.errors import ConfigError
 
 # Of the KV cache: above it, vLLM may have to preempt.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_gateway.core.fitting import Fit, Sample, fit
+from hetero_gateway.core.costs.fitting import Fit, Sample, fit
 from hetero_gateway.errors import ConfigError, ProfileError
 from hetero_gateway.load.client import Target
 from hetero_gateway.profiler.campaign import Campaign, Outcome, Plan, Progress, identity

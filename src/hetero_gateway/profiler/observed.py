@@ -1,8 +1,8 @@
 """``profile --from-gateway``: a profile from what a running gateway has seen of an instance.
 
-The rows come from /admin/observations; ``core/calibration.py`` fits them. What traffic does not
-determine leans on the profile that the gateway has of the instance now, and the file says which
-constants those are. The gateway is only asked; nothing in it changes.
+The rows come from /admin/observations; ``core/instances/calibration.py`` fits them. What traffic
+does not determine leans on the profile that the gateway has of the instance now, and the file says
+which constants those are. The gateway is only asked; nothing in it changes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.core.calibration import LEAST_ROWS, NAMES, Errors, Refit, refit
-from hetero_gateway.core.observation import FirstTokenRow, StepRow
-from hetero_gateway.core.profile import Constants
+from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.core.instances.calibration import LEAST_ROWS, NAMES, Errors, Refit, refit
+from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
-from hetero_gateway.profile_file import ProfileModel
+from hetero_gateway.files.profile_file import ProfileModel
+from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.profiler.document import write_profile
-from hetero_gateway.yaml_file import parse_model
 
 _DIGITS = 4
 

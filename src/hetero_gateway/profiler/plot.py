@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hetero_gateway.core.cost_model import FloatArray
-from hetero_gateway.core.fitting import Fit, Sample, decode_terms, prefill_terms
+from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.costs.fitting import Fit, Sample, decode_terms, prefill_terms
 from hetero_gateway.errors import ConfigError
 
 SUFFIXES = (".png", ".svg")

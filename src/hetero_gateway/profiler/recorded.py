@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hetero_gateway.core.fitting import Fit, fit
+from hetero_gateway.core.costs.fitting import Fit, fit
 from hetero_gateway.profiler.document import profile_document, write_profile
 from hetero_gateway.profiler.plot import check_can_plot, write_plot
 from hetero_gateway.profiler.samples import read_samples

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.core.fitting import Sample
+from hetero_gateway.core.costs.fitting import Sample
 from hetero_gateway.errors import ConfigError
 
 COLUMNS = ("batch_size", "prompt_tokens", "output_tokens", "prefill_s", "decode_s")

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_gateway.core.fitting import Sample
+from hetero_gateway.core.costs.fitting import Sample
 from hetero_gateway.load.client import Reply, judge
 
 # A quote within a text is escaped in JSON, so these never match what the model wrote.

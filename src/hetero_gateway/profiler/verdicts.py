@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hetero_gateway.core.fitting import Sample
+from hetero_gateway.core.costs.fitting import Sample
 from hetero_gateway.profiler.batch import Shot
 from hetero_gateway.profiler.engine import Counters
 

@@ -34,11 +34,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.ledger import Dispatch
-from hetero_gateway.core.length import LengthFeatures, OutputLengthPredictor
-from hetero_gateway.core.profile import Profile
-from hetero_gateway.core.queue import Ticket
-from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.instances.ledger import Dispatch
+from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
+from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.fleet import Fleet, can_compile, jit

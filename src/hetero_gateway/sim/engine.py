@@ -48,7 +48,7 @@ from dataclasses import astuple, dataclass
 from enum import Enum
 from typing import Generic, Literal, TypeVar
 
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.sim import kernel
 
 Scheduling = Literal["chunked", "prefill-first"]

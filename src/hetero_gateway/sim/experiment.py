@@ -19,17 +19,17 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.length import (
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.lengths.length_model import LengthModel, TrainedPredictor
+from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
     ConstantPredictor,
     NormalPredictor,
     OutputLengthPredictor,
 )
-from hetero_gateway.core.length_model import LengthModel, TrainedPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.policies.base import Objective
-from hetero_gateway.core.profile import Profile
-from hetero_gateway.core.scheduler import Scheduler
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.sim import cluster
 from hetero_gateway.sim.cluster import Records, SimulatedInstance
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling

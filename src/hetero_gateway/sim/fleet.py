@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_gateway.core.profile import Profile
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.sim import kernel
 from hetero_gateway.sim.engine import (
     DEFAULT_MAX_BATCHED_TOKENS,

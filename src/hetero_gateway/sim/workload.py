@@ -8,7 +8,7 @@ Arrival times are drawn at a rate of 1 and then stretched, and lengths come from
 their own: so one seed means the same requests in the same pattern at every rate and under every
 policy, and differences between policies are not differences between draws.
 
-Reading a trace's file is the shell's work (``hetero_gateway.load.trace``); here are arrays.
+Reading a trace's file is the shell's work (``hetero_gateway.files.trace``); here are arrays.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.cost_model import FloatArray, workload, workloads
-from hetero_gateway.core.progress import Estimates, Outlook
+from hetero_gateway.core.costs.cost_model import FloatArray, workload, workloads
+from hetero_gateway.core.instances.progress import Estimates, Outlook
 from hetero_gateway.core.types import InstanceId, Request
 
 Objective = Literal["latency", "makespan"]

@@ -21,7 +21,7 @@ latency on offer.
     ext     delay_s                      s
     price   memory_price_s               s
 
-The figures come from ``core/progress.py``.
+The figures come from ``core/instances/progress.py``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.cost_model import FloatArray
-from hetero_gateway.core.policies.base import (
-    Candidates,
-    Jit,
-    Objective,
-    PolicyOptions,
-    WorkloadCharge,
-    argmin_with_random_ties,
-)
-from hetero_gateway.core.progress import (
+from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.instances.progress import (
     CONTEXT,
     SILENT_S,
     SPEED,
@@ -48,6 +40,14 @@ from hetero_gateway.core.progress import (
     WAITING_PROMPT,
     Estimates,
     Outlook,
+)
+from hetero_gateway.core.policies.base import (
+    Candidates,
+    Jit,
+    Objective,
+    PolicyOptions,
+    WorkloadCharge,
+    argmin_with_random_ties,
 )
 from hetero_gateway.core.types import Request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.cost_model import FloatArray
+from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.policies.base import Candidates, PolicyOptions, WorkloadCharge
 from hetero_gateway.core.types import Request
 

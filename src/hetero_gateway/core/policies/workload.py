@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetero_gateway.core.cost_model import FloatArray, workload, workloads
+from hetero_gateway.core.costs.cost_model import FloatArray, workload, workloads
 from hetero_gateway.core.policies.base import (
     Candidates,
     PlacesAtOnce,

@@ -1,0 +1,173 @@
+"""The paper's equations: KV memory, step times, and what one request costs one instance.
+
+Source: "High-Throughput LLM inference on Heterogeneous Clusters", sections 3.1 and 4.1.
+
+    paper        name here               unit
+    I_r          prompt_tokens           tokens (of one sequence)
+    O_r          output_tokens           tokens (of one sequence)
+    KVTotal_s    kv_capacity_tokens      tokens
+    b_r^s        ideal batch             sequences
+    T_r^s        request_time_s          s
+    kvusage(s)   kv_usage                ratio, may exceed 1
+    w_r^s        workload                s
+
+Differs from the print (docs/scheduling.md lists every difference with its reason): everything
+is in tokens instead of bytes, so that Eqs. (2), (5) and (8), which disagree in the print, agree;
+b is capped at the engine's ``max_num_seqs``; the exponent of Eq. (7) is capped.
+
+The functions take one profile; ``ProfileTable`` evaluates Eqs. (5) and (6) for many at once.
+Nothing here reads a clock or knows about requests in flight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.costs.profile import Constants, Profile
+
+FloatArray = NDArray[np.float64]
+
+# e^50 is 5e21: far beyond any backlog that means something, and far below float overflow (e^709).
+MAX_EXPONENT = 50.0
+
+
+def kv_bytes_per_token(
+    layers: int, kv_heads: int, head_dim: int, bytes_per_element: float
+) -> float:
+    """KV-cache bytes of one token; the ``2·l·h·b`` of Eq. (2), with grouped-query attention right.
+
+    The paper's hidden size h counts every attention head; the cache holds only the KV heads.
+    """
+    return 2 * layers * kv_heads * head_dim * bytes_per_element
+
+
+def kv_capacity_bytes(
+    tensor_parallel: int,
+    memory_bytes: float,
+    utilisation: float,
+    reserved_bytes: float,
+    parameters: float,
+    bytes_per_parameter: float,
+) -> float:
+    """Eq. (1): the memory that an instance has left for KV; negative when the model does not fit.
+
+    ``memory_bytes`` (d) and ``reserved_bytes`` (δ) are per accelerator: the paper's formula
+    subtracts δ once, its text says "per GPU", and vLLM reserves it on each.
+    """
+    return (
+        tensor_parallel * memory_bytes * utilisation
+        - tensor_parallel * reserved_bytes
+        - parameters * bytes_per_parameter
+    )
+
+
+def fits_memory(kv_capacity_tokens: float, max_prompt_tokens: int, max_output_tokens: int) -> bool:
+    """Eq. (2): room for at least the longest request, in tokens."""
+    return kv_capacity_tokens >= max_prompt_tokens + max_output_tokens
+
+
+def prefill_time_s(c: Constants, batch: float, prompt_tokens: float) -> float:
+    """Eq. (3): the prefill of ``batch`` prompts of ``prompt_tokens`` tokens each."""
+    return c.p1 * batch * prompt_tokens + c.p2 * batch + c.p3 * prompt_tokens + c.p4
+
+
+def decode_step_time_s(c: Constants, batch: float, cached_tokens: float) -> float:
+    """τ_decode of Eq. (4): one step of ``batch`` sequences with ``cached_tokens`` cached each."""
+    return c.p5 * batch * cached_tokens + c.p6 * batch + c.p7 * cached_tokens + c.p8
+
+
+def decode_time_s(c: Constants, batch: float, prompt_tokens: float, output_tokens: float) -> float:
+    """Eq. (4): the sum over k = 1..O of τ_decode(I + k, b), in closed form."""
+    return (
+        output_tokens * decode_step_time_s(c, batch, prompt_tokens)
+        + (c.p5 * batch + c.p7) * output_tokens * (output_tokens + 1) / 2
+    )
+
+
+def ideal_batch(profile: Profile, prompt_tokens: float, output_tokens: float) -> float:
+    """Eq. (5): how many requests like this one fill the KV cache, at most ``max_num_seqs``.
+
+    Below 1 the request does not fit this instance at all.
+    """
+    return min(
+        profile.kv_capacity_tokens / (prompt_tokens + output_tokens), float(profile.max_num_seqs)
+    )
+
+
+def request_time_s(profile: Profile, prompt_tokens: float, output_tokens: float) -> float:
+    """Eq. (6): T_r^s, its share of the ideal batch's time; infinite when it does not fit."""
+    b = ideal_batch(profile, prompt_tokens, output_tokens)
+    if b < 1:
+        return math.inf
+    c = profile.constants
+    batch_time_s = prefill_time_s(c, b, prompt_tokens) + decode_time_s(
+        c, b, prompt_tokens, output_tokens
+    )
+    return batch_time_s / b
+
+
+def kv_usage(outstanding_tokens: float, kv_capacity_tokens: float) -> float:
+    """Eq. (8): prompt and predicted output tokens of unfinished requests, over capacity."""
+    return outstanding_tokens / kv_capacity_tokens
+
+
+def workload(request_time_s: float, kv_usage: float, theta: float) -> float:
+    """Eq. (7): w_r^s = T_r^s · e^(θ·kvusage), with the usage before the request is added."""
+    return request_time_s * math.exp(min(theta * kv_usage, MAX_EXPONENT))
+
+
+def workloads(request_times_s: FloatArray, kv_usages: FloatArray, theta: float) -> FloatArray:
+    """Eq. (7) for every candidate at once."""
+    result: FloatArray = request_times_s * np.exp(np.minimum(kv_usages * theta, MAX_EXPONENT))
+    return result
+
+
+class ProfileTable:
+    """Eqs. (5) and (6) for many profiles with one small matrix product.
+
+    T = A + B/b, where A and B are linear in (I, 1, O·I, O, O(O+1)/2): dividing Eq. (3) + Eq. (4)
+    by b leaves p1, p2, p5, p6 in A and p3, p4, p7, p8 over b in B.
+    """
+
+    def __init__(self, profiles: Sequence[Profile]) -> None:
+        cs = [p.constants for p in profiles]
+        # Rows of A, then rows of B.
+        self._coefficients = np.array(
+            [(c.p1, c.p2, c.p5, c.p6, c.p5) for c in cs]
+            + [(c.p3, c.p4, c.p7, c.p8, c.p7) for c in cs]
+        )
+        self._size = len(cs)
+        self._capacity_tokens = np.array([float(p.kv_capacity_tokens) for p in profiles])
+        self._max_num_seqs = np.array([float(p.max_num_seqs) for p in profiles])
+        # What is no longer than this fits every profile.
+        self.smallest_capacity_tokens = float(self._capacity_tokens.min(initial=math.inf))
+
+    def request_times_s(
+        self, prompt_tokens: float, output_tokens: float, *, as_if_it_fitted: bool = False
+    ) -> FloatArray:
+        """T_r^s per profile, in the constructor's order; infinite where it does not fit.
+
+        ``as_if_it_fitted``: there, as if it ran alone, a batch of 1.
+        """
+        tokens = prompt_tokens + output_tokens
+        x = np.array(
+            (
+                prompt_tokens,
+                1.0,
+                output_tokens * prompt_tokens,
+                output_tokens,
+                output_tokens * (output_tokens + 1) / 2,
+            )
+        )
+        b = np.minimum(self._capacity_tokens / tokens, self._max_num_seqs)
+        if as_if_it_fitted:
+            b = np.maximum(b, 1.0)
+        terms = self._coefficients.dot(x)
+        times: FloatArray = terms[: self._size] + terms[self._size :] / b
+        if tokens > self.smallest_capacity_tokens:
+            times[b < 1] = math.inf
+        return times

@@ -1,0 +1,92 @@
+"""The fitted constants of one (accelerator, model, tensor parallelism), self-checking.
+
+Loading one from YAML or from the built-in table is ``hetero_gateway.files.gateway_config``'s work.
+Paper section 3.1: instances on the same hardware share one profile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hetero_gateway.errors import ProfileError
+
+# vLLM's own default for max_num_seqs on cards below 70 GiB (vllm/engine/arg_utils.py).
+DEFAULT_MAX_NUM_SEQS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """p1..p8 of Eqs. (3) and (4), in seconds; all finite and at least 0.
+
+    ======  ==============================  ===============
+    symbol  multiplies                      unit
+    ======  ==============================  ===============
+    p1, p5  batch · tokens                  s/(seq·token)
+    p2, p6  batch                           s/seq
+    p3, p7  tokens                          s/token
+    p4, p8  1                               s
+    ======  ==============================  ===============
+
+    Raises:
+        ProfileError: naming the constant that is negative or not a number, or when a decode
+            step would take no time at all.
+    """
+
+    p1: float
+    p2: float
+    p3: float
+    p4: float
+    p5: float
+    p6: float
+    p7: float
+    p8: float
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not math.isfinite(value) or value < 0:
+                raise ProfileError(
+                    f"constant {f.name} is {value}: it must be finite, in seconds, and 0 or more"
+                )
+        if self.p5 + self.p6 + self.p7 + self.p8 <= 0:
+            raise ProfileError("p5 to p8 are all 0: a decode step must take some time")
+
+    def scaled(self, factor: float) -> Constants:
+        """The same machine, ``factor`` times slower."""
+        return Constants(*(getattr(self, f.name) * factor for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What the scheduler knows of an instance's hardware.
+
+    Args:
+        gpu, model, tensor_parallel: what was profiled.
+        constants: p1..p8 in seconds.
+        kv_capacity_tokens: KVTotal of the paper, as a number of tokens, for the whole instance.
+        max_num_seqs: most sequences that the engine runs in one step.
+        source: how the constants were obtained (``how``, ``date``, ``note``, ``error``).
+
+    Raises:
+        ProfileError: when a capacity is below 1.
+    """
+
+    gpu: str
+    model: str
+    tensor_parallel: int
+    constants: Constants
+    kv_capacity_tokens: int
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    source: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "kv_capacity_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ProfileError(f"{name} is {getattr(self, name)}: it must be at least 1")
+
+    @property
+    def name(self) -> str:
+        return f"{self.gpu}/{self.model}/tp{self.tensor_parallel}"

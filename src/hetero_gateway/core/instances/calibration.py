@@ -1,0 +1,174 @@
+"""p1..p8 from live traffic: the rows of ``observation.py``, leaning on what was known before.
+
+Traffic seldom spans the grid that a profiling run would choose. Batches of one size and contexts of
+one length cannot tell four constants of a decode step apart, so every constant leans on the present
+one: what is fitted is the present profile, scaled by its drift, moved as far as the rows insist. By
+Bayes' rule for a linear model, with y the seconds of a row and X its terms,
+
+    minimise  Σ ((X·c − y) / (σ·X·c₀))²  +  Σ ((c − c₀) / (s·u))²,   c ≥ 0
+
+    symbol  is
+    c₀      the present constants, prefill's and decode's each times its observed ratio
+    σ       relative scatter of the rows, from the fit itself
+    s·u     how far a constant may be off: s = 1 of its own size u, or, where c₀ is 0, of the size
+            at which it would make up a tenth of the rows' time
+
+Rows are divided by what the model says of them, not by what they took: the noise is in both, but
+that in the divisor would bias the result. Rows far off the fit count less (weights of Huber's).
+A constant is *identified* when the rows leave it less than half of that freedom.
+
+``bounded`` is what ``scheduler.recalibrate`` puts between such a fit and the scheduler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
+
+NAMES = tuple(f.name for f in dataclasses.fields(Constants))
+# Fewer rows with steps in them are an anecdote.
+LEAST_ROWS = 20
+# A recalibrated constant stays within this factor of the profile's, either way; with it every
+# prefill and step time does, since both are sums of constants times what they multiply.
+MOST_CHANGE = 4.0
+
+_ZERO_SHARE = 0.1
+_IDENTIFIED = 0.5
+_ROUNDS = 4
+_HUBER = 2.0
+_LEAST_SCATTER = 0.02
+# Every fifth row is kept out for the error that is told.
+_HOLD_OUT = 5
+# A ratio of prefill or decode is believed in these bounds.
+_MOST_RATIO = 100.0
+
+
+class Errors(NamedTuple):
+    """Relative errors of predicted times on rows that were not fitted; None: no such row."""
+
+    median: float | None
+    p90: float | None
+
+
+class Refit(NamedTuple):
+    """What the rows say.
+
+    ``identified``: constants that the rows determine; the others are the old ones, scaled.
+    ``decode``, ``prefill``: errors on held-out rows of steps, and of first tokens.
+    """
+
+    constants: Constants
+    identified: frozenset[str]
+    step_rows: int
+    first_token_rows: int
+    decode: Errors
+    prefill: Errors
+
+
+def refit(
+    steps: Sequence[StepRow], first_tokens: Sequence[FirstTokenRow], present: Constants
+) -> Refit | None:
+    """Fit the constants; None where there are fewer than ``LEAST_ROWS`` rows with steps.
+
+    Args:
+        steps, first_tokens: the rows, of any order and age; first tokens that are not ``clear``
+            are left out.
+        present: what the rows are believed to be near to, up to a factor.
+    """
+    steps = [row for row in steps if row.steps > 0]
+    clear = [row for row in first_tokens if row.clear]
+    if len(steps) < LEAST_ROWS:
+        return None
+    terms = np.array([r.terms for r in steps] + [r.terms for r in clear])
+    times = np.array([*(row.duration_s for row in steps), *(row.ttft_s for row in clear)])
+    is_step = np.arange(len(times)) < len(steps)
+    held = np.arange(len(times)) % _HOLD_OUT == _HOLD_OUT - 1
+    c0 = np.array(dataclasses.astuple(present))
+    trial, _ = _fit(terms[~held], times[~held], c0)
+    errors = np.abs(terms[held] @ trial / times[held] - 1)
+    solution, spread = _fit(terms, times, c0)
+    identified = frozenset(n for n, s in zip(NAMES, spread, strict=True) if s < _IDENTIFIED)
+    return Refit(
+        _constants(solution, present),
+        identified,
+        len(steps),
+        len(clear),
+        _errors(errors[is_step[held]]),
+        _errors(errors[~is_step[held]]),
+    )
+
+
+def bounded(fitted: Constants, original: Constants) -> Constants:
+    """``fitted``, no constant further than ``MOST_CHANGE`` from ``original``; a 0 stays 0."""
+    values = []
+    for name in NAMES:
+        value, base = getattr(fitted, name), getattr(original, name)
+        values.append(min(max(value, base / MOST_CHANGE), base * MOST_CHANGE))
+    return Constants(*values)
+
+
+def _errors(errors: FloatArray) -> Errors:
+    if not errors.size:
+        return Errors(None, None)
+    return Errors(float(np.median(errors)), float(np.percentile(errors, 90)))
+
+
+def _fit(
+    terms: FloatArray, times: FloatArray, present: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """The constants, and how much of its freedom each has left (1: all; the rows say nothing)."""
+    base = _scaled(terms, times, present)
+    unit = base.copy()
+    mean_s, mean_terms = times.mean(), terms.mean(axis=0)
+    free = (unit == 0) & (mean_terms > 0)
+    unit[free] = _ZERO_SHARE * mean_s / mean_terms[free]
+    unit[unit == 0] = 1.0  # 0, and nothing is seen of it: it stays 0
+    solution = base
+    weights, scatter = np.ones(len(times)), 1.0
+    for _ in range(_ROUNDS):
+        # The model's time of each row, not too far from what it took.
+        scale = np.clip(terms @ solution, times / 3, times * 3)
+        rows, wanted = terms / scale[:, None] * unit, times / scale
+        misses = rows @ (solution / unit) - wanted
+        scatter = max(_LEAST_SCATTER, float(1.4826 * np.median(np.abs(misses))))
+        weights = 1 / np.sqrt(np.maximum(1.0, np.abs(misses) / (_HUBER * scatter)))
+        weighted = rows * (weights / scatter)[:, None]
+        lhs = np.concatenate((weighted, np.eye(len(base))))
+        rhs = np.concatenate((wanted * weights / scatter, base / unit))
+        found, _ = nnls(lhs, rhs)
+        solution = found * unit
+    covariance = np.linalg.inv(lhs.T @ lhs)
+    return solution, np.sqrt(np.diag(covariance))
+
+
+def _scaled(terms: FloatArray, times: FloatArray, present: FloatArray) -> FloatArray:
+    """The present constants, prefill's and decode's each scaled to fit the rows best."""
+    phases = np.stack((terms[:, :4] @ present[:4], terms[:, 4:] @ present[4:]), axis=1)
+    total = phases.sum(axis=1)
+    usable = total > 0
+    ratio = float(times[usable].sum() / total[usable].sum()) if usable.any() else 1.0
+    ratio = min(_MOST_RATIO, max(1 / _MOST_RATIO, ratio))
+    # One common factor is sure; that the two differ must be said by the rows: a weak prior for it.
+    rows = phases[usable] * ratio / times[usable, None]
+    lhs = np.concatenate((rows, 0.5 * np.eye(2)))
+    rhs = np.concatenate((np.ones(len(rows)), 0.5 * np.ones(2)))
+    found, _ = nnls(lhs, rhs)
+    low, high = 1 / _MOST_RATIO, _MOST_RATIO
+    prefill, decode = (float(np.clip(ratio * f, low, high)) for f in found)
+    result: FloatArray = present * np.array([prefill] * 4 + [decode] * 4)
+    return result
+
+
+def _constants(values: FloatArray, present: Constants) -> Constants:
+    if values[4:].sum() <= 0:
+        # Only possible when the rows are nonsense; a step must take some time.
+        return present
+    return Constants(*(float(v) for v in values))

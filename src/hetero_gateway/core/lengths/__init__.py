@@ -1,0 +1,1 @@
+"""How long prompts and answers are: estimates that learn from what finished."""

@@ -1,0 +1,413 @@
+"""Output lengths learnt offline: a small regression tree per model, and the predictor that uses it.
+
+A tree splits by prompt length and by the client's limit (``max_tokens``; none counts as no limit)
+where that lowers the squared error most, and says the mean of each leaf. The squared error, because
+a placement's cost is close to linear in the output length, for which the mean is what is needed.
+How many leaves: by the error on the last quarter of the rows, so that a trace whose lengths depend
+on nothing gets one leaf. docs/predictors.md has the errors, and why not log2 buckets.
+
+Files are the shell's work (``files/length_model_file.py``); here is the document in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
+
+FORMAT = "hetero-gateway length model"
+VERSION = 1
+# Of all requests, and of a model that the file does not name.
+ANY_MODEL = ""
+FEATURES = ("prompt_tokens", "max_tokens")
+MIN_ROWS = 50
+# Below this a model of its own says less than what all of them say together.
+MIN_MODEL_ROWS = 500
+_LEAVES = (1, 2, 4, 8, 16, 32)
+# A leaf has at least so many requests, and at least this share of them.
+_MIN_LEAF, _MIN_LEAF_SHARE = 20, 0.005
+# A part's mean is drawn to that of what it was split from as if it had so many more requests.
+_SHRINKAGE = 4.0
+_VALIDATION_SHARE = 0.25
+# Online, a leaf starts with the weight of at most 200 requests, so that it follows what has
+# changed since it was trained, and remembers about the last thousand (as ``core.length`` does).
+_MOST_PRIOR_REQUESTS, _MEMORY_REQUESTS = 200.0, 1000.0
+_MAX_DEPTH = 64
+_MAX_TOKENS = 1e9
+
+Features = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The mean output tokens of so many requests."""
+
+    tokens: float
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """``below`` where ``by`` (one of FEATURES) is at most ``at`` tokens, else ``above``."""
+
+    by: str
+    at: float
+    below: Node
+    above: Node
+
+
+Node = Leaf | Split
+
+
+@dataclass(frozen=True, slots=True)
+class LengthModel:
+    """One tree per model name; ANY_MODEL is always there."""
+
+    trees: Mapping[str, Node]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthSamples:
+    """Finished requests, in the order of their arrival; all (N,).
+
+    ``max_tokens`` is infinite where the client gave no limit; ``models`` is "" where unknown.
+    """
+
+    prompt_tokens: FloatArray
+    max_tokens: FloatArray
+    output_tokens: FloatArray
+    models: Sequence[str]
+
+    def __len__(self) -> int:
+        return int(self.output_tokens.size)
+
+    def part(self, start: int, stop: int) -> LengthSamples:
+        """The requests from ``start`` up to ``stop``."""
+        rows = slice(start, stop)
+        return LengthSamples(
+            self.prompt_tokens[rows],
+            self.max_tokens[rows],
+            self.output_tokens[rows],
+            self.models[rows],
+        )
+
+    def features(self) -> Iterator[tuple[LengthFeatures, float]]:
+        """Each request as a predictor sees it, and its true output tokens."""
+        for model, prompt, limit, output in zip(
+            self.models, self.prompt_tokens, self.max_tokens, self.output_tokens, strict=True
+        ):
+            limit_tokens = int(limit) if math.isfinite(limit) else None
+            yield LengthFeatures(model, int(prompt), limit_tokens), float(output)
+
+
+# Training
+
+
+def fit_length_model(samples: LengthSamples) -> LengthModel:
+    """A tree for all requests, and one for each model with ``MIN_MODEL_ROWS`` of them.
+
+    Raises:
+        ValueError: fewer than ``MIN_ROWS`` requests.
+    """
+    if len(samples) < MIN_ROWS:
+        raise ValueError(f"{len(samples)} requests are too few: at least {MIN_ROWS} are needed")
+    columns = np.stack([samples.prompt_tokens, samples.max_tokens])
+    trees = {ANY_MODEL: _fit_tree(columns, samples.output_tokens)}
+    names = np.array(samples.models, dtype=object)
+    for name in sorted(set(samples.models) - {ANY_MODEL}):
+        own = names == name
+        if own.sum() >= MIN_MODEL_ROWS:
+            trees[name] = _fit_tree(columns[:, own], samples.output_tokens[own])
+    return LengthModel(trees)
+
+
+def _fit_tree(columns: Features, output: FloatArray) -> Node:
+    earlier = round(output.size * (1 - _VALIDATION_SHARE))
+    errors = []
+    for leaves in _LEAVES:
+        tree = _grow(columns[:, :earlier], output[:earlier], leaves)
+        guess = np.array([_leaf(tree, row).tokens for row in columns[:, earlier:].T])
+        errors.append(float(np.mean((guess - output[earlier:]) ** 2)))
+    # Within 1 % of the best the smaller tree: the rest is chance, and it is easier to read.
+    enough = next(i for i, error in enumerate(errors) if error <= 1.01 * min(errors))
+    return _grow(columns, output, _LEAVES[enough])
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Requests of a tree's leaf to be, and the best way to split them (gain 0: none)."""
+
+    rows: NDArray[np.intp]
+    gain: float
+    feature: int
+    at: float
+    below: _Part | None = None
+    above: _Part | None = None
+
+
+def _grow(columns: Features, output: FloatArray, leaves: int) -> Node:
+    """Best first: the split that lowers the squared error most, until there are enough leaves."""
+    smallest = max(_MIN_LEAF, math.ceil(_MIN_LEAF_SHARE * output.size))
+
+    def part(rows: NDArray[np.intp]) -> _Part:
+        candidates = [
+            (*_best_split(columns[i][rows], output[rows], smallest), i) for i in range(len(columns))
+        ]
+        gain, at, feature = max(candidates)
+        return _Part(rows, gain, feature, at)
+
+    root = part(np.arange(output.size))
+    open_parts = [root]
+    while len(open_parts) < leaves:
+        widest = max(open_parts, key=lambda candidate: candidate.gain)
+        if widest.gain <= 0:
+            break
+        below = columns[widest.feature][widest.rows] <= widest.at
+        widest.below, widest.above = part(widest.rows[below]), part(widest.rows[~below])
+        open_parts.remove(widest)
+        open_parts += (widest.below, widest.above)
+    return _node(root, output, float(output.mean()))
+
+
+def _best_split(values: FloatArray, output: FloatArray, smallest: int) -> tuple[float, float]:
+    """(gain in squared error, threshold); the gain is 0 where no split is allowed."""
+    count = output.size
+    if count < 2 * smallest:
+        return 0.0, 0.0
+    order = np.argsort(values, kind="stable")
+    values = values[order]
+    sums = np.cumsum(output[order])
+    below = np.arange(1, count)
+    gain = (
+        sums[:-1] ** 2 / below
+        + (sums[-1] - sums[:-1]) ** 2 / (count - below)
+        - sums[-1] ** 2 / count
+    )
+    allowed = (values[1:] > values[:-1]) & (below >= smallest) & (below <= count - smallest)
+    gain = np.where(allowed, gain, 0.0)
+    best = int(gain.argmax())
+    # At the lower value itself: half way to "no limit" would be no number.
+    return float(gain[best]), float(values[best])
+
+
+def _node(part: _Part, output: FloatArray, around: float) -> Node:
+    """What was grown, as it is kept; ``around`` is the mean of what this was split from."""
+    own = output[part.rows]
+    mean = (float(own.sum()) + _SHRINKAGE * around) / (own.size + _SHRINKAGE)
+    if part.below is None or part.above is None:
+        return Leaf(max(1.0, round(mean, 2)), int(own.size))
+    below, above = _node(part.below, output, mean), _node(part.above, output, mean)
+    return Split(FEATURES[part.feature], part.at, below, above)
+
+
+def _leaf(node: Node, row: FloatArray) -> Leaf:
+    while isinstance(node, Split):
+        node = node.below if row[FEATURES.index(node.by)] <= node.at else node.above
+    return node
+
+
+def leaf_count(node: Node) -> int:
+    """How many means a tree has."""
+    return 1 if isinstance(node, Leaf) else leaf_count(node.below) + leaf_count(node.above)
+
+
+# Predicting
+
+
+class _FlatTree:
+    """A tree as lists of plain numbers, whose leaves learn.
+
+    A leaf is a node that splits by -1.
+    """
+
+    __slots__ = ("above", "at", "by", "tokens", "weight")
+
+    def __init__(self, tree: Node) -> None:
+        self.by: list[int] = []
+        self.at: list[float] = []
+        self.above: list[int] = []
+        self.tokens: list[float] = []
+        self.weight: list[float] = []
+        self._add(tree)
+
+    def _add(self, node: Node) -> None:
+        if isinstance(node, Leaf):
+            weight = min(float(node.requests), _MOST_PRIOR_REQUESTS)
+            self._append(-1, 0.0, node.tokens, weight)
+            return
+        position = len(self.by)
+        self._append(FEATURES.index(node.by), node.at, 0.0, 0.0)
+        self._add(node.below)  # always the next node
+        self.above[position] = len(self.by)
+        self._add(node.above)
+
+    def _append(self, by: int, at: float, tokens: float, weight: float) -> None:
+        self.by.append(by)
+        self.at.append(at)
+        self.above.append(0)
+        self.tokens.append(tokens)
+        self.weight.append(weight)
+
+    def leaf(self, features: LengthFeatures) -> int:
+        """The position of a request's leaf."""
+        by, at, above = self.by, self.at, self.above
+        limit = features.max_output_tokens
+        values = (features.prompt_tokens, math.inf if limit is None else limit)
+        node = 0
+        while (feature := by[node]) >= 0:
+            node = node + 1 if values[feature] <= at[node] else above[node]
+        return node
+
+
+class TrainedPredictor:
+    """A trained model that goes on learning: each leaf's mean follows what finishes in it.
+
+    Args:
+        model: what was trained; not changed.
+        online: False keeps the means as they were trained.
+    """
+
+    def __init__(self, model: LengthModel, *, online: bool = True) -> None:
+        self._trees = {name: _FlatTree(tree) for name, tree in model.trees.items()}
+        self._any = self._trees[ANY_MODEL]
+        self._online = online
+
+    def predict(self, features: LengthFeatures) -> float:
+        tree = self._trees.get(features.model, self._any)
+        return tree.tokens[tree.leaf(features)]
+
+    def observe(self, features: LengthFeatures, output_tokens: float) -> None:
+        if not self._online:
+            return
+        tree = self._trees.get(features.model, self._any)
+        leaf = tree.leaf(features)
+        weight = tree.weight[leaf] = min(tree.weight[leaf] + 1, _MEMORY_REQUESTS)
+        mean = tree.tokens[leaf]
+        tree.tokens[leaf] = max(1.0, mean + (output_tokens - mean) / weight)
+
+
+# Errors
+
+# Upper ends, in prompt tokens, of the buckets that errors are told by.
+ERROR_BUCKETS = (64, 256, 1024, 4096, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthError:
+    """Of predicted minus true output tokens, over ``requests`` requests."""
+
+    requests: int
+    mae_tokens: float
+    bias_tokens: float
+    rmse_tokens: float
+
+
+def replay(predictor: OutputLengthPredictor, samples: LengthSamples) -> FloatArray:
+    """What a predictor says of each request, capped by its limit, learning from each after it."""
+    result = np.empty(len(samples))
+    for i, (features, output_tokens) in enumerate(samples.features()):
+        tokens = predictor.predict(features)
+        limit = features.max_output_tokens
+        result[i] = tokens if limit is None else min(tokens, limit)
+        predictor.observe(features, output_tokens)
+    return result
+
+
+def error_of(predicted: FloatArray, samples: LengthSamples) -> LengthError:
+    """The error over all of the requests, of which there is at least one."""
+    return _error(predicted - samples.output_tokens)
+
+
+def errors_by_prompt(predicted: FloatArray, samples: LengthSamples) -> list[LengthError | None]:
+    """The error by prompt length: up to each of ERROR_BUCKETS, and above; None: no request."""
+    buckets = np.searchsorted(np.array(ERROR_BUCKETS), samples.prompt_tokens)
+    residuals = predicted - samples.output_tokens
+    parts = [residuals[buckets == i] for i in range(len(ERROR_BUCKETS) + 1)]
+    return [_error(part) if part.size else None for part in parts]
+
+
+def _error(residuals: FloatArray) -> LengthError:
+    return LengthError(
+        int(residuals.size),
+        float(np.abs(residuals).mean()),
+        float(residuals.mean()),
+        float(np.sqrt((residuals**2).mean())),
+    )
+
+
+# The document
+
+
+def to_document(model: LengthModel) -> dict[str, Any]:
+    """A model as JSON-ready values."""
+    trees = {name: _node_document(tree) for name, tree in model.trees.items()}
+    return {"format": FORMAT, "version": VERSION, "models": trees}
+
+
+def _node_document(node: Node) -> dict[str, Any]:
+    if isinstance(node, Leaf):
+        return {"tokens": node.tokens, "requests": node.requests}
+    return {
+        "by": node.by,
+        "at": node.at,
+        "below": _node_document(node.below),
+        "above": _node_document(node.above),
+    }
+
+
+def from_document(document: Any) -> LengthModel:
+    """The model of a document. Raises ValueError, which names the key at fault."""
+    fields = _mapping(document, "document", {"format", "version", "models"}, frozenset({"about"}))
+    if fields["format"] != FORMAT:
+        raise ValueError(f"format: must be {FORMAT!r}")
+    if fields["version"] != VERSION:
+        raise ValueError(
+            f"version: {fields['version']!r} is not known here; only {VERSION} is: fit it anew"
+        )
+    models = fields["models"]
+    if not isinstance(models, dict) or ANY_MODEL not in models:
+        raise ValueError('models: must be a mapping with a tree for "", all models')
+    return LengthModel({name: _parse_node(tree, f"models.{name}") for name, tree in models.items()})
+
+
+def _parse_node(data: Any, where: str, depth: int = 0) -> Node:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{where}: more than {_MAX_DEPTH} splits deep")
+    if isinstance(data, dict) and "tokens" in data:
+        leaf = _mapping(data, where, {"tokens", "requests"})
+        tokens = _number(leaf["tokens"], f"{where}.tokens", at_least=1.0)
+        requests = _number(leaf["requests"], f"{where}.requests", at_least=0.0)
+        return Leaf(tokens, int(requests))
+    split = _mapping(data, where, {"by", "at", "below", "above"})
+    if split["by"] not in FEATURES:
+        raise ValueError(f"{where}.by: must be one of {', '.join(FEATURES)}")
+    at = _number(split["at"], f"{where}.at", at_least=0.0)
+    below = _parse_node(split["below"], f"{where}.below", depth + 1)
+    above = _parse_node(split["above"], f"{where}.above", depth + 1)
+    return Split(split["by"], at, below, above)
+
+
+def _mapping(
+    data: Any, where: str, wanted: set[str], allowed: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: must be a mapping")
+    if missing := sorted(wanted - data.keys()):
+        raise ValueError(f"{where}: {missing[0]} is missing")
+    if unknown := sorted(data.keys() - wanted - allowed):
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}")
+    return data
+
+
+def _number(value: Any, where: str, *, at_least: float) -> float:
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if not good or not at_least <= value <= _MAX_TOKENS:  # NaN is neither
+        raise ValueError(f"{where}: must be a number from {at_least:g} to {_MAX_TOKENS:g}")
+    return float(value)

@@ -1,0 +1,1 @@
+"""Who waits, who is chosen, and why: the scheduler and its parts."""

@@ -1,0 +1,244 @@
+"""The cluster file of ``simulate``: its schema, its loader, and the conversion to values.
+
+As strict as the gateway's file, with the same reader and the same one-line errors. It says which
+instances there are, what the scheduler believes of them, what goes wrong, and what is sent;
+docs/simulator.md lists every field, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig
+from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
+from hetero_gateway.sim.cluster import SimulatedInstance
+from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
+from hetero_gateway.sim.workload import Fault, FaultKind, LogNormal
+
+# Far more than one machine simulates in an hour; a typing error in ``count`` ends here.
+MAX_INSTANCES = 10_000
+
+
+class ClusterInstanceConfig(StrictModel):
+    """One or more equal instances."""
+
+    profile: str = Field(min_length=1, description="Built-in profile name, or a profile file.")
+    count: int = Field(1, ge=1, le=MAX_INSTANCES, description="How many of them.")
+    id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
+        description="Name in tables; several get -0, -1, ...; default: from the profile.",
+    )
+    weight: float = Field(1.0, ge=1e-3, le=1e3, description="For weighted-round-robin.")
+    max_num_seqs: int | None = Field(
+        None, ge=1, le=2**16, description="Most sequences in one step; default: the profile's."
+    )
+    believed_scale: float = Field(
+        1.0,
+        gt=0,
+        le=1e3,
+        description="The scheduler's constants are this many times the true ones: 2 means that "
+        "it takes the instance for half as fast as it is.",
+    )
+    profiled: bool = Field(True, description="Whether the scheduler has any constants for it.")
+
+
+class FaultConfig(StrictModel):
+    """Something that happens to one instance."""
+
+    instance: int | str = Field(description="Its id, or its position counted from 0.")
+    kind: Literal["slow", "dead"]
+    start_s: float = Field(0.0, ge=0, description="From when.")
+    end_s: float | None = Field(None, gt=0, description="Until when; default: for good.")
+    factor: float = Field(
+        1.0, gt=0, le=1e6, description="Of kind slow: its steps take this many times longer."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> FaultConfig:
+        if self.end_s is not None and self.end_s <= self.start_s:
+            raise ValueError(f"end_s ({self.end_s:g}) must be after start_s ({self.start_s:g})")
+        if (self.factor != 1) != (self.kind == "slow"):
+            raise ValueError("factor belongs to kind slow, which needs one other than 1")
+        return self
+
+
+class LengthConfig(StrictModel):
+    """A log-normal length."""
+
+    median: float = Field(ge=1, description="Tokens.")
+    sigma: float = Field(ge=0, le=5, description="Standard deviation of the natural logarithm.")
+    max: int = Field(ge=1, le=2**24, description="Longer draws are cut to this; tokens.")
+
+    def to_core(self) -> LogNormal:
+        return LogNormal(self.median, self.sigma, self.max)
+
+
+class WorkloadConfig(StrictModel):
+    """What is sent, unless the flags say otherwise."""
+
+    requests: Path | None = Field(
+        None, description="A trace; relative to this file. In place of prompt and output."
+    )
+    prompt: LengthConfig | None = Field(None, description="Default: a chat mix.")
+    output: LengthConfig | None = Field(None, description="Default: a chat mix.")
+    arrival_cv: float = Field(
+        1.0, ge=0, le=20, description="Coefficient of variation of the gaps; 1 is Poisson."
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> WorkloadConfig:
+        if self.requests is not None and (self.prompt or self.output):
+            raise ValueError("requests is a trace, which has lengths: leave out prompt and output")
+        return self
+
+
+class ClusterConfig(StrictModel):
+    """The whole file."""
+
+    instances: list[ClusterInstanceConfig] = Field(min_length=1)
+    faults: list[FaultConfig] = Field(default_factory=list)
+    workload: WorkloadConfig = Field(default_factory=WorkloadConfig)
+
+    @field_validator("instances")
+    @classmethod
+    def _not_too_many(cls, value: list[ClusterInstanceConfig]) -> list[ClusterInstanceConfig]:
+        if (total := sum(i.count for i in value)) > MAX_INSTANCES:
+            raise ValueError(f"{total} instances in all; at most {MAX_INSTANCES}")
+        return value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cluster:
+    """A checked cluster file as the simulator wants it; ``trace`` is a path that can be opened."""
+
+    instances: tuple[SimulatedInstance, ...]
+    faults: tuple[Fault, ...]
+    workload: WorkloadConfig
+    trace: Path | None
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read and check a cluster file, its profiles included.
+
+    Raises:
+        ConfigError: one line with the file and the key.
+    """
+    config = parse_model(ClusterConfig, read_yaml(path), str(path))
+    profiles = [
+        _profile(entry, f"{path}: instances.{i}", path.parent)
+        for i, entry in enumerate(config.instances)
+    ]
+    instances = _instances(config.instances, profiles, str(path))
+    ids = [str(i.instance_id) for i in instances]
+    faults = tuple(
+        Fault(
+            _position(fault.instance, ids, f"{path}: faults.{i}.instance"),
+            FaultKind(fault.kind),
+            fault.start_s,
+            math.inf if fault.end_s is None else fault.end_s,
+            fault.factor,
+        )
+        for i, fault in enumerate(config.faults)
+    )
+    trace = config.workload.requests
+    return Cluster(
+        instances, faults, config.workload, None if trace is None else path.parent / trace
+    )
+
+
+def is_cluster(data: Mapping[str, Any]) -> bool:
+    """Whether a file's content is meant for ``simulate`` rather than for ``serve``.
+
+    A key that only one of the two has decides; then instances with profiles and no address are
+    a cluster's.
+    """
+    if set(data) & set(GatewayConfig.model_fields) - {"instances"}:
+        return False
+    if set(data) & set(ClusterConfig.model_fields) - {"instances"}:
+        return True
+    rows = data.get("instances")
+    if not isinstance(rows, list):
+        return False
+    keys = {key for row in rows if isinstance(row, dict) for key in row}
+    only_of_gateways = set(InstanceConfig.model_fields) - set(ClusterInstanceConfig.model_fields)
+    return "profile" in keys and not keys & only_of_gateways
+
+
+def _profile(entry: ClusterInstanceConfig, where: str, base_dir: Path) -> Profile:
+    try:
+        profile = load_profile(entry.profile, base_dir)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.profile: {error}") from error
+    if profile.kv_capacity_tokens < DEFAULT_BLOCK_TOKENS:
+        raise ConfigError(
+            f"{where}.profile: a KV capacity of {profile.kv_capacity_tokens} tokens is less than "
+            f"one block of {DEFAULT_BLOCK_TOKENS}"
+        )
+    if entry.max_num_seqs is None:
+        return profile
+    return dataclasses.replace(profile, max_num_seqs=entry.max_num_seqs)
+
+
+def _instances(
+    entries: list[ClusterInstanceConfig], profiles: list[Profile], source: str
+) -> tuple[SimulatedInstance, ...]:
+    """Every single instance, in the file's order."""
+    names = [e.id or _generated_id(p) for e, p in zip(entries, profiles, strict=True)]
+    sizes = Counter[str]()
+    for entry, name in zip(entries, names, strict=True):
+        sizes[name] += entry.count
+    numbered = Counter[str]()
+    seen: set[str] = set()
+    result = []
+    for i, (entry, name, profile) in enumerate(zip(entries, names, profiles, strict=True)):
+        believed = dataclasses.replace(
+            profile, constants=profile.constants.scaled(entry.believed_scale)
+        )
+        for _ in range(entry.count):
+            instance_id = f"{name}-{numbered[name]}" if sizes[name] > 1 else name
+            numbered[name] += 1
+            if instance_id in seen:
+                raise ConfigError(f"{source}: instances.{i}.id: {instance_id!r} is used twice")
+            seen.add(instance_id)
+            result.append(
+                SimulatedInstance(
+                    InstanceId(instance_id),
+                    profile,
+                    believed if entry.profiled else None,
+                    entry.weight,
+                )
+            )
+    return tuple(result)
+
+
+def _generated_id(profile: Profile) -> str:
+    """From the accelerator's name, which a profile file may spell as it likes."""
+    gpu = re.sub(r"[^A-Za-z0-9._-]+", "-", profile.gpu).strip("-._")[:48]
+    return f"{gpu or 'instance'}-tp{profile.tensor_parallel}"
+
+
+def _position(instance: int | str, ids: list[str], where: str) -> int:
+    if isinstance(instance, str):
+        if instance in ids:
+            return ids.index(instance)
+        raise ConfigError(f"{where}: no instance has the id {instance!r}; there are {_few(ids)}")
+    if 0 <= instance < len(ids):
+        return instance
+    raise ConfigError(f"{where}: {instance} is no position; they go from 0 to {len(ids) - 1}")
+
+
+def _few(ids: list[str]) -> str:
+    return ", ".join(ids[:5]) + (", …" if len(ids) > 5 else "")

@@ -1,0 +1,393 @@
+"""The gateway's configuration: its schema, its loader, and the environment variables of secrets.
+
+The file is read by ``yaml_file``, which expands ``${NAME}`` and tells errors in one line; no other
+modules read the environment. Precedence: flags over environment over file. docs/configuration.md
+lists every field; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.length_model_file import read_length_model
+from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
+
+PolicyName = Literal[
+    "finish-time",
+    "min-max",
+    "paper",
+    "memory-based",
+    "round-robin",
+    "weighted-round-robin",
+    "single-instance",
+    "least-requests",
+    "capacity-weighted",
+    "least-work",
+    "power-of-two",
+]
+BUILTIN_PREDICTORS = ("bucket-mean", "constant", "normal", "trained")
+# Packages that bring a predictor of their own register it here; docs/predictors.md.
+PREDICTOR_GROUP = "hetero_gateway.predictors"
+
+# What may stand in a header and in a metric's label without surprise.
+_INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def _check_base_url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must be http://HOST[:PORT] or https://HOST[:PORT]")
+    if parts.username or parts.password:
+        raise ValueError("must not carry a user name or password; use api_key_env")
+    if parts.query or parts.fragment:
+        raise ValueError("must not carry a query or a fragment")
+    # urlsplit drops line breaks without a word; a request's head must not get one.
+    if any(not "!" <= character <= "~" for character in value):
+        raise ValueError("must not contain spaces, control or non-ASCII characters")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError("must not end in /v1: the paths that clients ask for are appended")
+    if parts.port == 0:
+        raise ValueError("must not have port 0")
+    return value.rstrip("/")
+
+
+class ServerConfig(StrictModel):
+    """Where the gateway listens, and what it accepts."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; loopback unless changed.")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one.")
+    workers: int = Field(
+        1, ge=1, description="Always 1: one process owns the ledger. More is refused."
+    )
+    max_body_bytes: int = Field(
+        64 * 2**20, ge=1024, description="Largest request body; a larger one gets 413."
+    )
+    api_key_env: str | None = Field(
+        None, description="Environment variable with the key that clients must send; none: open."
+    )
+    admin_key_env: str | None = Field(
+        None, description="Environment variable with the key of /admin; none: loopback only."
+    )
+    shutdown_timeout_s: float = Field(
+        30.0, ge=0, description="How long open requests may go on after SIGTERM, in seconds."
+    )
+
+    @field_validator("workers")
+    @classmethod
+    def _one_worker(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(
+                f"{value} workers asked for, but one process owns the ledger of loads: several "
+                "would each see a part of the load and send too much to the same instance; use 1"
+            )
+        return value
+
+
+class PredictorConfig(StrictModel):
+    """How output lengths are predicted."""
+
+    kind: str | None = Field(
+        None,
+        description="bucket-mean (default), constant, normal (default of policy paper), trained, "
+        "or the name of an installed one.",
+    )
+    file: Path | None = Field(
+        None, description="trained: what `hetero-gateway predictor fit` wrote."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="What an installed predictor is made with."
+    )
+    mean_tokens: float = Field(256.0, gt=0, description="The prior, the constant, or the mean.")
+    sd_tokens: float = Field(200.0, ge=0, description="Standard deviation of `normal`, in tokens.")
+    prior_requests: float = Field(
+        8.0, gt=0, description="How many finished requests the prior weighs as much as."
+    )
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, value: str | None) -> str | None:
+        if value is None or value in BUILTIN_PREDICTORS:
+            return value
+        installed = sorted(predictor_entry_points())
+        if value not in installed:
+            raise ValueError(
+                f"no predictor is named {value!r}; there are {', '.join(BUILTIN_PREDICTORS)}, and "
+                f"installed ones (entry points {PREDICTOR_GROUP}): {', '.join(installed) or 'none'}"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_belongings(self) -> PredictorConfig:
+        if (self.file is not None) != (self.kind == "trained"):
+            raise ValueError("file: kind trained needs one, and no other kind has one")
+        if self.options and (self.kind is None or self.kind in BUILTIN_PREDICTORS):
+            raise ValueError("options: only an installed predictor has any")
+        return self
+
+
+class TokensConfig(StrictModel):
+    """How prompt lengths are estimated."""
+
+    bytes_per_token: float = Field(
+        4.0, gt=0, description="Prior of the bytes-per-token ratio, learnt per model from usage."
+    )
+    image_tokens: int = Field(
+        576, ge=0, description="Tokens counted for one image, audio clip or video in a prompt."
+    )
+    tokenizer_file: Path | None = Field(
+        None, description="A tokenizer.json for exact counts; needs the `tokenizers` extra."
+    )
+    thread_above_bytes: int = Field(
+        16384, ge=0, description="Longer prompts are tokenized off the event loop."
+    )
+
+
+class QueueConfig(StrictModel):
+    """The queue of ``finish-time``; other policies have none."""
+
+    max_requests: int = Field(
+        10_000, ge=1, description="Most requests that wait at once; one more gets 429."
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, le=86400, description="Longest wait for an instance; after it comes 429."
+    )
+
+
+class SchedulerConfig(StrictModel):
+    """Which policy chooses, and its constants."""
+
+    policy: PolicyName = Field("finish-time", description="The policy that chooses the instance.")
+    objective: Literal["latency", "makespan"] = Field(
+        "latency", description="finish-time: keep latencies low, or the end of a batch early."
+    )
+    prefill_depth: int = Field(
+        8,
+        ge=1,
+        le=4096,
+        description="finish-time: most sequences without a first token sent to one instance.",
+    )
+    theta: float = Field(2.0, gt=0, description="θ of Eq. (7); 2 in the paper.")
+    seed: int = Field(0, ge=0, description="Seed of tie-breaking and of random policies.")
+    randomised: bool = Field(
+        False, description="Round-robin policies draw at random, as the paper says."
+    )
+    single_instance: str | None = Field(
+        None, description="Instance of policy single-instance; default: the first one."
+    )
+    reference_prompt_tokens: int = Field(
+        512, ge=1, description="Prompt of the request that fitted capacities are computed for."
+    )
+    reference_output_tokens: int = Field(
+        256, ge=1, description="Output of the request that fitted capacities are computed for."
+    )
+    recalibrate: bool = Field(
+        False,
+        description="Let constants follow the traffic, within a factor of 4 of the profile's.",
+    )
+    queue: QueueConfig = Field(default_factory=QueueConfig)
+    predictor: PredictorConfig = Field(default_factory=PredictorConfig)
+    tokens: TokensConfig = Field(default_factory=TokensConfig)
+
+
+class TimeoutsConfig(StrictModel):
+    """All finite, all in seconds."""
+
+    connect_s: float = Field(5.0, gt=0, le=600, description="TCP and TLS handshake.")
+    first_byte_s: float = Field(
+        600.0, gt=0, le=86400, description="From sending the request to the first response byte."
+    )
+    idle_s: float = Field(
+        300.0, gt=0, le=86400, description="Between two reads of a response that has begun."
+    )
+    total_s: float = Field(
+        3600.0, gt=0, le=86400, description="The whole exchange, retries and all."
+    )
+
+
+class RetryConfig(StrictModel):
+    """What happens when an attempt fails before the first response byte."""
+
+    max_attempts: int = Field(
+        3, ge=1, le=16, description="Attempts per request, each on another instance."
+    )
+    budget_ratio: float = Field(
+        0.2, ge=0, le=1, description="Retries allowed as a share of recent requests."
+    )
+    budget_min: int = Field(10, ge=0, description="Retries always allowed in each window of 10 s.")
+
+
+class PoolConfig(StrictModel):
+    """Keep-alive connections to each instance."""
+
+    max_connections: int = Field(4096, ge=1, description="Most connections to one instance.")
+    max_idle: int = Field(256, ge=0, description="Idle connections kept for one instance.")
+    idle_expiry_s: float = Field(
+        4.0, gt=0, description="Idle connections are closed after this; vLLM closes its end at 5 s."
+    )
+
+
+class HealthConfig(StrictModel):
+    """Active probes and scrapes of the instances."""
+
+    probe_interval_s: float = Field(2.0, gt=0, description="Between two GET /health.")
+    probe_timeout_s: float = Field(2.0, gt=0, description="Time-out of one probe.")
+    unhealthy_after: int = Field(2, ge=1, description="Failed probes in a row that mark it down.")
+    scrape_interval_s: float = Field(
+        5.0, gt=0, description="Between two reads of the engine's /metrics and /v1/models."
+    )
+
+
+class InstanceConfig(StrictModel):
+    """One running vLLM server."""
+
+    id: str = Field(description="Unique name: letters, digits, dot, dash, underscore; at most 63.")
+    base_url: Annotated[str, AfterValidator(_check_base_url)] = Field(
+        description="Where it listens, without /v1."
+    )
+    model: str | list[str] | None = Field(
+        None, description="Name or names it serves; asked of its /v1/models when absent."
+    )
+    profile: str | None = Field(
+        None, description="Built-in profile name, or a profile file; absent: unprofiled."
+    )
+    weight: float = Field(
+        1.0,
+        ge=1e-3,
+        le=1e3,
+        description="For weighted-round-robin, and for unprofiled instances; 0.001 to 1000.",
+    )
+    api_key_env: str | None = Field(
+        None, description="Environment variable with the key that this instance wants."
+    )
+    ca_file: Path | None = Field(
+        None, description="CA certificates for https; default: the system's."
+    )
+
+    @field_validator("id")
+    @classmethod
+    def _check_id(cls, value: str) -> str:
+        if not _INSTANCE_ID.fullmatch(value):
+            raise ValueError(
+                "must be 1 to 63 letters, digits, dots, dashes or underscores, starting with a "
+                "letter or digit"
+            )
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _check_model(cls, value: str | list[str] | None) -> str | list[str] | None:
+        names = [value] if isinstance(value, str) else value
+        if names is not None and not (names and all(names)):
+            raise ValueError("must be a name or a list of names; leave it out to ask the instance")
+        return value
+
+    @property
+    def models(self) -> frozenset[str]:
+        if self.model is None:
+            return frozenset()
+        return frozenset([self.model] if isinstance(self.model, str) else self.model)
+
+
+class GatewayConfig(StrictModel):
+    """The whole file."""
+
+    server: ServerConfig = Field(default_factory=ServerConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    retry: RetryConfig = Field(default_factory=RetryConfig)
+    pool: PoolConfig = Field(default_factory=PoolConfig)
+    health: HealthConfig = Field(default_factory=HealthConfig)
+    instances: list[InstanceConfig] = Field(
+        default_factory=list, description="The instances; more can be added over /admin/instances."
+    )
+
+    @model_validator(mode="after")
+    def _check_ids(self) -> GatewayConfig:
+        seen: set[str] = set()
+        for instance in self.instances:
+            if instance.id in seen:
+                raise ValueError(f"instances: the id {instance.id!r} is used twice")
+            seen.add(instance.id)
+        single = self.scheduler.single_instance
+        if single is not None and single not in seen:
+            raise ValueError(f"scheduler.single_instance: no instance has the id {single!r}")
+        return self
+
+
+def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
+    """Read and check a gateway configuration, its profiles included.
+
+    Args:
+        path: the YAML file.
+        overrides: dotted keys from the command line, e.g. ``{"server.port": 9000}``; None values
+            are ignored.
+
+    Raises:
+        ConfigError: one line with the file and the key.
+    """
+    data = read_yaml(path)
+    for dotted, value in (overrides or {}).items():
+        if value is not None:
+            _set_dotted(data, dotted, value)
+    config = parse_model(GatewayConfig, data, str(path))
+    for i, instance in enumerate(config.instances):
+        try:
+            instance_profile(instance, path.parent)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: instances.{i}.profile: {error}") from error
+    if (file := config.scheduler.predictor.file) is not None:
+        try:
+            read_length_model(path.parent / file)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: scheduler.predictor.file: {error}") from error
+    return config
+
+
+def predictor_entry_points() -> dict[str, metadata.EntryPoint]:
+    """The predictors that installed packages bring, by name; none of them is imported."""
+    return {point.name: point for point in metadata.entry_points(group=PREDICTOR_GROUP)}
+
+
+def instance_profile(instance: InstanceConfig, base_dir: Path) -> Profile | None:
+    """The profile that an instance names, or None when it names none."""
+    return None if instance.profile is None else load_profile(instance.profile, base_dir)
+
+
+def secret(env_name: str | None, key: str) -> str | None:
+    """The value of the environment variable that holds a key, or None when none is named.
+
+    Raises:
+        ConfigError: the variable is named but not set: refusing is safer than running open.
+    """
+    if env_name is None:
+        return None
+    value = os.environ.get(env_name)
+    if not value:
+        raise ConfigError(f"{key}: the environment variable {env_name} is not set")
+    if not (value.isascii() and value.isprintable()) or " " in value:
+        raise ConfigError(
+            f"{key}: the environment variable {env_name} holds a space, a line end or another "
+            "character that cannot stand in a header"
+        )
+    return value
+
+
+def _set_dotted(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for name in parents:
+        child = data.setdefault(name, {})
+        if not isinstance(child, dict):
+            return  # the schema will say what is wrong with it
+        data = child
+    data[last] = value

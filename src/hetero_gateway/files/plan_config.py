@@ -1,0 +1,484 @@
+"""The file of ``plan``: its schema, its loader, and the conversion to what the planner is asked.
+
+As strict as the gateway's file, with the same reader and the same one-line errors. Flags win over
+the file. docs/planner.md lists every field, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.cluster_config import LengthConfig
+from hetero_gateway.files.gateway_config import PolicyName
+from hetero_gateway.files.profile_file import builtin_profiles, load_profile
+from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
+from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
+from hetero_gateway.planner.accelerators import accelerator
+from hetero_gateway.planner.goals import GoalName, Goals
+from hetero_gateway.planner.instance_types import Types, instance_types
+from hetero_gateway.planner.memory import EngineOptions, Method
+from hetero_gateway.planner.model_shape import ModelShape
+from hetero_gateway.planner.models import model_card, model_from_config
+from hetero_gateway.planner.plan import Machine, Unfit
+from hetero_gateway.planner.search import Question
+from hetero_gateway.planner.trials import Engines
+from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
+from hetero_gateway.sim.workload import Integers, Lengths, LogNormal, LogNormalLengths, TraceLengths
+
+# Far more than one plan is for; a typing error in ``copies`` ends here.
+MAX_MACHINES = 10_000
+# Accelerators of one machine: a rack that is one NVLink domain has 72.
+MAX_ACCELERATORS = 72
+
+# The default workload.
+_CHAT_PROMPT = LogNormal(CHAT_MIX.input_median, CHAT_MIX.input_sigma, CHAT_MIX.input_max)
+_CHAT_OUTPUT = LogNormal(CHAT_MIX.output_median, CHAT_MIX.output_sigma, CHAT_MIX.output_max)
+# Where the file has no max_model_len, the longest request is rounded up to a multiple of this.
+_CONTEXT_STEP = 1024
+
+
+class ModelConfig(StrictModel):
+    """A model that has no built-in card, or is stored otherwise than it."""
+
+    config: Path | None = Field(
+        None, description="A Hugging Face config.json, relative to this file."
+    )
+    name: str | None = Field(
+        None, min_length=1, description="A built-in card's name, or what to call the config.json."
+    )
+    dtype: str | None = Field(None, description="Of the weights: float16, bfloat16, ….")
+    quantization: str | None = Field(None, description="fp8, int8, int4, awq or gptq.")
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelConfig:
+        if self.config is None and self.name is None:
+            raise ValueError("give config, or the name of a built-in card")
+        return self
+
+
+class MachineConfig(StrictModel):
+    """One machine, or several equal ones."""
+
+    id: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
+        description="Name in the plan; several get -0, -1, ....",
+    )
+    accelerator: str = Field(min_length=1, description="A name of the catalogue.")
+    count: int = Field(ge=1, le=MAX_ACCELERATORS, description="Accelerators in one machine.")
+    copies: int = Field(1, ge=1, le=MAX_MACHINES, description="How many machines like this one.")
+    price_per_hour_usd: float | None = Field(
+        None, ge=0, description="Of one accelerator; wins over prices."
+    )
+    address: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$|^\[[0-9A-Fa-f:.]+\]$",
+        description="Host name or address where the gateway reaches it; default: the id.",
+    )
+
+    @model_validator(mode="after")
+    def _one_address(self) -> MachineConfig:
+        if self.address is not None and self.copies > 1:
+            raise ValueError("address is of one machine: leave out copies, or the address")
+        return self
+
+
+class EngineConfig(StrictModel):
+    """What vLLM will be told."""
+
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="vLLM's flag.")
+    max_num_seqs: int | None = Field(
+        None, ge=1, le=2**16, description="vLLM's flag; default: vLLM's for the accelerator."
+    )
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, le=2**20, description="vLLM's flag; default: vLLM's, and 2048 in simulations."
+    )
+    kv_cache_dtype: str = Field("auto", description="vLLM's flag.")
+    enforce_eager: bool = Field(False, description="vLLM's flag: no CUDA graphs.")
+    vllm_version: str | None = Field(None, description="Whose memory is modelled; newest known.")
+    scheduling: Scheduling = Field(
+        "chunked", description="chunked, as vLLM V1; or prefill-first, as V0."
+    )
+
+
+class PlanWorkloadConfig(StrictModel):
+    """What is sent."""
+
+    requests: Path | None = Field(
+        None, description="A trace, relative to this file. In place of prompt and output."
+    )
+    prompt: LengthConfig | None = Field(None, description="Log-normal; default: a chat mix.")
+    output: LengthConfig | None = Field(None, description="Log-normal; default: a chat mix.")
+    rate_per_s: float | None = Field(None, gt=0, description="Requests per second to hold.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PlanWorkloadConfig:
+        if self.requests is not None and (self.prompt or self.output):
+            raise ValueError("requests is a trace, which has lengths: leave out prompt and output")
+        return self
+
+
+class GoalsConfig(StrictModel):
+    """What the plan is to be good at."""
+
+    goal: GoalName = Field("throughput", description="throughput, cost or fewest.")
+    ttft_p99_s: float | None = Field(None, gt=0, description="Limit of TTFT's 99th percentile.")
+    tpot_p99_s: float | None = Field(None, gt=0, description="Limit of TPOT's 99th percentile.")
+
+
+class PlanConfig(StrictModel):
+    """The whole file."""
+
+    model: str | ModelConfig = Field(description="A built-in card's name, or a config.json.")
+    max_model_len: int | None = Field(
+        None, ge=2, le=2**24, description="Context; default: from the longest request."
+    )
+    machines: list[MachineConfig] = Field(description="At least one.")
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    workload: PlanWorkloadConfig = Field(default_factory=PlanWorkloadConfig)
+    goals: GoalsConfig = Field(default_factory=GoalsConfig)
+    prices: dict[str, float] = Field(
+        default_factory=dict, description="USD per accelerator-hour, by accelerator."
+    )
+    profiles: list[str] = Field(
+        default_factory=list, description="Measured profiles: files, relative to this one."
+    )
+    policy: PolicyName = Field("finish-time", description="Of the gateway in front of it all.")
+    memory: Literal["fitted", "paper"] = Field(
+        "fitted", description="How KV memory is reckoned: fitted to vLLM's logs, or Eq. (1)."
+    )
+    estimator: Literal["unpadded", "paper"] = Field(
+        "unpadded", description="Algorithm 1, which prunes: mended, or as printed."
+    )
+    seed: int = Field(0, ge=0, description="Of everything that is drawn.")
+
+    @field_validator("machines")
+    @classmethod
+    def _some(cls, value: list[MachineConfig]) -> list[MachineConfig]:
+        if not value:
+            raise ValueError("there are none; name at least one machine")
+        if (total := sum(m.copies for m in value)) > MAX_MACHINES:
+            raise ValueError(f"{total} machines in all; at most {MAX_MACHINES}")
+        return value
+
+    @field_validator("prices")
+    @classmethod
+    def _no_negative_price(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, price in value.items():
+            if price < 0:
+                raise ValueError(f"{name}: a price must be 0 or more")
+        return value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """A checked file with its flags: what the planner is asked, and what a deployment needs.
+
+    Args:
+        model_name: what vLLM is to be told to serve, as the file names it.
+        options: what vLLM is told; ``max_model_len`` is set.
+        trace: the trace's path, if there is one.
+        model_directory: where the config.json is, if the file names one.
+        addresses: of machines by id, where the file tells.
+    """
+
+    source: str
+    model: ModelShape
+    model_name: str
+    options: EngineOptions
+    memory: Method
+    question: Question
+    trace: Path | None
+    model_directory: Path | None = None
+    addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def max_model_len(self) -> int:
+        assert self.options.max_model_len is not None
+        return self.options.max_model_len
+
+
+def is_plan(data: Mapping[str, Any]) -> bool:
+    """Whether a file's content is meant for ``plan``: no other file has machines."""
+    return "machines" in data
+
+
+def load_request(
+    path: Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    requests: Path | None = None,
+    profiles: Sequence[str] = (),
+) -> PlanRequest:
+    """Read and check a plan's file, with all that it names.
+
+    Args:
+        overrides: from the command line, by dotted key; None values are ignored.
+        requests: a trace, in place of the file's.
+        profiles: names or files of measured profiles, which come before the file's.
+
+    Raises:
+        ConfigError: one line with the file and the key.
+    """
+    config = load_plan_config(path, overrides)
+    base_dir = path.parent
+    trace = requests
+    if trace is None and config.workload.requests is not None:
+        trace = base_dir / config.workload.requests
+    measured = [
+        *_profiles(profiles, "--profile", Path()),
+        *_profiles(config.profiles, f"{path}: profiles", base_dir),
+    ]
+    rows = None if trace is None else read_trace(trace)
+    return plan_request(config, str(path), base_dir, rows=rows, trace=trace, measured=measured)
+
+
+def load_plan_config(path: Path, overrides: Mapping[str, Any] | None = None) -> PlanConfig:
+    """The file's keys with those of the command line over them. Raises ConfigError."""
+    data = read_yaml(path)
+    for dotted, value in (overrides or {}).items():
+        if value is None:
+            continue
+        *parents, last = dotted.split(".")
+        place: Any = data
+        for name in parents:
+            place = place.setdefault(name, {}) if isinstance(place, dict) else None
+        if isinstance(place, dict):  # else the schema says what is wrong with it
+            place[last] = value
+    return parse_model(PlanConfig, data, str(path))
+
+
+def plan_request(
+    config: PlanConfig,
+    source: str,
+    base_dir: Path,
+    *,
+    rows: Sequence[TraceRequest] | None = None,
+    trace: Path | None = None,
+    measured: Sequence[Profile] = (),
+) -> PlanRequest:
+    """What the planner is asked, from a checked file.
+
+    Args:
+        source: the file, for messages.
+        base_dir: what the model's path is relative to.
+        rows: of the trace, which ``trace`` names; None: the file's length distributions.
+        measured: profiles that come before the built-in ones.
+
+    Raises:
+        ConfigError: one line with the file and the key.
+    """
+    model, model_name = _model(config.model, source, base_dir)
+    machines = _machines(config, source)
+    notes = [f"{model.name}: {what} is not modelled" for what in model.unmodelled]
+    lengths, longest = (
+        _mix_lengths(config, source, notes)
+        if rows is None
+        else _trace_lengths(rows, trace, config.max_model_len)
+    )
+    context = _context(config, model, longest, source)
+    if config.max_model_len is None:
+        notes.append(f"max_model_len {context} is taken from the longest request ({longest})")
+    options = _options(config.engine, context, source)
+    types, unfit = instance_types(
+        model,
+        machines,
+        [*measured, *builtin_profiles().values()],
+        options,
+        needed_tokens=longest,
+        method=config.memory,
+    )
+    question = _question(config, machines, types, unfit, lengths, notes)
+    return PlanRequest(
+        source, model, model_name, options, config.memory, question, trace,
+        _model_directory(config.model, base_dir),
+        {m.id: m.address for m in config.machines if m.address is not None},
+    )  # fmt: skip
+
+
+def _question(
+    config: PlanConfig,
+    machines: tuple[Machine, ...],
+    types: Types,
+    unfit: Sequence[Unfit],
+    lengths: Lengths,
+    notes: Sequence[str],
+) -> Question:
+    wanted, batched = config.goals, config.engine.max_num_batched_tokens
+    return Question(
+        machines=machines,
+        types=types,
+        lengths=lengths,
+        goals=Goals(wanted.goal, config.workload.rate_per_s, wanted.ttft_p99_s, wanted.tpot_p99_s),
+        policy=config.policy,
+        estimator=config.estimator,
+        engines=Engines(config.engine.scheduling, batched or DEFAULT_MAX_BATCHED_TOKENS),
+        unfit=tuple(unfit),
+        seed=config.seed,
+        notes=tuple(notes),
+    )
+
+
+def _model(value: str | ModelConfig, source: str, base_dir: Path) -> tuple[ModelShape, str]:
+    asked = ModelConfig(name=value) if isinstance(value, str) else value
+    try:
+        if asked.config is None:
+            assert asked.name is not None
+            name = asked.name
+            return model_card(name, dtype=asked.dtype, quantization=asked.quantization), name
+        path = base_dir / asked.config
+        name = asked.name or path.absolute().parent.name
+        shape = model_from_config(
+            _read_json(path), name=name, dtype=asked.dtype, quantization=asked.quantization
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{source}: model: {error}") from error
+    return shape, name
+
+
+def _model_directory(value: str | ModelConfig, base_dir: Path) -> Path | None:
+    if isinstance(value, str) or value.config is None:
+        return None
+    return (base_dir / value.config).absolute().parent
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a JSON file: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: must be a JSON object")
+    return data
+
+
+def _machines(config: PlanConfig, source: str) -> tuple[Machine, ...]:
+    prices: dict[str, float] = {}
+    for name, of_it in config.prices.items():
+        try:
+            prices[accelerator(name).name] = of_it
+        except ConfigError as error:
+            raise ConfigError(f"{source}: prices: {error}") from error
+    result: list[Machine] = []
+    seen: set[str] = set()
+    for i, entry in enumerate(config.machines):
+        try:
+            name = accelerator(entry.accelerator).name
+        except ConfigError as error:
+            raise ConfigError(f"{source}: machines.{i}.accelerator: {error}") from error
+        price = prices.get(name) if entry.price_per_hour_usd is None else entry.price_per_hour_usd
+        for k in range(entry.copies):
+            machine_id = entry.id if entry.copies == 1 else f"{entry.id}-{k}"
+            if machine_id in seen:
+                raise ConfigError(f"{source}: machines.{i}.id: {machine_id!r} is used twice")
+            seen.add(machine_id)
+            result.append(Machine(machine_id, name, entry.count, price))
+    if config.goals.goal == "cost":
+        lacking = sorted({m.accelerator for m in result if m.price_per_hour_usd is None})
+        if lacking:
+            raise ConfigError(
+                f"{source}: prices: the goal cost needs USD per accelerator-hour of "
+                f"{', '.join(lacking)}"
+            )
+    if config.workload.rate_per_s is None:
+        goals = config.goals
+        if goals.goal == "fewest" or goals.ttft_p99_s is not None or goals.tpot_p99_s is not None:
+            raise ConfigError(
+                f"{source}: workload.rate_per_s: the goal fewest, and limits of TTFT and TPOT, "
+                "need a rate to hold"
+            )
+    return tuple(result)
+
+
+def _trace_lengths(
+    rows: Sequence[TraceRequest], trace: Path | None, context: int | None
+) -> tuple[Lengths, int]:
+    """The trace's lengths, and the tokens of its longest request."""
+    prompt: Integers = np.array([row.input_tokens for row in rows], np.int64)
+    output: Integers = np.array([row.output_tokens for row in rows], np.int64)
+    total = prompt + output
+    longest = int(np.argmax(total))
+    if context is not None and total[longest] > context:
+        raise ConfigError(
+            f"{trace}: request {longest + 1} needs {total[longest]} tokens ({prompt[longest]} "
+            f"prompt, {output[longest]} output), more than max_model_len {context}; "
+            f"{int((total > context).sum())} of {total.size} requests are too long"
+        )
+    return TraceLengths(prompt, output), int(total[longest])
+
+
+def _mix_lengths(config: PlanConfig, source: str, notes: list[str]) -> tuple[Lengths, int]:
+    """The file's distributions, or ours cut to the context; and the longest request of them."""
+    context, asked = config.max_model_len, config.workload
+    prompt = asked.prompt.to_core() if asked.prompt else _CHAT_PROMPT
+    output = asked.output.to_core() if asked.output else _CHAT_OUTPUT
+    if context is not None and prompt.maximum + output.maximum > context:
+        # What is ours may be cut: the output to a quarter, the prompt to what is left.
+        if not asked.output:
+            room = context - prompt.maximum if asked.prompt else context // 4
+            output = dataclasses.replace(output, maximum=min(output.maximum, max(1, room)))
+        if not asked.prompt:
+            prompt = dataclasses.replace(prompt, maximum=max(1, context - output.maximum))
+        notes.append(f"the chat mix is cut to what fits max_model_len {context}")
+    longest = prompt.maximum + output.maximum
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"{source}: workload: the longest request has {prompt.maximum} prompt and "
+            f"{output.maximum} output tokens, more than max_model_len {context}"
+        )
+    return LogNormalLengths(prompt, output), longest
+
+
+def _context(config: PlanConfig, model: ModelShape, longest: int, source: str) -> int:
+    """max_model_len, at most what the model is made for."""
+    most = model.max_position
+    if config.max_model_len is not None:
+        if most and config.max_model_len > most:
+            raise ConfigError(
+                f"{source}: max_model_len: {config.max_model_len} is more than the {most} that "
+                f"{model.name} is made for"
+            )
+        return config.max_model_len
+    if most and longest > most:
+        raise ConfigError(
+            f"{source}: workload: the longest request needs {longest} tokens, {model.name} is "
+            f"made for {most}"
+        )
+    rounded = -(-longest // _CONTEXT_STEP) * _CONTEXT_STEP
+    return min(rounded, most) if most else rounded
+
+
+def _options(engine: EngineConfig, context: int, source: str) -> EngineOptions:
+    version = {} if engine.vllm_version is None else {"vllm_version": engine.vllm_version}
+    try:
+        return EngineOptions(
+            utilisation=engine.gpu_memory_utilization,
+            max_model_len=context,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            kv_dtype=engine.kv_cache_dtype,
+            enforce_eager=engine.enforce_eager,
+            **version,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{source}: engine: {error}") from error
+
+
+def _profiles(names: Sequence[str], where: str, base_dir: Path) -> list[Profile]:
+    found = []
+    for name in names:
+        try:
+            found.append(load_profile(name, base_dir))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    return found

@@ -1,0 +1,150 @@
+"""Profile files: their schema, the loader, and the profiles that ship with the package.
+
+docs/configuration.md lists every field; a test compares the two. ``profiler.document`` writes them.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
+from hetero_gateway.errors import ConfigError, ProfileError
+from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
+
+
+class PartSourceModel(StrictModel):
+    """How well one equation fits, on batches that the fit had not seen."""
+
+    r2: float | None = None
+    median_error: float | None = Field(None, ge=0)
+    worst_error: float | None = Field(None, ge=0)
+    attention_error: float | None = Field(None, ge=0)
+    validation: str = ""
+    samples: int | None = Field(None, ge=0)
+    outliers: int | None = Field(None, ge=0)
+
+
+class SourceModel(StrictModel):
+    """How a profile's constants were obtained."""
+
+    how: Literal["measured", "derived", "roofline"]
+    date: Any = None
+    note: str = ""
+    error: dict[str, float] = Field(default_factory=dict)
+    engine: str | None = None
+    block_size: int | None = Field(None, ge=1)
+    max_model_len: int | None = Field(None, ge=1)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    kv_cache_dtype: str | None = None
+    quantization: str | None = None
+    discarded: dict[str, int] = Field(default_factory=dict)
+    fit: dict[Literal["prefill", "decode"], PartSourceModel] = Field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    unidentified: list[str] = Field(default_factory=list)
+
+
+class ProfileModel(StrictModel):
+    """A profile file."""
+
+    gpu: str
+    model: str
+    tensor_parallel: int = Field(ge=1)
+    constants: dict[str, float]
+    kv_capacity_tokens: int = Field(ge=1)
+    max_num_seqs: int = Field(DEFAULT_MAX_NUM_SEQS, ge=1)
+    source: SourceModel | None = None
+
+    @field_validator("constants")
+    @classmethod
+    def _check_names(cls, value: dict[str, float]) -> dict[str, float]:
+        wanted = [f"p{i}" for i in range(1, 9)]
+        if missing := [name for name in wanted if name not in value]:
+            raise ValueError(f"{', '.join(missing)} missing; all of p1 to p8 are needed")
+        if unknown := [name for name in value if name not in wanted]:
+            raise ValueError(f"unknown constant {unknown[0]}; only p1 to p8 exist")
+        return value
+
+    def to_core(self) -> Profile:
+        return Profile(
+            gpu=self.gpu,
+            model=self.model,
+            tensor_parallel=self.tensor_parallel,
+            constants=Constants(**self.constants),
+            kv_capacity_tokens=self.kv_capacity_tokens,
+            max_num_seqs=self.max_num_seqs,
+            source=self.source.model_dump() if self.source else {},
+        )
+
+
+def load_profile(name_or_file: str, base_dir: Path | None = None) -> Profile:
+    """A built-in profile by name, or a profile file (relative to ``base_dir``).
+
+    Raises:
+        ConfigError: unknown name (with the nearest ones), or what is wrong in the file.
+    """
+    if name_or_file.endswith((".yaml", ".yml")):
+        path = (base_dir or Path()) / name_or_file
+        try:
+            return parse_model(ProfileModel, read_yaml(path), str(path)).to_core()
+        except ProfileError as error:
+            raise ConfigError(f"{path}: constants: {error}") from error
+    profiles = builtin_profiles()
+    if name_or_file in profiles:
+        return profiles[name_or_file]
+    near = difflib.get_close_matches(name_or_file, profiles, n=3, cutoff=0.3)
+    hint = f"; the nearest built-in ones: {', '.join(near)}" if near else ""
+    raise ConfigError(f"no profile is named {name_or_file!r} (a file ends in .yaml){hint}")
+
+
+def profile_document(
+    profile: Profile, source: Mapping[str, Any], *, speed: float = 1.0
+) -> dict[str, Any]:
+    """The file of a profile, of an instance that is so many times faster; ``source`` as given."""
+    constants = asdict(profile.constants.scaled(1 / speed))
+    return {
+        "gpu": profile.gpu,
+        "model": profile.model,
+        "tensor_parallel": profile.tensor_parallel,
+        "constants": {name: float(value) for name, value in constants.items()},
+        "kv_capacity_tokens": int(profile.kv_capacity_tokens),
+        "max_num_seqs": int(profile.max_num_seqs),
+        "source": dict(source),
+    }
+
+
+def builtin_profiles() -> dict[str, Profile]:
+    """The profiles that ship with the package, by name (``GPU/MODEL/tpN``).
+
+    Their constants are rooflines or derived from public measurements, as ``source`` says.
+    """
+    text = (
+        resources.files("hetero_gateway.files").joinpath("instance_profiles.csv").read_text("utf-8")
+    )
+    result = {}
+    for row in csv.DictReader(text.splitlines()):
+        honesty = row["honesty"]
+        profile = Profile(
+            gpu=row["gpu"],
+            model=row["model"],
+            tensor_parallel=int(row["tp"]),
+            constants=Constants(*(float(row[f"p{i}"]) for i in range(1, 9))),
+            kv_capacity_tokens=int(row["kv_tokens_capacity"]),
+            source={
+                "how": "roofline" if honesty == "roofline" else "derived",
+                "note": f"{honesty}; {row['source']}",
+                "error": {
+                    "prefill": float(row["fit_mape_prefill"]),
+                    "decode": float(row["fit_mape_decode"]),
+                },
+            },
+        )
+        result[profile.name] = profile
+    return result

@@ -1,0 +1,463 @@
+"""/admin: the instances, what was decided and why, and reloading the configuration.
+
+Guarded by a key of its own (``server.admin_key_env``). Without a key it is open only while the
+server listens on loopback, and then only to requests that name a loopback host and come from no
+other site, so that a web page cannot reach it by rebinding a name or by a cross-site form. What a
+reverse proxy on the same machine passes on cannot always be told apart: such a gateway needs a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import ipaddress
+import itertools
+import time
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.types import InstanceId, Reject
+from hetero_gateway.core.types import Request as CoreRequest
+from hetero_gateway.errors import ClientError, ConfigError
+from hetero_gateway.files.gateway_config import InstanceConfig, load_gateway_config
+from hetero_gateway.files.yaml_file import parse_model
+from hetero_gateway.gateway.control.history import as_trace
+from hetero_gateway.gateway.control.reasons import decision_reason, waiting_reason
+from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.wiring import Gateway
+
+# Far above any engine's context, and small enough for every formula.
+_MOST_TOKENS = 10**8
+_MAX_BODY_BYTES = 2**20
+# What finish-time tells of a candidate beside the figures that every policy has.
+_ESTIMATES = ("latency_s", "delay_s", "memory_price_s", "cost_s", "room")
+
+
+class InstancePatch(BaseModel):
+    """What can be changed while serving."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    draining: bool | None = None
+    weight: float | None = Field(None, ge=1e-3, le=1e3)
+    recalibrated: bool | None = None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or host name (without port) means this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _gateway(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+async def _check_access(request: Request) -> None:
+    gateway = _gateway(request)
+    headers = request.headers
+    if gateway.admin_key is not None:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # Header values are bytes; starlette shows them as latin-1.
+        right = hmac.compare_digest(given.encode("latin-1"), gateway.admin_key.encode())
+        if scheme.lower() != "bearer" or not right:
+            raise ClientError(401, "invalid_api_key", "The admin key is missing or wrong.")
+        return
+    if not is_loopback(gateway.config.server.host):
+        raise ClientError(
+            403, "admin_off", "/admin is off: set server.admin_key_env, or listen on loopback."
+        )
+    host, origin = headers.get("host", ""), headers.get("origin")
+    # A proxy on this machine would let everyone in.
+    proxied = "forwarded" in headers or "x-forwarded-for" in headers
+    if proxied or not _names_loopback(host) or (origin and urlsplit(origin).netloc != host):
+        raise ClientError(
+            403,
+            "admin_off",
+            "/admin without a key answers only to this machine, by a loopback name and not "
+            "through a proxy or another site; set server.admin_key_env.",
+        )
+
+
+def _names_loopback(netloc: str) -> bool:
+    try:
+        return is_loopback(urlsplit("//" + netloc).hostname or "")
+    except ValueError:
+        return False
+
+
+class _Route(APIRoute):
+    """A route whose query errors have OpenAI's body, as every other error has."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                first = error.errors()[0]
+                name = str(first["loc"][-1])
+                raise ClientError(
+                    400, "invalid_parameter", f"{name}: {first['msg']}", param=name
+                ) from error
+
+        return checked
+
+
+router = APIRouter(
+    prefix="/admin", dependencies=[Depends(_check_access)], tags=["admin"], route_class=_Route
+)
+
+
+@router.get("/instances")
+async def list_instances(request: Request) -> Response:
+    """Every instance: configuration, health, load."""
+    gateway = _gateway(request)
+    return _json(
+        {
+            "policy": gateway.config.scheduler.policy,
+            "draining": gateway.draining,
+            "queue": gateway.placement.describe(),
+            "instances": [describe_instance(gateway, i) for i in gateway.fleet.instances.values()],
+        }
+    )
+
+
+@router.post("/instances", status_code=201)
+async def add_instance(request: Request) -> Response:
+    """Add an instance; the body is one entry of the configuration's ``instances``, as JSON."""
+    gateway = _gateway(request)
+    data = await _read_json(request)
+    conflict = isinstance(data, dict) and data.get("id") in list(gateway.fleet.instances)
+    try:
+        config = parse_model(InstanceConfig, data, "body")
+        if config.api_key_env not in gateway.known_key_names:
+            # Else a caller could have any secret of the environment sent to a host of its choice.
+            raise ConfigError("body: api_key_env: only a name that the configuration file uses")
+        instance = gateway.add_instance(config)
+    except ConfigError as error:
+        raise ClientError(409 if conflict else 400, "invalid_instance", str(error)) from error
+    return _json(describe_instance(gateway, instance), 201)
+
+
+@router.patch("/instances/{instance_id}")
+async def change_instance(request: Request, instance_id: str) -> Response:
+    """Change ``draining`` or ``weight``, or bring the original profile back.
+
+    ``recalibrated`` false restores the constants that the configuration names (or none) and keeps
+    them; true lets them follow the traffic again, where ``scheduler.recalibrate`` is on.
+    """
+    gateway = _gateway(request)
+    instance = _known(gateway, instance_id)
+    data = await _read_json(request)
+    try:
+        patch = parse_model(InstancePatch, data, "body")
+    except ConfigError as error:
+        raise ClientError(400, "invalid_instance", str(error)) from error
+    if patch.recalibrated and not gateway.config.scheduler.recalibrate:
+        raise ClientError(400, "invalid_instance", "recalibrated: scheduler.recalibrate is off")
+    if patch.recalibrated is not None:
+        gateway.fleet.set_recalibrated(instance, patch.recalibrated)
+    if patch.draining is not None:
+        instance.draining = patch.draining
+    if patch.weight is not None:
+        instance.weight = patch.weight
+    gateway.fleet.publish(instance)
+    return _json(describe_instance(gateway, instance))
+
+
+@router.delete("/instances/{instance_id}")
+async def remove_instance(request: Request, instance_id: str) -> Response:
+    """Remove an instance. Its load is settled now; its open responses go on to their end."""
+    gateway = _gateway(request)
+    instance = _known(gateway, instance_id)
+    return _json({"id": instance.id, "open_requests": gateway.remove_instance(instance.id)})
+
+
+@router.get("/explain")
+async def explain(
+    request: Request,
+    prompt_tokens: Annotated[int, Query(ge=1, le=_MOST_TOKENS)],
+    model: str | None = None,
+    max_tokens: Annotated[int | None, Query(ge=1, le=_MOST_TOKENS)] = None,
+) -> Response:
+    """What would be decided for a request now, and why; nothing is sent or counted."""
+    gateway = _gateway(request)
+    if model is None:
+        served = gateway.fleet.models()
+        if len(served) != 1:
+            names = ", ".join(served) or "none"
+            raise ClientError(400, "missing_model", f"say which model; served: {names}")
+        model = next(iter(served))
+    predicted = gateway.predict_output_tokens(model, prompt_tokens, max_tokens)
+    scheduler = gateway.fleet.scheduler
+    wanted = CoreRequest(model, prompt_tokens, predicted)
+    result = scheduler.explain(wanted, time.monotonic())
+    policy = gateway.config.scheduler.policy
+    document: dict[str, Any] = {
+        "policy": policy,
+        "model": model,
+        "prompt_tokens": prompt_tokens,
+        "predicted_output_tokens": predicted,
+        "waits": False,
+    }
+    if isinstance(result, Reject):
+        candidates = _refusals(gateway, model)
+        return _json(document | {"chosen": None, "reason": result.detail, "candidates": candidates})
+    waiting = scheduler.queued_for(model)
+    waits = result.waits or waiting > 0
+    if waits:
+        reason = waiting_reason(policy, result, waiting)
+    else:
+        reason = decision_reason(policy, result, "would get it")
+    document |= {"chosen": result.instance_id, "reason": reason, "waits": waits}
+    return _json(document | {"candidates": describe_decision(result)})
+
+
+@router.get("/observations")
+async def list_observations(request: Request, instance: str) -> Response:
+    """What was seen of an instance, oldest first: rows that a profile can be fitted from.
+
+    Sums and means of many requests' tokens and times; no prompt and no request's id.
+    """
+    gateway = _gateway(request)
+    known = _known(gateway, instance)
+    scheduler = gateway.fleet.scheduler
+    profile = scheduler.spec(known.id).profile
+    observations = scheduler.observations(known.id)
+    return _json(
+        {
+            "instance": known.id,
+            "models": sorted(known.models),
+            "profile": None if profile is None else describe_profile(profile),
+            "stand_in": None if profile else dataclasses.asdict(scheduler.stand_in(known.id)),
+            "kv_capacity_tokens": known.engine_kv_capacity_tokens,
+            "drift": _describe_drift(gateway, known),
+            "observed_s": observations.observed_s,
+            "step_fields": StepRow._fields,
+            "steps": list(observations.steps),
+            "first_token_fields": FirstTokenRow._fields,
+            "first_tokens": list(observations.first_tokens),
+        }
+    )
+
+
+@router.get("/decisions")
+async def list_decisions(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=256)] = 50,
+    candidates: bool = True,
+    request_id: str | None = None,
+) -> Response:
+    """The last decisions, newest first.
+
+    ``candidates=false`` leaves out the candidates' figures, which grow with the instances: a page
+    that polls asks for them by ``request_id`` when somebody looks.
+    """
+    gateway = _gateway(request)
+    policy = gateway.config.scheduler.policy
+    records = (
+        record
+        for record in reversed(gateway.dataplane.decisions)
+        if request_id is None or record.request_id == request_id
+    )
+    decisions = []
+    for record in itertools.islice(records, limit):
+        wanted, decision = record.decision.request, record.decision
+        decisions.append(
+            {
+                "time": record.unix_s,
+                "request_id": record.request_id,
+                "model": wanted.model,
+                "prompt_tokens": wanted.prompt_tokens,
+                "predicted_output_tokens": wanted.predicted_output_tokens,
+                "sequences": wanted.sequences,
+                "chosen": decision.instance_id,
+                "reason": decision_reason(policy, decision, waited_s=record.waited_s),
+                "waited_s": record.waited_s,
+            }
+            | ({"candidates": describe_decision(decision)} if candidates else {})
+        )
+    return _json({"policy": policy, "decisions": decisions})
+
+
+@router.get("/requests")
+async def list_requests(request: Request) -> Response:
+    """The last finished requests that generated, as a trace: CSV, lengths and times alone."""
+    history = list(_gateway(request).dataplane.history)
+    # In a thread: ten thousand rows take longer than a stream's readers should wait.
+    text = await asyncio.to_thread(as_trace, history, time.time() - time.monotonic())
+    return Response(text, headers={"cache-control": "no-store"}, media_type="text/csv")
+
+
+@router.post("/reload")
+async def reload(request: Request) -> Response:
+    """Read the configuration file again and bring the instances in line with it."""
+    gateway = _gateway(request)
+    path = gateway.config_path
+    if path is None:
+        raise ClientError(409, "no_file", "the gateway was not started from a file")
+    try:
+        return _json(gateway.apply(load_gateway_config(path)))
+    except ConfigError as error:
+        raise ClientError(400, "invalid_configuration", str(error)) from error
+
+
+def describe_decision(decision: Decision) -> list[dict[str, Any]]:
+    """The candidates of a decision as JSON; figures that an excluded one never had are null.
+
+    A policy that estimates (finish-time) adds its estimates; without any profile they are no
+    times, and of them only the cost is told: sequences per weight.
+    """
+    rows = [
+        {
+            "instance": row.instance_id,
+            "request_time_s": row.request_time_s,
+            "kv_usage": row.kv_usage if row.excluded is None else None,
+            "workload": row.workload,
+            "load": row.load_s if row.excluded is None else None,
+            "load_after": row.load_after_s,
+            "in_flight": row.in_flight if row.excluded is None else None,
+            "excluded": row.excluded,
+        }
+        for row in decision.explain()
+    ]
+    estimates, outlook = decision.candidates.estimates, decision.candidates.outlook
+    if estimates is None or outlook is None:
+        return rows
+    for i, row in enumerate(rows):
+        figures: dict[str, Any] = dict.fromkeys(_ESTIMATES)
+        if i < len(decision.candidates.ids):
+            if outlook.profiled:
+                figures["latency_s"] = float(estimates.latency_s[i])
+                figures["delay_s"] = float(estimates.delay_s[i])
+                figures["memory_price_s"] = float(estimates.memory_price_s[i])
+            figures["cost_s"] = float(estimates.cost_s[i])
+            figures["room"] = bool(estimates.room[i])
+        row |= figures
+    return rows
+
+
+def _refusals(gateway: Gateway, model: str) -> list[dict[str, Any]]:
+    """The instances that serve a model when none of them can take a request."""
+    figures = ("request_time_s", "kv_usage", "workload", "load", "load_after", "in_flight")
+    rows = []
+    for spec in gateway.fleet.scheduler.specs():
+        if model in spec.models:
+            why = "the request does not fit"
+            if spec.draining or not spec.available:
+                why = "draining" if spec.draining else "unhealthy"
+            rows.append({"instance": spec.instance_id, **dict.fromkeys(figures), "excluded": why})
+    return rows
+
+
+def describe_profile(profile: Profile) -> dict[str, Any]:
+    """A profile as JSON, with the keys of a profile file."""
+    source = dict(profile.source)
+    if source.get("date") is not None:
+        source["date"] = str(source["date"])
+    return {
+        "gpu": profile.gpu,
+        "model": profile.model,
+        "tensor_parallel": profile.tensor_parallel,
+        "constants": dataclasses.asdict(profile.constants),
+        "kv_capacity_tokens": profile.kv_capacity_tokens,
+        "max_num_seqs": profile.max_num_seqs,
+        "source": source,
+    }
+
+
+def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
+    """An instance as JSON; never its key."""
+    ledger, progress = gateway.fleet.scheduler.ledger, gateway.fleet.scheduler.progress
+    queues = gateway.placement.queues
+    slot = gateway.fleet.scheduler.slot(instance.id)
+    profile = gateway.fleet.scheduler.spec(instance.id).profile
+    kv_tokens = int(ledger.kv_tokens[slot])
+    return {
+        "id": instance.id,
+        "base_url": instance.config.base_url,
+        "models": sorted(instance.models),
+        "profile": instance.profile_name,
+        "recalibrated": instance.calibrated is not None,
+        "profile_source": profile.source.get("how") if profile else None,
+        "profile_age_s": instance.profile_age_s(),
+        "drift": _describe_drift(gateway, instance),
+        "max_model_len": instance.max_model_len,
+        "weight": instance.weight,
+        "up": instance.up,
+        "draining": instance.draining,
+        "down_reason": None if instance.up else _without_key(instance),
+        "in_flight": int(ledger.in_flight[slot]),
+        "workload": float(ledger.load[slot]),
+        "kv_tokens": kv_tokens,
+        "kv_capacity_tokens": profile.kv_capacity_tokens if profile else None,
+        "kv_usage": kv_tokens / profile.kv_capacity_tokens if profile else None,
+        "engine_kv_usage": instance.engine_kv_usage,
+        "speed_factor": gateway.fleet.speed(instance.id),
+        "waiting_first_token": progress.waiting(slot) if queues else None,
+        "connections": instance.pool.open_connections,
+        "requests": gateway.metrics.decisions[instance.id],
+    }
+
+
+def _describe_drift(gateway: Gateway, instance: Instance) -> dict[str, Any] | None:
+    drift = gateway.fleet.scheduler.drift(instance.id)
+    if drift is None:
+        return None
+    told, since_s = drift.verdict(), drift.since_s
+    return {
+        "decode": told.decode,
+        "prefill": told.prefill,
+        "spread": told.spread,
+        "drifted": drift.drifted,
+        "since": None if since_s is None else time.time() - (time.monotonic() - since_s),
+    }
+
+
+def _without_key(instance: Instance) -> str:
+    # The reason is a library's words, and a library may quote the header it could not send.
+    reason, key = instance.down_reason, (instance.api_key or "").strip()
+    return reason.replace(key, "[key]") if key else reason
+
+
+def _known(gateway: Gateway, instance_id: str) -> Instance:
+    instance = gateway.fleet.instances.get(InstanceId(instance_id))
+    if instance is None:
+        raise ClientError(404, "instance_not_found", f"there is no instance {instance_id!r}")
+    return instance
+
+
+async def _read_json(request: Request) -> Any:
+    """The body. Raises ClientError: too large, or not JSON."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY_BYTES:
+            raise ClientError(413, "request_too_large", f"at most {_MAX_BODY_BYTES} bytes")
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ClientError(400, "invalid_json", f"The body is not JSON: {error}") from error
+
+
+def _json(document: dict[str, Any], status: int = 200) -> Response:
+    # Not FastAPI's encoder: it walks the document in Python, and with hundreds of instances that
+    # holds up the streams.
+    headers = {"cache-control": "no-store"}
+    return Response(msgspec.json.encode(document), status, headers, "application/json")

@@ -1,0 +1,1 @@
+"""A request's way through the gateway: read, placed, relayed, recorded."""

@@ -1,0 +1,309 @@
+"""Where a request goes and when: the gateway's driver of the scheduler and of its queue.
+
+A policy that places at once costs one ``choose`` and one ``dispatch``; nothing here is awaited and
+no timer runs. Under one that ``queues`` (finish-time), a request's coroutine sleeps on its client's
+connection until it is placed, refused, out of time, or left alone by its client.
+
+``Scheduler.pump`` has to follow everything that may make room. What happens in callbacks (a first
+token, a settlement, a change of an instance) only asks for a pump in the same turn of the event
+loop, so that many of them cost one, and nothing can be entered twice: a pump only sets flags and
+wakes coroutines. A timer stands in for what nobody sees, and only while requests wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from hetero_gateway.core.instances.ledger import Dispatch
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.errors import ClientError
+from hetero_gateway.files.gateway_config import QueueConfig
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.answers import shutting_down
+from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.dataplane.speed import StepWatch
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.fleet.recalibration import Recalibration
+from hetero_gateway.gateway.wire.downstream import Downstream
+
+# OpenAI's clients obey a Retry-After of up to 60 s.
+_RETRY_AFTER_BOUNDS_S = (1, 60)
+# libuv's timers count whole milliseconds: one more, so that a pump never comes too early.
+_TIMER_GRAIN_S = 0.001
+
+
+class ClientGone(Exception):
+    """The client left before its request was sent on."""
+
+
+class Placed(NamedTuple):
+    """A request on its instance. ``waited_s``: in the queue; ``placed_s``: monotonic."""
+
+    instance: Instance
+    decision: Decision
+    dispatch: Dispatch
+    placed_s: float
+    waited_s: float
+
+
+class _Waiter:
+    """A ticket's owner: whom to wake, and what was found for it."""
+
+    __slots__ = ("asleep", "downstream", "instance", "out_of_time", "placed_s")
+
+    def __init__(self, downstream: Downstream) -> None:
+        self.downstream = downstream
+        self.asleep = False
+        self.out_of_time = False
+        self.instance: Instance | None = None
+        self.placed_s = 0.0
+
+    def expire(self) -> None:
+        self.out_of_time = True
+        self.downstream.wake()
+
+
+class Placement:
+    """Submits, pumps, wakes and settles. Needs a running event loop.
+
+    Args:
+        fleet: the instances and their scheduler; tells of its changes from now on.
+        metrics: decision times, waits and refusals are counted there.
+        config: the queue's limits; how many may wait is the scheduler's business.
+        recalibrate: let the instances' constants follow the traffic.
+    """
+
+    def __init__(
+        self, fleet: Fleet, metrics: Metrics, config: QueueConfig, *, recalibrate: bool = False
+    ) -> None:
+        self.queues = fleet.queues
+        self._fleet = fleet
+        self._scheduler = fleet.scheduler
+        self._metrics = metrics
+        self._timeout_s = config.timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[Ticket, _Waiter] = {}
+        self._steps = StepWatch(fleet, Recalibration(fleet).look if recalibrate else None)
+        self._soon: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s: float | None = None
+        self._closed = False
+        if self.queues:
+            fleet.on_change = self.pump_soon
+
+    def __len__(self) -> int:
+        """Requests that wait now."""
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, nothing is watched and no timer runs."""
+        timers = (self._soon, self._timer)
+        return not self._waiting and self._steps.idle and timers == (None, None)
+
+    def oldest_wait_s(self) -> float:
+        """How long the one that came first has been waiting, in seconds; 0 when nobody waits."""
+        first = next(iter(self._waiting), None)
+        return 0.0 if first is None else time.monotonic() - first.enqueued_s
+
+    def close(self) -> None:
+        """Stop every timer, and refuse what still waits."""
+        self._closed = True
+        self._fleet.on_change = None
+        self._steps.close()
+        for handle in (self._soon, self._timer):
+            if handle is not None:
+                handle.cancel()
+        self._soon = self._timer = None
+        for waiter in self._waiting.values():
+            waiter.downstream.wake()
+
+    # Placing
+
+    def place_now(self, request: Request, exclude: list[InstanceId]) -> Placed | Reject:
+        """Choose and dispatch at once, without regard to who waits."""
+        started_s = time.perf_counter()
+        decision = self._scheduler.choose(request, exclude, time.monotonic())
+        self._metrics.decision_s.observe(time.perf_counter() - started_s)
+        if isinstance(decision, Reject):
+            return decision
+        now_s = time.monotonic()
+        instance = self._fleet.instances[decision.instance_id]
+        return Placed(instance, decision, self._scheduler.dispatch(decision, now_s), now_s, 0.0)
+
+    async def place(
+        self,
+        request: Request,
+        exclude: list[InstanceId],
+        downstream: Downstream,
+        deadline_s: float,
+    ) -> Placed | Reject:
+        """Place a request, when there is room for it.
+
+        Args:
+            exclude: where it was tried before; such a request waits at the head of the queue.
+            downstream: of its client, which may leave meanwhile.
+            deadline_s: monotonic; of the whole exchange.
+
+        Raises:
+            ClientGone: it left the queue, too.
+            ClientError: 429 for a full queue or a wait that was too long, 504 after the deadline,
+                503 when the gateway ends.
+        """
+        now_s = time.monotonic()
+        waiter = _Waiter(downstream)
+        ticket = self._scheduler.submit(
+            request, now_s, tuple(exclude), owner=waiter, first=bool(exclude)
+        )
+        if isinstance(ticket, Reject):
+            if ticket.reason is RejectReason.QUEUE_FULL:
+                raise self._refused("queue_full", request.model, ticket.detail)
+            return ticket
+        self._pump(now_s)
+        if _waits(ticket):
+            await self._wait(ticket, waiter, deadline_s)
+        if ticket.rejected is not None:
+            return ticket.rejected
+        assert ticket.dispatch is not None
+        assert ticket.decision is not None
+        assert waiter.instance is not None
+        waited_s = waiter.placed_s - now_s
+        self._metrics.queue_wait_s.observe(waited_s)
+        return Placed(waiter.instance, ticket.decision, ticket.dispatch, waiter.placed_s, waited_s)
+
+    async def _wait(self, ticket: Ticket, waiter: _Waiter, deadline_s: float) -> None:
+        """Return when the ticket is placed or rejected; on anything else it has left the queue."""
+        downstream = waiter.downstream
+        limit_s = min(ticket.enqueued_s + self._timeout_s, deadline_s)
+        delay_s = max(0.0, limit_s - ticket.enqueued_s)
+        timer = self._loop.call_later(delay_s, waiter.expire)
+        self._waiting[ticket] = waiter
+        waiter.asleep = True
+        served = False
+        try:
+            while _waits(ticket):
+                await downstream.wait()
+                if downstream.disconnected:
+                    raise ClientGone
+                if not _waits(ticket):
+                    break
+                if self._closed:
+                    raise shutting_down()
+                if waiter.out_of_time:
+                    raise self._too_long(ticket, limit_s == deadline_s)
+            served = True
+        finally:
+            waiter.asleep = False
+            timer.cancel()
+            del self._waiting[ticket]
+            if not served:
+                self._leave(ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Give up a ticket, whether it still waits or was placed a moment ago."""
+        if not self._scheduler.cancel(ticket) and ticket.dispatch is not None:
+            self.settle(ticket.dispatch, Outcome.CLIENT_DISCONNECTED)
+        self.pump_soon()
+
+    def _too_long(self, ticket: Ticket, deadline: bool) -> ClientError:
+        waited_s = time.monotonic() - ticket.enqueued_s
+        message = f"no instance had room for the request in {waited_s:.3g} s"
+        if deadline:
+            return ClientError(504, "upstream_timeout", message, kind="server_error")
+        return self._refused("queue_timeout", ticket.request.model, message)
+
+    def _refused(self, code: str, model: str, message: str) -> ClientError:
+        self._metrics.queue_rejections[code] += 1
+        low, high = _RETRY_AFTER_BOUNDS_S
+        drain_s = self._scheduler.drain_time_s(model)
+        after_s = min(high, max(low, math.ceil(min(drain_s, high))))
+        return ClientError(429, code, message, kind="rate_limit_error", retry_after_s=after_s)
+
+    # Afterwards
+
+    def watch(self, placed: Placed) -> Callable[[Exchange], None] | None:
+        """What an exchange is to call when its stream begins; None: the core predicts it."""
+        if not placed.dispatch.request.streams:
+            return None
+        return partial(self._stream_began, placed.dispatch)
+
+    def _stream_began(self, dispatch: Dispatch, exchange: Exchange) -> None:
+        now_s = time.monotonic()
+        self._scheduler.first_token(dispatch, now_s)
+        self._steps.add(exchange, dispatch, now_s)
+        self.pump_soon()
+
+    def settle(
+        self, dispatch: Dispatch, outcome: Outcome, exchange: Exchange | None = None
+    ) -> None:
+        """Take a dispatch off, and give its room to the next at the end of this turn."""
+        now_s = time.monotonic()
+        self._scheduler.settle(dispatch, outcome, now_s)
+        if exchange is not None:
+            self._steps.discard(exchange, now_s)
+        self.pump_soon()
+
+    # Pumping
+
+    def pump_soon(self) -> None:
+        """Pump at the end of this turn of the event loop, if anybody waits."""
+        if self._soon is None and self._scheduler.queued and not self._closed:
+            self._soon = self._loop.call_soon(self._pump)
+
+    def _pump(self, now_s: float | None = None) -> None:
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+        if now_s is None:
+            now_s = time.monotonic()
+        started_s = time.perf_counter()
+        done = self._scheduler.pump(now_s)
+        if done:
+            each_s = (time.perf_counter() - started_s) / len(done)
+            for ticket in done:
+                self._metrics.decision_s.observe(each_s)
+                self._deliver(ticket, now_s)
+        self._arm(now_s)
+
+    def _deliver(self, ticket: Ticket, now_s: float) -> None:
+        waiter: _Waiter = ticket.owner
+        if ticket.decision is not None:
+            # Kept now: the instance may be removed before the owner runs.
+            waiter.instance = self._fleet.instances[ticket.decision.instance_id]
+            waiter.placed_s = now_s
+        if waiter.asleep:
+            waiter.downstream.wake()
+
+    def _arm(self, now_s: float) -> None:
+        """Keep the timer at the scheduler's next wake-up, while anybody waits."""
+        due_s = self._scheduler.next_wakeup_s() if self._scheduler.queued else None
+        if due_s == self._timer_due_s and self._timer is not None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_due_s = due_s
+        if due_s is not None and not self._closed:
+            delay_s = max(0.0, due_s - now_s) + _TIMER_GRAIN_S
+            self._timer = self._loop.call_later(delay_s, self._wake_up)
+
+    def _wake_up(self) -> None:
+        self._timer = None
+        self._pump()
+
+    def describe(self) -> dict[str, Any] | None:
+        """The queue as /admin shows it; None under a policy that has none."""
+        if not self.queues:
+            return None
+        return {"waiting": self._scheduler.queued, "oldest_wait_s": self.oldest_wait_s()}
+
+
+def _waits(ticket: Ticket) -> bool:
+    return ticket.dispatch is None and ticket.rejected is None

@@ -1,0 +1,144 @@
+"""The output-length predictor that the configuration names, and the guard around foreign ones.
+
+A predictor of the user's own is an installed package's entry point (docs/predictors.md). Whatever
+it does, no request fails of it: a prediction that it cannot give comes from the bucket means, which
+learn beside it. Each kind of failure is logged once and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections import Counter
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_gateway.core.lengths.length_model import TrainedPredictor
+from hetero_gateway.core.lengths.predictors import (
+    BucketMeanPredictor,
+    ConstantPredictor,
+    LengthFeatures,
+    NormalPredictor,
+    OutputLengthPredictor,
+)
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.gateway_config import GatewayConfig, predictor_entry_points
+from hetero_gateway.files.length_model_file import read_length_model
+
+_log = logging.getLogger(__name__)
+
+# While it predicts, no byte of any stream moves: 20 ms is what a reader begins to see.
+SLOW_S = 0.02
+_MOST_TOKENS = 1e9
+
+
+class GuardedPredictor:
+    """Foreign code, whose failures stay its own.
+
+    Args:
+        name: of the entry point, for the log.
+        predictor: what it made.
+        fallback: predicts where the other one fails; learns from every request.
+        failures: counted by reason: ``exception``, ``invalid`` (no number of at least 0),
+            ``slow`` (above SLOW_S; its value is used).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        predictor: OutputLengthPredictor,
+        fallback: OutputLengthPredictor,
+        failures: Counter[str],
+    ) -> None:
+        self._name = name
+        self._predictor = predictor
+        self._fallback = fallback
+        self._failures = failures
+
+    def predict(self, features: LengthFeatures) -> float:
+        start_s = time.perf_counter()
+        try:
+            tokens = float(self._predictor.predict(features))
+        except Exception as error:
+            self._count("exception", error)
+            return self._fallback.predict(features)
+        took_s = time.perf_counter() - start_s
+        if took_s > SLOW_S:
+            self._count("slow", f"{took_s * 1000:.0f} ms, in which no stream moves")
+        if not 0 <= tokens <= _MOST_TOKENS:  # NaN is neither
+            self._count("invalid", f"{tokens} output tokens")
+            return self._fallback.predict(features)
+        return max(1.0, tokens)
+
+    def observe(self, features: LengthFeatures, output_tokens: float) -> None:
+        self._fallback.observe(features, output_tokens)
+        try:
+            self._predictor.observe(features, output_tokens)
+        except Exception as error:
+            self._count("exception", error)
+
+    def _count(self, reason: str, detail: str | Exception) -> None:
+        if not self._failures[reason]:
+            if isinstance(detail, Exception):
+                detail = _place(detail)  # not for every one of them: it reads source files
+            _log.warning(
+                "length predictor %s: %s: %s; further ones are only counted",
+                self._name,
+                reason,
+                detail,
+            )
+        self._failures[reason] += 1
+
+
+def _place(error: Exception) -> str:
+    # Not its message: that may quote the prompt.
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    where = f" at {Path(last.filename).name}:{last.lineno}" if last else ""
+    return type(error).__name__ + where
+
+
+def make_predictor(
+    config: GatewayConfig, base_dir: Path, failures: Counter[str]
+) -> OutputLengthPredictor:
+    """The predictor of ``scheduler.predictor``.
+
+    Args:
+        config: the whole configuration.
+        base_dir: what a trained model's file is relative to.
+        failures: where those of a foreign predictor are counted.
+
+    Raises:
+        ConfigError: the file of a trained one is not good, or a foreign one cannot be made.
+    """
+    settings = config.scheduler.predictor
+    kind = settings.kind or ("normal" if config.scheduler.policy == "paper" else "bucket-mean")
+    bucket_mean = BucketMeanPredictor(settings.mean_tokens, settings.prior_requests)
+    if kind == "bucket-mean":
+        return bucket_mean
+    if kind == "constant":
+        return ConstantPredictor(settings.mean_tokens)
+    if kind == "normal":
+        rng = np.random.default_rng([config.scheduler.seed, 1])
+        return NormalPredictor(settings.mean_tokens, settings.sd_tokens, rng)
+    if kind == "trained":
+        assert settings.file is not None  # the schema wants one
+        return TrainedPredictor(read_length_model(base_dir / settings.file))
+    foreign = _load(kind, predictor_entry_points()[kind], settings.options)
+    return GuardedPredictor(kind, foreign, bucket_mean, failures)
+
+
+def _load(name: str, entry_point: EntryPoint, options: dict[str, Any]) -> OutputLengthPredictor:
+    where = f"scheduler.predictor: {name} ({entry_point.value})"
+    try:
+        predictor: OutputLengthPredictor = entry_point.load()(dict(options))
+    except Exception as error:
+        raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
+    for method in ("predict", "observe"):
+        if not callable(getattr(predictor, method, None)):
+            raise ConfigError(f"{where} has made something without a method {method}")
+    return predictor

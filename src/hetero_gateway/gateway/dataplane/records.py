@@ -1,0 +1,199 @@
+"""What an attempt came to: what is counted, learnt, and told to the health monitor.
+
+Once per attempt, after it is settled; the last one of a request is ``final`` and counts for it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.lengths.predictors import (
+    BytesPerToken,
+    LengthFeatures,
+    OutputLengthPredictor,
+)
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.types import Outcome, Request
+from hetero_gateway.gateway.control.history import FinishedRequest, RequestHistory
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.placement import Placed
+from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.fleet.health import HealthMonitor
+from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.wire.downstream import Downstream
+from hetero_gateway.gateway.wire.openai import ParsedRequest
+
+_OUTCOME_BY_ERROR = {
+    "first_byte_timeout": Outcome.TIMED_OUT,
+    "idle_timeout": Outcome.TIMED_OUT,
+    "total_timeout": Outcome.TIMED_OUT,
+}
+
+
+class DecisionRecord(NamedTuple):
+    """One line of /admin/decisions."""
+
+    unix_s: float
+    request_id: str
+    decision: Decision
+    waited_s: float
+
+
+@dataclass(slots=True)
+class Job:
+    """One client's request, through all of its attempts."""
+
+    path: str
+    target: bytes
+    headers: list[tuple[bytes, bytes]]
+    request_id: bytes
+    body: bytes
+    parsed: ParsedRequest
+    request: Request
+    features: LengthFeatures | None
+    queues: bool
+    received_s: float
+
+
+class Recorder:
+    """Counts and learns from attempts.
+
+    Args:
+        fleet, health, metrics: of the gateway.
+        predictor, bytes_per_token: the length estimates, which learn from finished requests.
+        history: where finished requests are kept.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        health: HealthMonitor,
+        metrics: Metrics,
+        predictor: OutputLengthPredictor,
+        bytes_per_token: BytesPerToken,
+        history: RequestHistory,
+    ) -> None:
+        self._fleet = fleet
+        self._health = health
+        self._metrics = metrics
+        self._predictor = predictor
+        self._bytes_per_token = bytes_per_token
+        self._history = history
+
+    def record(
+        self,
+        job: Job,
+        placed: Placed,
+        exchange: Exchange,
+        outcome: Outcome,
+        *,
+        final: bool,
+    ) -> None:
+        """Count, learn, tell the health monitor; once per attempt, the last of them ``final``."""
+        now_s = time.monotonic()
+        metrics, instance = self._metrics, placed.instance
+        if self._fleet.instances.get(instance.id) is not instance:
+            return  # removed meanwhile: its series are gone for good
+        error = exchange.error
+        if error is not None:
+            metrics.upstream_errors[instance.id, error.reason] += 1
+            if error.reason in ("connect", "reset", "first_byte_timeout"):
+                self._health.suspect(instance, str(error), down=error.reason == "connect")
+        elif outcome is Outcome.UPSTREAM_ERROR:
+            # The stream ended well in HTTP, but its server said that the engine is gone.
+            metrics.upstream_errors[instance.id, "engine"] += 1
+            self._health.suspect(instance, "its engine broke off", down=False)
+        if not final:
+            return
+        series = metrics.series(job.request.model, instance.id)
+        label = outcome.value
+        if outcome is Outcome.COMPLETED and exchange.status >= 400:
+            label = "client_error" if exchange.status < 500 else "upstream_error"
+        series.outcomes[label] += 1
+        if outcome is Outcome.CLIENT_DISCONNECTED:
+            metrics.client_disconnects[instance.id] += 1
+        duration_s = now_s - job.received_s
+        series.duration.observe(duration_s)
+        if exchange.first_body_at_s is not None and exchange.status < 400:
+            self._record_tokens(job, placed, exchange, outcome, now_s)
+
+    def _record_tokens(
+        self,
+        job: Job,
+        placed: Placed,
+        exchange: Exchange,
+        outcome: Outcome,
+        now_s: float,
+    ) -> None:
+        request, parsed = job.request, job.parsed
+        metrics, instance = self._metrics, placed.instance
+        series = metrics.series(request.model, instance.id)
+        first_s = exchange.first_body_at_s
+        assert first_s is not None
+        told_prompt, told_output = exchange.usage()
+        # Without usage: the events, less the role chunk and [DONE].
+        output = told_output if told_output is not None else max(0, exchange.events - 2)
+        series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
+        series.output_tokens += output
+        if parsed.stream:
+            series.ttft.observe(first_s - job.received_s)
+            per_sequence = output / request.sequences
+            if per_sequence > 1:
+                series.tpot.observe((now_s - first_s) / (per_sequence - 1))
+        if outcome is not Outcome.COMPLETED:
+            return  # cut short: its length says nothing
+        if told_prompt and parsed.exact_prompt_tokens is None and not parsed.media_parts:
+            self._bytes_per_token.observe(request.model, parsed.text_bytes, told_prompt)
+        predicted = request.predicted_output_tokens
+        if output and predicted and job.features is not None:
+            actual = output / request.sequences
+            self._predictor.observe(job.features, actual)
+            self._remember(job, told_prompt, actual)
+            if self._fleet.queues:
+                self._fleet.scheduler.observe_output_tokens(request.model, actual)
+            metrics.output_prediction.observe(actual / predicted)
+            if instance.profile is not None:
+                expected_s = _expected_latency_s(placed)
+                metrics.latency_prediction.observe((now_s - placed.placed_s) / expected_s)
+
+    def _remember(self, job: Job, told_prompt: int | None, output_tokens: float) -> None:
+        request, parsed = job.request, job.parsed
+        prompt_tokens = request.prompt_tokens
+        if told_prompt:
+            prompt_tokens = max(1, round(told_prompt / parsed.prompt_count))
+        self._history.append(
+            FinishedRequest(
+                job.received_s,
+                request.model,
+                prompt_tokens,
+                max(1, round(output_tokens)),
+                parsed.max_output_tokens,
+                request.sequences,
+            )
+        )
+
+
+def outcome_of(exchange: Exchange, downstream: Downstream) -> Outcome:
+    """How an attempt ended."""
+    if exchange.error is not None:
+        return _OUTCOME_BY_ERROR.get(exchange.error.reason, Outcome.UPSTREAM_ERROR)
+    if not exchange.complete:
+        return Outcome.CLIENT_DISCONNECTED
+    return Outcome.UPSTREAM_ERROR if exchange.engine_failed() else Outcome.COMPLETED
+
+
+def _expected_latency_s(placed: Placed) -> float:
+    """How long a profiled instance was to take: the policy's own estimate, or the cost model's."""
+    decision, profile = placed.decision, placed.instance.profile
+    estimates = decision.candidates.estimates
+    if estimates is not None:
+        return float(estimates.latency_s[decision.position])
+    assert profile is not None
+    request, c = decision.request, profile.constants
+    batch = float(decision.candidates.in_flight[decision.position]) + 1
+    batch = min(batch, profile.max_num_seqs)
+    result = prefill_time_s(c, 1, request.prompt_tokens)
+    return result + decode_time_s(c, batch, request.prompt_tokens, request.predicted_output_tokens)

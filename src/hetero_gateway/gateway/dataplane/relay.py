@@ -1,0 +1,288 @@
+"""One response on its way from an instance to a client.
+
+An ``Exchange`` is fed by an upstream connection and writes to a downstream; its coroutine only
+sleeps until there is something to decide (the end, an error, a slow or vanished client). Per chunk
+it writes the bytes, counts the events in them and remembers the last few reads; nothing is parsed.
+
+``Deadlines`` watches all exchanges with one timer: a first-byte, an idle and a total time-out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from hetero_gateway.errors import ClientError, InstanceError
+from hetero_gateway.files.gateway_config import TimeoutsConfig
+from hetero_gateway.gateway.wire.downstream import Downstream
+from hetero_gateway.gateway.wire.openai import failed_in_tail, sse_error_event, usage_in_tail
+from hetero_gateway.gateway.wire.upstream import Headers, ResponseHead, UpstreamConnection
+
+# The closing usage, ``[DONE]`` and the last chunk may come in reads of their own.
+_TAIL_READS = 6
+_TAIL_BYTES = 8192
+# Hop-by-hop (RFC 9110, 7.6.1), written anew for the client's connection, or replaced by ours.
+_DROPPED_RESPONSE_HEADERS = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-request-id",
+        b"x-hetero-gateway-instance",
+    )
+)
+
+
+class Exchange:
+    """One attempt: a response being relayed. Implements ``upstream.ResponseSink``.
+
+    Times are of the monotonic clock, in seconds, and None until they happen (uvloop's own clock has
+    milliseconds only).
+
+    Args:
+        downstream: where the response goes.
+        path: the request's; errors look different on some.
+        extra_headers: added to the response's.
+        total_deadline_s: monotonic.
+        on_stream: called once, with the exchange, when a good stream's first bytes are here.
+    """
+
+    __slots__ = (
+        "_decode",
+        "_downstream",
+        "_extra_headers",
+        "_flow",
+        "_on_stream",
+        "_path",
+        "_pending",
+        "_rechunk",
+        "_tail",
+        "_write",
+        "active",
+        "complete",
+        "congested",
+        "connection",
+        "content_type",
+        "error",
+        "events",
+        "first_body_at_s",
+        "head_sent",
+        "last_active_s",
+        "started_s",
+        "status",
+        "total_deadline_s",
+    )
+
+    def __init__(
+        self,
+        downstream: Downstream,
+        path: str,
+        extra_headers: Headers,
+        total_deadline_s: float,
+        on_stream: Callable[[Exchange], None] | None = None,
+    ) -> None:
+        self._downstream = downstream
+        self._on_stream = on_stream
+        # Bound once: they are used for every chunk.
+        self._write = downstream.write
+        self._flow = downstream.flow
+        self._path = path
+        self._extra_headers = extra_headers
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_READS)
+        self._pending = b""
+        self._decode = False
+        self._rechunk = False
+        self.congested = False
+        self.connection: UpstreamConnection | None = None
+        self.active = False
+        self.started_s = self.last_active_s = time.monotonic()
+        self.total_deadline_s = total_deadline_s
+        self.first_body_at_s: float | None = None
+        self.status = 0
+        self.content_type = b""
+        self.events = 0
+        self.head_sent = False
+        self.complete = False
+        self.error: InstanceError | None = None
+
+    # ResponseSink
+
+    def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
+        downstream = self._downstream
+        self.status = head.status
+        self.active = True
+        self._decode = not downstream.passes_framing
+        self._rechunk = downstream.passes_framing and head.ends_at_close
+        headers: Headers = []
+        for pair in head.headers:
+            name = pair[0]
+            if name == b"content-type":
+                self.content_type = pair[1]
+            elif name in _DROPPED_RESPONSE_HEADERS:
+                continue
+            headers.append(pair)
+        headers += self._extra_headers
+        chunked = not self._decode and (head.chunked or head.ends_at_close)
+        self._pending = downstream.start(head.status, headers, chunked=chunked)
+        self.head_sent = True
+        if not body_follows:
+            self._flush_head()
+        return self._decode or self._rechunk
+
+    def _flush_head(self) -> None:
+        pending, self._pending = self._pending, b""
+        if pending:
+            self._write(pending)
+
+    def on_data(self, data: bytes) -> None:
+        self.active = True
+        self.events += data.count(b"data: ")
+        self._tail.append(data)
+        if self._rechunk:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if self.first_body_at_s is None:
+            self.first_body_at_s = time.monotonic()
+            data = self._pending + data
+            self._pending = b""
+            if self._on_stream is not None and self.streams and self.status < 400:
+                self._on_stream(self)
+        self._write(data)
+        if self._flow.write_paused and not self.congested:
+            # The client is slow: stop reading, so that the instance's socket fills in turn.
+            self.congested = True
+            if self.connection is not None:
+                self.connection.pause_reading()
+            self._downstream.wake()
+
+    def on_complete(self) -> None:
+        self._flush_head()  # where there was no body
+        if self._rechunk:
+            self._write(b"0\r\n\r\n")
+        self.complete = True
+        self._downstream.finish()
+
+    def on_error(self, error: InstanceError) -> None:
+        if self.error is None and not self.complete:
+            self.error = error
+            self._downstream.wake()
+
+    # The coroutine
+
+    async def run(self, connection: UpstreamConnection, request: bytes) -> None:
+        """Send the request and return when it is over, one way or another.
+
+        Afterwards exactly one of ``complete``, ``error`` and ``downstream.disconnected`` says how,
+        and the upstream connection is closed unless the response is complete.
+        """
+        self.connection = connection
+        connection.send(request, self)
+        downstream = self._downstream
+        try:
+            while not self.complete and self.error is None and not downstream.disconnected:
+                await downstream.wait()
+                if self.congested:
+                    await downstream.drain()
+                    self.congested = False
+                    self.active = True
+                    connection.resume_reading()
+        finally:
+            if not self.complete:
+                connection.abort()
+
+    @property
+    def streams(self) -> bool:
+        """Whether the response, as far as its head is here, is one of server-sent events."""
+        return self.content_type.startswith(b"text/event-stream")
+
+    def fail(self, error: InstanceError) -> None:
+        """End the exchange from outside: a time-out."""
+        if self.connection is not None:
+            self.connection.abort()
+        self.on_error(error)
+
+    def break_off(self, error: ClientError) -> None:
+        """Tell a client in mid-response that it is broken, and close its connection.
+
+        A stream gets an SSE error event where a chunk may begin, and never a ``[DONE]`` or a last
+        chunk; anything else is cut, so that the client sees an incomplete body.
+        """
+        downstream = self._downstream
+        if self.streams:
+            event = sse_error_event(error, self._path)
+            last = self._tail[-1] if self._tail else b""
+            if self._decode:
+                downstream.write(event)
+            elif self._rechunk or not last or last.endswith(b"\n\r\n"):
+                downstream.write(b"%x\r\n%b\r\n" % (len(event), event))
+        downstream.cut()
+
+    # Afterwards
+
+    def tail(self) -> bytes:
+        """The last bytes of the body, framing and all."""
+        return b"".join(self._tail)[-_TAIL_BYTES:]
+
+    def usage(self) -> tuple[int | None, int | None]:
+        """(prompt tokens, output tokens) as the engine told them, where it did."""
+        return usage_in_tail(self.tail())
+
+    def engine_failed(self) -> bool:
+        """The HTTP response is complete, but it says that the engine broke off."""
+        return self.streams and failed_in_tail(self.tail())
+
+
+class Deadlines:
+    """The time-outs of all exchanges, by one timer.
+
+    It looks at every exchange each tick instead of arming timers per chunk: a chunk only sets a
+    flag. A time-out is late by up to one tick, an eighth of the shortest time-out (20 ms to 1 s).
+    """
+
+    def __init__(self, config: TimeoutsConfig) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        shortest_s = min(config.first_byte_s, config.idle_s, config.total_s)
+        self._tick_s = min(1.0, max(0.02, shortest_s / 8))
+        self._exchanges: set[Exchange] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    def add(self, exchange: Exchange) -> None:
+        self._exchanges.add(exchange)
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._tick_s, self._check)
+
+    def discard(self, exchange: Exchange) -> None:
+        self._exchanges.discard(exchange)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        now_s = time.monotonic()
+        config = self._config
+        for exchange in list(self._exchanges):
+            if exchange.active:
+                exchange.active = False
+                exchange.last_active_s = now_s
+            silent_s = now_s - exchange.last_active_s
+            if now_s >= exchange.total_deadline_s:
+                exchange.fail(InstanceError("total_timeout", f"not done in {config.total_s:g} s"))
+            elif not exchange.head_sent:
+                if silent_s >= config.first_byte_s:
+                    message = f"no answer in {config.first_byte_s:g} s"
+                    exchange.fail(InstanceError("first_byte_timeout", message))
+            elif silent_s >= config.idle_s and not exchange.congested:
+                message = f"no bytes for {config.idle_s:g} s"
+                exchange.fail(InstanceError("idle_timeout", message))
+        self._timer = self._loop.call_later(self._tick_s, self._check) if self._exchanges else None

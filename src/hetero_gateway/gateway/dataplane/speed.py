@@ -1,0 +1,162 @@
+"""How fast each engine really decodes, as seen from the streams that pass through the gateway.
+
+All that stream on one engine advance together, one decode step at a time, and each step is one
+server-sent event of each stream. So the events that a stream got in an interval are the steps of
+its engine, and the median over an instance's streams, by the time that each was seen, stands for
+it: a stream that was preempted or whose client is slow does not move it. A stream that began or
+ended within the interval counts for its part; one whose client held it up is left out.
+
+An engine may put several tokens into one event: with speculative decoding, or when it is hurried.
+What the scheduler calls a step is a token, so the events are multiplied by the tokens per event of
+streams that told their usage at the end.
+
+Nothing is done per event: relays count them anyway, and one timer reads the counts each second. It
+runs only while there are streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from hetero_gateway.core.instances.ledger import Dispatch
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.fleet.instances import Fleet
+
+INTERVAL_S = 1.0
+# A shorter part of a stream says too little: a few steps, and the jitter of the network.
+_LEAST_S = 0.1
+# The events that end a stream and are no tokens: usage and [DONE].
+_CLOSING_EVENTS = 2
+# From so many events on, one more or less at either end does not matter to the tokens per event.
+_MANY_EVENTS = 32
+# Nearer to 1 than this is such an event; above, no engine is known to go.
+_ONE_EACH, _MOST_TOKENS = 1.1, 16.0
+_KEEP = 0.8
+
+_log = logging.getLogger(__name__)
+
+
+class _Stream:
+    """A stream at the last look, or where it began; ``since_s`` None: it was held up since."""
+
+    __slots__ = ("dispatch", "events", "since_s")
+
+    def __init__(self, dispatch: Dispatch, events: int, since_s: float) -> None:
+        self.dispatch = dispatch
+        self.events = events
+        self.since_s: float | None = since_s
+
+
+# (seconds, steps) of parts of streams
+_Parts = list[tuple[float, float]]
+
+
+class StepWatch:
+    """Tells the scheduler each second how many decode steps each instance made.
+
+    Args:
+        fleet: its scheduler is told.
+        on_look: called after each look.
+    """
+
+    def __init__(self, fleet: Fleet, on_look: Callable[[], None] | None = None) -> None:
+        self._fleet = fleet
+        self._on_look = on_look
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[Exchange, _Stream] = {}
+        self._ended: dict[InstanceId, _Parts] = {}
+        self._tokens_per_event: dict[InstanceId, float] = {}
+        self._sampled: set[InstanceId] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def idle(self) -> bool:
+        """No stream is watched and no timer runs."""
+        return not self._streams and self._timer is None
+
+    def add(self, exchange: Exchange, dispatch: Dispatch, now_s: float) -> None:
+        """A stream began."""
+        self._streams[exchange] = _Stream(dispatch, exchange.events, now_s)
+        if self._timer is None:
+            self._timer = self._loop.call_later(INTERVAL_S, self._look)
+
+    def discard(self, exchange: Exchange, now_s: float) -> None:
+        """It is over; unknown ones are ignored."""
+        stream = self._streams.pop(exchange, None)
+        if stream is None or not exchange.complete:
+            return
+        instance_id = stream.dispatch.instance_id
+        events = exchange.events - _CLOSING_EVENTS
+        if events >= _MANY_EVENTS and instance_id not in self._sampled:
+            self._sampled.add(instance_id)
+            self._learn(instance_id, events, exchange.usage()[1])
+        self._part(self._ended, stream, events, now_s)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _learn(self, instance_id: InstanceId, events: int, tokens: int | None) -> None:
+        if tokens is None:
+            return
+        ratio = min(_MOST_TOKENS, tokens / events)
+        if ratio < _ONE_EACH:
+            ratio = 1.0
+        known = self._tokens_per_event.get(instance_id, ratio)
+        self._tokens_per_event[instance_id] = _KEEP * known + (1 - _KEEP) * ratio
+
+    def _part(
+        self, seen: dict[InstanceId, _Parts], stream: _Stream, events: int, now_s: float
+    ) -> None:
+        since_s = stream.since_s
+        if since_s is None or now_s - since_s < _LEAST_S:
+            return
+        steps = max(0, events - stream.events) / stream.dispatch.request.sequences
+        seen.setdefault(stream.dispatch.instance_id, []).append((now_s - since_s, steps))
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(INTERVAL_S, self._look) if self._streams else None
+        now_s = time.monotonic()
+        seen, self._ended = self._ended, {}
+        self._sampled.clear()
+        for exchange, stream in self._streams.items():
+            if exchange.congested or stream.dispatch.outcome is not None:
+                stream.since_s = None
+                continue
+            self._part(seen, stream, exchange.events, now_s)
+            if stream.since_s is None or now_s - stream.since_s >= _LEAST_S:
+                stream.events, stream.since_s = exchange.events, now_s
+        for instance_id in self._tokens_per_event.keys() - self._fleet.instances.keys():
+            del self._tokens_per_event[instance_id]
+        for instance_id in self._fleet.instances:
+            parts = seen.get(instance_id)
+            if parts:
+                duration_s, steps = _middle(parts)
+                steps *= self._tokens_per_event.get(instance_id, 1.0)
+                self._tell(instance_id, steps, duration_s, now_s)
+            else:
+                # Nothing was seen, which is not the same as no step: the next figures count from
+                # here.
+                self._tell(instance_id, 0.0, 0.0, now_s)
+        if self._on_look is not None:
+            self._on_look()
+
+    def _tell(self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float) -> None:
+        scheduler = self._fleet.scheduler
+        if scheduler.observe_steps(instance_id, steps, duration_s, now_s):
+            self._fleet.tell_drift(instance_id)
+
+
+def _middle(parts: _Parts) -> tuple[float, float]:
+    """(duration, steps): the longest part's time, at the median rate by time."""
+    duration_s = max(part_s for part_s, _ in parts)
+    rates = sorted((steps / part_s, part_s) for part_s, steps in parts)
+    half_s, position = sum(part_s for _, part_s in rates) / 2, 0
+    while (half_s := half_s - rates[position][1]) > 0:
+        position += 1
+    return duration_s, duration_s * rates[position][0]

@@ -1,0 +1,1 @@
+"""The instances as the gateway holds them: configuration, connections, health."""

@@ -1,0 +1,282 @@
+"""The instances as the gateway holds them: configuration, connections, health, engine facts.
+
+The scheduler's view of an instance (``InstanceSpec``) is derived here and replaced whenever
+something changes; nobody else writes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import ssl
+from collections.abc import Callable, Iterable
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.instances.drift import Verdict
+from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.types import InstanceId, InstanceSpec
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.gateway_config import (
+    GatewayConfig,
+    InstanceConfig,
+    instance_profile,
+    secret,
+)
+from hetero_gateway.gateway.control.metrics import InstanceGauges
+from hetero_gateway.gateway.wire.upstream import InstancePool
+
+_log = logging.getLogger(__name__)
+
+
+class Instance:
+    """One vLLM server: what is configured, and what was last seen of it."""
+
+    def __init__(self, config: InstanceConfig, gateway: GatewayConfig, base_dir: Path) -> None:
+        self.config = config
+        self.id = InstanceId(config.id)
+        self.profile = instance_profile(config, base_dir)
+        # What traffic made of it, where ``scheduler.recalibrate`` lets it; the original stays.
+        self.calibrated: Profile | None = None
+        self.recalibrates = gateway.scheduler.recalibrate
+        self.api_key = secret(config.api_key_env, f"instance {config.id}: api_key_env")
+        self.ssl_context = _ssl_context(config)
+        self.pool = InstancePool(
+            config.base_url, gateway.pool, gateway.timeouts.connect_s, self.ssl_context
+        )
+        self.weight = config.weight
+        self.draining = False
+        self.up = False
+        self.failed_probes = 0
+        self.down_reason = "not probed yet"
+        self.models: frozenset[str] = config.models
+        self.max_model_len: int | None = None
+        # Read from the engine's /metrics; seconds old, shown, and never decides alone.
+        self.engine_kv_usage: float | None = None
+        self.engine_kv_capacity_tokens: int | None = None
+
+    def spec(self) -> InstanceSpec:
+        """The instance as the scheduler sees it."""
+        return InstanceSpec(
+            instance_id=self.id,
+            models=self.models,
+            profile=self._effective_profile(),
+            max_model_len=self.max_model_len,
+            weight=self.weight,
+            available=self.up,
+            draining=self.draining,
+            kv_capacity_tokens=self.engine_kv_capacity_tokens,
+        )
+
+    @property
+    def profile_name(self) -> str:
+        """The profile's; or that there is none, or that it is learned."""
+        if self.profile is not None:
+            return self.profile.name
+        return "unprofiled" if self.calibrated is None else "learned"
+
+    def profile_age_s(self) -> float | None:
+        """Since the day that the profile names; None where it names none that can be read."""
+        return None if self.profile is None else _age_s(self.profile.source.get("date"))
+
+    def _effective_profile(self) -> Profile | None:
+        # A live engine knows its KV pool better than a formula does.
+        profile, tokens = self.calibrated or self.profile, self.engine_kv_capacity_tokens
+        if profile is None or tokens is None or tokens == profile.kv_capacity_tokens:
+            return profile
+        return dataclasses.replace(profile, kv_capacity_tokens=tokens)
+
+
+class Fleet:
+    """All instances, and the scheduler over them."""
+
+    def __init__(self, config: GatewayConfig, base_dir: Path) -> None:
+        self._config = config
+        self._base_dir = base_dir
+        scheduling = config.scheduler
+        rng = np.random.default_rng(scheduling.seed)
+        single = scheduling.single_instance
+        options = PolicyOptions(
+            randomised=scheduling.randomised,
+            single_instance=None if single is None else InstanceId(single),
+            objective=scheduling.objective,
+            prefill_depth=scheduling.prefill_depth,
+        )
+        policy = make_policy(scheduling.policy, options)
+        self.queues = policy.queues
+        # Called after every change that may make room: set by who drives the queue.
+        self.on_change: Callable[[], None] | None = None
+        self.scheduler = Scheduler(
+            policy,
+            rng,
+            scheduling.theta,
+            (scheduling.reference_prompt_tokens, scheduling.reference_output_tokens),
+            scheduling.queue.max_requests,
+            observes=True,
+        )
+        self.instances: dict[InstanceId, Instance] = {}
+        for instance in config.instances:
+            self.admit(self.build(instance))
+
+    def build(self, config: InstanceConfig) -> Instance:
+        """An instance that is not yet part of the fleet. ConfigError: it cannot be used."""
+        return Instance(config, self._config, self._base_dir)
+
+    def admit(self, instance: Instance) -> None:
+        """Take an instance in; its first good probe opens it. ConfigError: the id is taken."""
+        if instance.id in self.instances:
+            raise ConfigError(f"instance {instance.id!r} exists already")
+        self.instances[instance.id] = instance
+        self.scheduler.add(instance.spec())
+        self._changed()
+
+    def remove(self, instance_id: InstanceId) -> int:
+        """Forget an instance; returns how many requests its load counted. They go on to their end.
+
+        Raises KeyError when there is none.
+        """
+        instance = self.instances.pop(instance_id)
+        instance.pool.close()
+        orphans = self.scheduler.remove(instance_id)
+        self._changed()
+        return len(orphans)
+
+    def publish(self, instance: Instance) -> None:
+        """Tell the scheduler what changed."""
+        if self.instances.get(instance.id) is instance:
+            self.scheduler.replace(instance.spec())
+            self._changed()
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
+
+    def set_recalibrated(self, instance: Instance, wanted: bool) -> None:
+        """Let an instance's constants follow the traffic, or bring the original back for good."""
+        instance.recalibrates = wanted
+        if not wanted and instance.calibrated is not None:
+            instance.calibrated = None
+            _log.info("instance %s: its original profile is back", instance.id)
+            self.publish(instance)
+
+    def mark_up(self, instance: Instance) -> None:
+        instance.failed_probes = 0
+        if not instance.up:
+            instance.up = True
+            instance.down_reason = ""
+            _log.info("instance %s is up", instance.id)
+            self.publish(instance)
+
+    def mark_down(self, instance: Instance, reason: str) -> None:
+        if instance.up:
+            instance.up = False
+            _log.warning("instance %s is down: %s", instance.id, reason)
+            self.publish(instance)
+        instance.down_reason = reason
+        instance.engine_kv_usage = None
+
+    def tell_drift(self, instance_id: InstanceId) -> None:
+        """Log, once, that an instance's profile has begun or ceased to drift."""
+        drift = self.scheduler.drift(instance_id)
+        if drift is None:
+            return
+        told = drift.verdict()
+        ratios = ", ".join(
+            f"{phase} takes {ratio:.2f} times as long as it says"
+            for phase, ratio in (("decode", told.decode), ("prefill", told.prefill))
+            if ratio is not None
+        )
+        if drift.drifted:
+            _log.warning(
+                "instance %s: its profile has drifted: %s (spread %.0f %%); a new one from the "
+                "traffic: hetero-gateway profile --from-gateway URL --instance %s -o FILE",
+                instance_id,
+                ratios,
+                100 * (told.spread or 0.0),
+                instance_id,
+            )
+        else:
+            _log.info("instance %s: its profile fits again: %s", instance_id, ratios)
+
+    def models(self) -> dict[str, int | None]:
+        """Names that live instances serve, with the longest context known for each."""
+        result: dict[str, int | None] = {}
+        for instance in self._live():
+            for model in sorted(instance.models):
+                known = result.get(model)
+                result[model] = max(known or 0, instance.max_model_len or 0) or None
+        return result
+
+    def ready(self) -> bool:
+        """Whether any instance can take requests."""
+        return any(True for _ in self._live())
+
+    def _live(self) -> Iterable[Instance]:
+        return (i for i in self.instances.values() if i.up and not i.draining)
+
+    def speed(self, instance_id: InstanceId) -> float | None:
+        """Observed over modelled step time; None: nothing is modelled."""
+        modelled = self.queues or self.scheduler.spec(instance_id).profile is not None
+        slot = self.scheduler.slot(instance_id)
+        return self.scheduler.progress.speed(slot) if modelled else None
+
+    def gauges(self) -> list[InstanceGauges]:
+        """Every instance as metrics show it."""
+        ledger, progress = self.scheduler.ledger, self.scheduler.progress
+        result = []
+        for instance in self.instances.values():
+            slot = self.scheduler.slot(instance.id)
+            profile = self.scheduler.spec(instance.id).profile
+            tokens = float(ledger.kv_tokens[slot])
+            drift = self.scheduler.drift(instance.id)
+            told = Verdict(None, None, None) if drift is None else drift.verdict()
+            result.append(
+                InstanceGauges(
+                    instance_id=instance.id,
+                    up=instance.up,
+                    in_flight=int(ledger.in_flight[slot]),
+                    workload=float(ledger.load[slot]),
+                    kv_usage_estimated=tokens / profile.kv_capacity_tokens if profile else None,
+                    kv_usage_engine=instance.engine_kv_usage,
+                    speed_factor=self.speed(instance.id),
+                    waiting_first_token=progress.waiting(slot) if self.queues else None,
+                    drift_decode=told.decode,
+                    drift_prefill=told.prefill,
+                    profile_age_s=instance.profile_age_s(),
+                )
+            )
+        return result
+
+    def close(self) -> None:
+        for instance in self.instances.values():
+            instance.pool.close()
+
+
+def _age_s(day: Any) -> float | None:
+    try:
+        made = day if isinstance(day, date) else datetime.fromisoformat(str(day))
+    except ValueError:
+        return None
+    if not isinstance(made, datetime):
+        made = datetime(made.year, made.month, made.day)
+    if made.tzinfo is None:
+        made = made.replace(tzinfo=UTC)
+    return max(0.0, (datetime.now(UTC) - made).total_seconds())
+
+
+def _ssl_context(config: InstanceConfig) -> ssl.SSLContext | None:
+    if not config.base_url.startswith("https:"):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=config.ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"instance {config.id}: ca_file: {config.ca_file} cannot be used: {error}"
+        ) from error
+    context.set_alpn_protocols(["http/1.1"])
+    return context

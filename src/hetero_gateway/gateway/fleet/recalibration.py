@@ -1,0 +1,109 @@
+"""Constants that follow the traffic while serving: ``scheduler.recalibrate``.
+
+Off by default, and then nothing here is ever called. Where it is on, an instance's constants are
+fitted anew after each minute of observed time and replaced when that changes what they predict;
+``core/instances/calibration.py`` fits, and keeps every constant within bounds of the original. The
+original profile is kept, and PATCH /admin/instances/ID {"recalibrated": false} brings it back for
+good. An instance without a profile gets a learned one, once its engine has told how large its KV
+cache is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+
+from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.instances.calibration import bounded, refit
+from hetero_gateway.core.instances.observation import StepRow, seconds
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+
+# Observed seconds between two fits, and rows that one looks at: the last few minutes. A fit takes
+# some 5 ms of the event loop.
+EVERY_S = 60.0
+_MOST_ROWS = 300
+# Constants that predict the same as before are not worth a new start of the speed factor.
+_WORTH = 1.1
+# A fit that misses held-out rows by more than this (median) is not believed.
+_MOST_ERROR = 0.3
+
+_log = logging.getLogger(__name__)
+
+
+class Recalibration:
+    """Looks at the observations of a fleet, and replaces constants."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._fitted_at_s: dict[InstanceId, float] = {}  # observed time at the last fit
+
+    def look(self) -> None:
+        """Fit what has been observed for long enough; called about once a second."""
+        scheduler, instances = self._fleet.scheduler, self._fleet.instances
+        if len(self._fitted_at_s) > len(instances):
+            gone = self._fitted_at_s.keys() - instances.keys()
+            for instance_id in gone:
+                del self._fitted_at_s[instance_id]
+        for instance in instances.values():
+            observed_s = scheduler.observations(instance.id).observed_s
+            before_s = self._fitted_at_s.get(instance.id, 0.0)
+            if observed_s < before_s:  # another instance has the id now
+                before_s = 0.0
+            if observed_s - before_s >= EVERY_S and instance.recalibrates:
+                self._fitted_at_s[instance.id] = observed_s
+                self._fit(instance)
+
+    def _fit(self, instance: Instance) -> None:
+        scheduler = self._fleet.scheduler
+        seen = scheduler.observations(instance.id)
+        steps = seen.steps.last(_MOST_ROWS)
+        original = instance.profile
+        base = scheduler.stand_in(instance.id) if original is None else original.constants
+        fit = refit(steps, seen.first_tokens.last(_MOST_ROWS), base)
+        if fit is None or fit.decode.median is None or fit.decode.median > _MOST_ERROR:
+            return
+        constants = (
+            fit.constants if original is None else bounded(fit.constants, original.constants)
+        )
+        present = instance.calibrated or original
+        if present is not None and _same(steps, constants, present.constants):
+            return
+        profile = _profile(instance, constants)
+        if profile is None:
+            return
+        instance.calibrated = profile
+        _log.info(
+            "instance %s: %s from %d s of traffic; the constants that it tells: %s; median error "
+            "of decode %.0f %%",
+            instance.id,
+            "a profile is learned" if original is None else "the profile is recalibrated",
+            round(sum(row.duration_s for row in steps)),
+            ", ".join(sorted(fit.identified)) or "none",
+            100 * fit.decode.median,
+        )
+        self._fleet.publish(instance)
+
+
+def _same(rows: Sequence[StepRow], one: Constants, other: Constants) -> bool:
+    """Whether both predict the same of these rows, prefill and decode."""
+    for phase in (0, 1):
+        a = sum(seconds(row.terms, one)[phase] for row in rows)
+        b = sum(seconds(row.terms, other)[phase] for row in rows)
+        if (a > 0) != (b > 0) or (a > 0 and abs(math.log(a / b)) > math.log(_WORTH)):
+            return False
+    return True
+
+
+def _profile(instance: Instance, constants: Constants) -> Profile | None:
+    if instance.profile is not None:
+        source = {**instance.profile.source, "note": "recalibrated from traffic"}
+        return dataclasses.replace(instance.profile, constants=constants, source=source)
+    capacity = instance.engine_kv_capacity_tokens
+    if capacity is None:
+        return None  # as if it were endless, a backlog would go all to it
+    model = min(instance.models, default="unknown")
+    source = {"how": "measured", "note": "learned from traffic"}
+    return Profile("learned", model, 1, constants, capacity, source=source)

@@ -1,0 +1,1 @@
+"""Bytes: connections to instances and clients, and what is read from bodies."""

@@ -1,0 +1,330 @@
+"""The HTTP/1.1 client towards the instances: one keep-alive pool per instance.
+
+A connection carries one exchange at a time. It is fed raw bytes, finds where a response's head,
+body and end are (httptools), and hands the raw bytes on: who relays them decides whether to pass
+them verbatim or decoded. It never half-closes, because vLLM takes that for a disconnect.
+
+httpx is used for probes and scrapes only: per request it costs twenty times what this does
+(benchmarks/dataplane.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections import deque
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from hetero_gateway.errors import InstanceError
+from hetero_gateway.files.gateway_config import PoolConfig
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class ResponseHead:
+    """Status line and headers of a response, and how its body is framed."""
+
+    __slots__ = ("chunked", "content_length", "headers", "status")
+
+    def __init__(self, status: int, headers: Headers) -> None:
+        self.status = status
+        self.headers = headers
+        self.chunked = False
+        self.content_length: int | None = None
+        for name, value in headers:
+            if name == b"transfer-encoding":
+                self.chunked = value.strip().lower() == b"chunked"
+            elif name == b"content-length":
+                self.content_length = int(value)
+        if status in (204, 304):
+            self.content_length = 0
+
+    @property
+    def ends_at_close(self) -> bool:
+        """The body has no framing of its own and ends when the connection does."""
+        return not self.chunked and self.content_length is None
+
+
+class ResponseSink(Protocol):
+    """Who receives a response. Called from the event loop's callbacks; must not block or raise."""
+
+    def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
+        """Returns whether the body is wanted decoded. ``body_follows``: ``on_data`` comes next."""
+        ...
+
+    def on_data(self, data: bytes) -> None:
+        """Body bytes: decoded if that was wanted, else as they came, chunk framing and all."""
+        ...
+
+    def on_complete(self) -> None: ...
+
+    def on_error(self, error: InstanceError) -> None: ...
+
+
+class _BodyDecoder:
+    """Takes the framing off a body, for the few exchanges that want it: a parser of its own.
+
+    The connection's parser has no body callback, which would cost every chunk of every stream.
+    """
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+
+    def feed(self, data: bytes) -> bytes:
+        """The body bytes in the next part of the response (whose head comes first)."""
+        self._parser.feed_data(data)
+        body = b"".join(self._parts)
+        self._parts.clear()
+        return body
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One TCP or TLS connection to an instance."""
+
+    def __init__(self, pool: InstancePool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._sink: ResponseSink | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._head: ResponseHead | None = None
+        self._head_bytes = b""
+        self._head_passed = False
+        self._headers: Headers = []
+        self._decoder: _BodyDecoder | None = None
+        self._message_complete = False
+        self._keep_alive = False
+        self.idle_since_s = 0.0
+        # A request that fails on a reused connection before any byte came may have met the
+        # instance closing an idle connection.
+        self.reused = False
+        self.got_bytes = False
+
+    # What the relay calls
+
+    def send(self, request: bytes, sink: ResponseSink) -> None:
+        """Send a whole request; its response goes to ``sink``."""
+        self._sink = sink
+        self._head = None
+        self._head_bytes = b""
+        self._head_passed = False
+        self._headers = []
+        self._decoder = None
+        self._message_complete = False
+        self.got_bytes = False
+        assert self._transport is not None
+        self._transport.write(request)
+
+    def pause_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once; the sink hears nothing more. vLLM aborts the request within 40 ms."""
+        self._sink = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        sink = self._sink
+        if sink is None:
+            # Bytes that nobody asked for: whatever they are, this connection is not to be trusted.
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, ValueError) as error:
+            self._fail(InstanceError("protocol", f"the response is not valid HTTP/1.1: {error}"))
+            return
+        if not self._head_passed:
+            data = self._pass_head(sink, data)
+        elif self._decoder is not None:
+            data = self._decoder.feed(data)
+        if data and self._sink is sink:
+            sink.on_data(data)
+        if self._message_complete and self._sink is sink:
+            self._finish(sink)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.forget(self)
+        sink = self._sink
+        if sink is None:
+            return
+        if exc is None and self._head is not None and self._head.ends_at_close:
+            self._sink = None
+            sink.on_complete()
+            return
+        when = "before the response was complete" if self.got_bytes else "without an answer"
+        self._fail(InstanceError("reset", f"the instance closed the connection {when}"))
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        if self._message_complete:
+            raise ValueError("bytes after the end of the response")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._head = ResponseHead(self._parser.get_status_code(), self._headers)
+        # Asked now: after the message's end the parser has forgotten the framing.
+        self._keep_alive = self._parser.should_keep_alive()
+
+    def on_message_complete(self) -> None:
+        self._message_complete = True
+
+    def _pass_head(self, sink: ResponseSink, data: bytes) -> bytes:
+        """Hand on the head if it is whole now; returns the body bytes that came with it."""
+        self.got_bytes = True
+        self._head_bytes += data
+        head = self._head
+        if head is None:
+            return b""
+        if head.status < 200:
+            self._fail(InstanceError("protocol", f"unexpected status {head.status}"))
+            return b""
+        received, self._head_bytes = self._head_bytes, b""
+        body = received[received.index(b"\r\n\r\n") + 4 :]
+        self._head_passed = True
+        if sink.on_head(head, body_follows=bool(body)):
+            self._decoder = _BodyDecoder()
+            body = self._decoder.feed(received)
+        return body
+
+    def _finish(self, sink: ResponseSink) -> None:
+        self._sink = None
+        if self._keep_alive:
+            self._pool.release(self)
+        elif self._transport is not None:
+            self._transport.close()
+        sink.on_complete()
+
+    def _fail(self, error: InstanceError) -> None:
+        sink, self._sink = self._sink, None
+        if self._transport is not None:
+            self._transport.abort()
+        if sink is not None:
+            sink.on_error(error)
+
+
+class InstancePool:
+    """The connections to one instance.
+
+    Args:
+        base_url: http or https, maybe with a path prefix.
+        config: limits and idle expiry.
+        connect_timeout_s: for TCP and TLS together.
+        ssl_context: for https.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        config: PoolConfig,
+        connect_timeout_s: float,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        parts = urlsplit(base_url)
+        assert parts.hostname is not None  # the configuration has checked it
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.path_prefix = parts.path.rstrip("/").encode()
+        self.host_header = parts.netloc.encode()
+        self._ssl = ssl_context if parts.scheme == "https" else None
+        self._config = config
+        self._connect_timeout_s = connect_timeout_s
+        self._idle: deque[UpstreamConnection] = deque()
+        self._open: set[UpstreamConnection] = set()
+        self._connecting = 0
+        self._closed = False
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._open)
+
+    def take_idle(self) -> UpstreamConnection | None:
+        """The idle connection that was used last, or None."""
+        now_s = time.monotonic()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable and now_s - connection.idle_since_s < self._config.idle_expiry_s:
+                connection.reused = True
+                return connection
+            connection.abort()
+        return None
+
+    async def connect(self) -> UpstreamConnection:
+        """A new connection. Raises InstanceError: ``connect``, or ``pool`` at the limit."""
+        if len(self._open) + self._connecting >= self._config.max_connections:
+            raise InstanceError("pool", f"{self._config.max_connections} connections are open")
+        loop = asyncio.get_running_loop()
+        self._connecting += 1
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: UpstreamConnection(self),
+                    self.host,
+                    self.port,
+                    ssl=self._ssl,
+                    server_hostname=self.host if self._ssl else None,
+                )
+        except TimeoutError as error:
+            raise InstanceError(
+                "connect", f"no connection within {self._connect_timeout_s:g} s"
+            ) from error
+        except OSError as error:
+            raise InstanceError("connect", str(error.strerror or error)) from error
+        finally:
+            self._connecting -= 1
+        self._open.add(connection)
+        return connection
+
+    def release(self, connection: UpstreamConnection) -> None:
+        """Take back a connection whose exchange is over."""
+        if self._closed or len(self._idle) >= self._config.max_idle:
+            connection.abort()
+            return
+        connection.idle_since_s = time.monotonic()
+        self._idle.append(connection)
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        self._open.discard(connection)
+
+    def close_expired(self) -> None:
+        """Close what has been idle for too long; the oldest stand first."""
+        now_s = time.monotonic()
+        while self._idle and (
+            not self._idle[0].usable
+            or now_s - self._idle[0].idle_since_s >= self._config.idle_expiry_s
+        ):
+            self._idle.popleft().abort()
+
+    def close(self) -> None:
+        """Close the idle connections now and the busy ones when they come back."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().abort()

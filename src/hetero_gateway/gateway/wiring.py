@@ -1,0 +1,168 @@
+"""The running gateway: every part, wired together. Built by ``app.create_app``, one per app."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from hetero_gateway.core.lengths.predictors import (
+    BytesPerToken,
+    LengthFeatures,
+    capped_output_tokens,
+)
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig, secret
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.application import DataPlane
+from hetero_gateway.gateway.dataplane.placement import Placement
+from hetero_gateway.gateway.dataplane.predictor import make_predictor
+from hetero_gateway.gateway.dataplane.relay import Deadlines
+from hetero_gateway.gateway.fleet.health import HealthMonitor
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+
+
+class Gateway:
+    """What the control paths and the data plane share. ``start`` needs a running event loop.
+
+    Args:
+        config: the whole configuration.
+        config_path: the file it came from, for reloading; profile files are relative to it.
+    """
+
+    def __init__(self, config: GatewayConfig, config_path: Path | None = None) -> None:
+        self.config = config
+        self.config_path = config_path
+        self.draining = False
+        # None is one of them: an instance without a key.
+        self.known_key_names = {None, *(i.api_key_env for i in config.instances)}
+        self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
+        base_dir = config_path.parent if config_path else Path()
+        self.fleet = Fleet(config, base_dir)
+        scheduler = self.fleet.scheduler
+        self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
+        self.predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
+        tokens = config.scheduler.tokens
+        self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
+        self._tokenizer = (
+            Tokenizer(tokens.tokenizer_file, tokens.thread_above_bytes)
+            if tokens.tokenizer_file
+            else None
+        )
+        self._stack = AsyncExitStack()
+        self.dataplane: DataPlane
+        self.placement: Placement
+        self.health: HealthMonitor
+
+    async def start(self) -> None:
+        """Probe the instances, and keep doing so in the background until ``stop``."""
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self.health = HealthMonitor(self.fleet, self.config.health, tasks)
+        self._stack.callback(self.health.stop)
+        deadlines = Deadlines(self.config.timeouts)
+        self._stack.callback(deadlines.close)
+        self._stack.callback(self.fleet.close)
+        scheduling = self.config.scheduler
+        self.placement = Placement(
+            self.fleet, self.metrics, scheduling.queue, recalibrate=scheduling.recalibrate
+        )
+        self._stack.callback(self.placement.close)
+        expiry = tasks.create_task(self._close_idle_connections())
+        self._stack.callback(expiry.cancel)
+        self.dataplane = DataPlane(
+            self.config,
+            self.fleet,
+            self.health,
+            self.metrics,
+            self.predictor,
+            self.bytes_per_token,
+            self._tokenizer,
+            deadlines,
+            self.placement,
+        )
+        await self.health.start()
+
+    async def stop(self) -> None:
+        self.draining = True
+        await self._stack.aclose()
+
+    def predict_output_tokens(
+        self, model: str, prompt_tokens: int, max_tokens: int | None
+    ) -> float:
+        """The predicted output length of a request, as the data plane would have it."""
+        return capped_output_tokens(
+            self.predictor.predict(LengthFeatures(model, prompt_tokens, max_tokens)),
+            max_tokens,
+            self.fleet.scheduler.context_tokens(model),
+            prompt_tokens,
+        )
+
+    def add_instance(self, config: InstanceConfig) -> Instance:
+        """Add an instance and begin to probe it. Raises ConfigError."""
+        return self._admit(self.fleet.build(config))
+
+    def _admit(self, instance: Instance) -> Instance:
+        self.fleet.admit(instance)
+        self.health.watch(instance)
+        self.health.suspect(instance, "not probed yet", down=False)
+        return instance
+
+    def remove_instance(self, instance_id: InstanceId) -> int:
+        """Remove an instance and its series; returns the number of requests it had."""
+        self.health.unwatch(instance_id)
+        open_requests = self.fleet.remove(instance_id)
+        self.metrics.forget(instance_id)
+        return open_requests
+
+    def apply(self, fresh: GatewayConfig) -> dict[str, Any]:
+        """Bring the instances in line with a new configuration; says what changed.
+
+        Sections other than ``instances`` take effect at the next start, and are named. An instance
+        whose weight alone changed goes on serving; any other change replaces it. Instances that
+        were added over /admin/instances and are not in the file go away.
+
+        Raises:
+            ConfigError: before anything was changed.
+        """
+        wanted = {InstanceId(i.id): i for i in fresh.instances}
+        current = {i.id: i.config for i in self.fleet.instances.values()}
+        removed = [i for i in current if i not in wanted]
+        changed = [i for i in current if i in wanted and wanted[i] != current[i]]
+        added = [i for i in wanted if i not in current]
+        weighted = [
+            i
+            for i in changed
+            if wanted[i] == current[i].model_copy(update={"weight": wanted[i].weight})
+        ]
+        replaced = [i for i in changed if i not in weighted]
+        # A key or a certificate that is missing must show before the first change is made.
+        built = [self.fleet.build(wanted[i]) for i in replaced + added]
+        for instance_id in weighted:
+            instance = self.fleet.instances[instance_id]
+            instance.config = wanted[instance_id]
+            instance.weight = instance.config.weight
+            self.fleet.publish(instance)
+        for instance_id in removed + replaced:
+            self.remove_instance(instance_id)
+        for instance in built:
+            self._admit(instance)
+        self.known_key_names = {None, *(i.api_key_env for i in fresh.instances)}
+        sections = [
+            name
+            for name in type(fresh).model_fields
+            if name != "instances" and getattr(fresh, name) != getattr(self.config, name)
+        ]
+        return {
+            "added": added,
+            "removed": removed,
+            "changed": changed,
+            "needs_restart": sections,
+        }
+
+    async def _close_idle_connections(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.pool.idle_expiry_s)
+            for instance in self.fleet.instances.values():
+                instance.pool.close_expired()

@@ -1,0 +1,149 @@
+"""What ``plan --json`` prints, and the plan's machines in words."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from hetero_gateway.files.plan_config import PlanRequest
+from hetero_gateway.planner.plan import (
+    Candidate,
+    Figures,
+    InstanceType,
+    Layout,
+    Machine,
+    Plan,
+    Unfit,
+)
+
+
+def document(plan: Plan, request: PlanRequest, seconds: float) -> dict[str, Any]:
+    """The whole document.
+
+    Args:
+        seconds: how long the plan took.
+    """
+    best = plan.best
+    return {
+        "config": request.source,
+        "model": request.model.name,
+        "max_model_len": request.max_model_len,
+        "goal": plan.goal,
+        "policy": plan.policy,
+        "memory": request.memory,
+        "estimator": request.question.estimator,
+        "seed": request.question.seed,
+        "mean_prompt_tokens": plan.mean_prompt_tokens,
+        "mean_output_tokens": plan.mean_output_tokens,
+        "rate_per_s": plan.rate_per_s,
+        "took_s": round(seconds, 2),
+        "best": _candidate(best, plan),
+        "candidates": [_candidate(c, plan) for c in plan.candidates],
+        "pareto": [plan.candidates.index(c) for c in plan.pareto],
+        "types": [_type(key, t, plan) for key, t in sorted(plan.types.items())],
+        "infeasible": _infeasible(plan),
+        "notes": list(plan.notes),
+    }
+
+
+def _candidate(candidate: Candidate, plan: Plan) -> dict[str, Any]:
+    simulated, at_rate = candidate.simulated, candidate.at_rate
+    return {
+        "machines": [
+            _machine(machine, candidate.layouts[machine.id], plan.types)
+            for machine in plan.machines
+        ],
+        "throughput_tokens_per_s": simulated.tokens_per_s if simulated else None,
+        "output_tokens_per_s": simulated.output_tokens_per_s if simulated else None,
+        "alone_tokens_per_s": candidate.alone_tokens_per_s or None,
+        "algorithm_1_tokens_per_s": {
+            "paper": candidate.estimate_paper_tokens_per_s,
+            "unpadded": candidate.estimate_tokens_per_s,
+        },
+        "batch": simulated.batch if simulated else None,
+        "at_rate": _figures(at_rate),
+        "holds": candidate.holds,
+        "accelerators": candidate.accelerators,
+        "idle_accelerators": candidate.idle_accelerators,
+        "usd_per_million_tokens": candidate.usd_per_million_tokens,
+        "why_not": candidate.why_not,
+    }
+
+
+def _machine(
+    machine: Machine, layout: Layout, types: Mapping[tuple[str, int], InstanceType]
+) -> dict[str, Any]:
+    return {
+        "id": machine.id,
+        "accelerator": machine.accelerator,
+        "count": machine.count,
+        "instances": [
+            {
+                "tensor_parallel": t,
+                "count": n,
+                "kv_capacity_tokens": types[machine.accelerator, t].memory.kv_capacity_tokens,
+            }
+            for t, n in sorted(Counter(layout).items(), reverse=True)
+        ],
+    }
+
+
+def _figures(figures: Figures | None) -> dict[str, Any] | None:
+    if figures is None:
+        return None
+    return {
+        "throughput_tokens_per_s": _number(figures.tokens_per_s),
+        "latency_s": {
+            "mean": _number(figures.latency_mean_s),
+            "p99": _number(figures.latency_p99_s),
+        },
+        "ttft_s": {"mean": _number(figures.ttft_mean_s), "p99": _number(figures.ttft_p99_s)},
+        "tpot_s": {"mean": _number(figures.tpot_mean_s), "p99": _number(figures.tpot_p99_s)},
+        "batch": _number(figures.batch),
+    }
+
+
+def _type(key: tuple[str, int], found: InstanceType, plan: Plan) -> dict[str, Any]:
+    alone = plan.alone.get(key)
+    memory = found.memory
+    return {
+        "accelerator": key[0],
+        "tensor_parallel": key[1],
+        "kv_capacity_tokens": memory.kv_capacity_tokens,
+        "kv_uncertainty": memory.uncertainty,
+        "tight": memory.tight,
+        "memory": memory.how,
+        "memory_bytes_per_accelerator": {p.name: p.bytes_per_accelerator for p in memory.parts},
+        "max_num_seqs": found.profile.max_num_seqs,
+        "times": found.profile.source.get("how", "not said"),
+        "time_uncertainty": found.time_uncertainty,
+        "alone_tokens_per_s": alone.tokens_per_s if alone else None,
+        "alone_batch": alone.batch if alone else None,
+        "limit": alone.limit if alone else None,
+    }
+
+
+def _infeasible(plan: Plan) -> list[dict[str, Any]]:
+    """By machine, as far as its accelerators go."""
+    by_accelerator: dict[str, list[Unfit]] = {}
+    for unfit in plan.unfit:
+        by_accelerator.setdefault(unfit.accelerator, []).append(unfit)
+    return [
+        {
+            "machine": machine.id,
+            "accelerator": machine.accelerator,
+            "tensor_parallel": unfit.tensor_parallel,
+            "reason": unfit.reason,
+            "shortfall_bytes": unfit.shortfall_bytes,
+            "remedies": list(unfit.remedies),
+        }
+        for machine in plan.machines
+        for unfit in by_accelerator.get(machine.accelerator, [])
+        if unfit.tensor_parallel <= machine.count
+    ]
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

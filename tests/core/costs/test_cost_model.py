@@ -1,0 +1,203 @@
+"""Each equation against a naive literal form, and the laws that a cost must keep."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.costs import cost_model
+from hetero_gateway.core.costs.cost_model import ProfileTable, request_time_s
+from hetero_gateway.core.costs.profile import Constants, Profile
+from tests.core.builders import FAST, FAST_CONSTANTS, SLOW, profile, profiles
+
+GIB = 2**30
+prompts = st.integers(1, 200_000)
+outputs = st.floats(0, 20_000)
+
+
+def literal_decode_time_s(
+    c: Constants, batch: float, prompt_tokens: float, output_tokens: int
+) -> float:
+    """Eq. (4) as it is printed: a sum over the steps."""
+    return math.fsum(
+        c.p5 * batch * (prompt_tokens + k) + c.p6 * batch + c.p7 * (prompt_tokens + k) + c.p8
+        for k in range(1, output_tokens + 1)
+    )
+
+
+def literal_request_time_s(p: Profile, prompt_tokens: int, output_tokens: int) -> float:
+    """Eqs. (3) to (6), literally, with b capped at max_num_seqs and infinity below one."""
+    b = p.kv_capacity_tokens / (prompt_tokens + output_tokens)
+    if b < 1:
+        return math.inf
+    b = min(b, p.max_num_seqs)
+    c = p.constants
+    prefill_s = c.p1 * b * prompt_tokens + c.p2 * b + c.p3 * prompt_tokens + c.p4
+    return (prefill_s + literal_decode_time_s(c, b, prompt_tokens, output_tokens)) / b
+
+
+# KV memory
+
+
+def test_llama_3_8b_holds_128_kib_of_kv_per_token() -> None:
+    # 32 layers, 8 KV heads of 128, fp16: a quarter of what 2·l·h with h = 4096 would give.
+    assert cost_model.kv_bytes_per_token(32, 8, 128, 2) == 131072
+    assert cost_model.kv_bytes_per_token(32, 32, 128, 2) == 2 * 32 * 4096 * 2
+
+
+def test_qwen_14b_holds_192_kib_of_kv_per_token() -> None:
+    assert cost_model.kv_bytes_per_token(48, 8, 128, 2) == 196608
+
+
+def test_kv_memory_of_four_v100_is_what_is_left_after_weights_and_reserve() -> None:
+    # Eq. (1) by hand: 4 × 32 GiB × 0.9 − 4 × 2 GiB − 8e9 × 2 B = 107.2 GiB − 16e9 B.
+    left_bytes = cost_model.kv_capacity_bytes(4, 32 * GIB, 0.9, 2 * GIB, 8e9, 2)
+    assert left_bytes == pytest.approx(107.2 * GIB - 16e9)
+    assert left_bytes / cost_model.kv_bytes_per_token(32, 8, 128, 2) == pytest.approx(756112.5)
+
+
+def test_the_reserve_is_taken_off_every_accelerator() -> None:
+    one = cost_model.kv_capacity_bytes(1, 10, 1, 1, 0, 2)
+    assert [cost_model.kv_capacity_bytes(t, 10, 1, 1, 0, 2) for t in (1, 2, 8)] == [
+        one,
+        2 * one,
+        8 * one,
+    ]
+
+
+def test_a_model_that_does_not_fit_leaves_less_than_nothing() -> None:
+    assert cost_model.kv_capacity_bytes(1, 16 * GIB, 0.9, 2 * GIB, 14e9, 2) < 0
+
+
+def test_the_longest_request_must_fit_the_memory() -> None:
+    assert cost_model.fits_memory(4096, 3840, 256)
+    assert not cost_model.fits_memory(4095, 3840, 256)
+
+
+# Step times
+
+
+def test_prefill_time_is_the_four_terms() -> None:
+    c = Constants(2, 3, 5, 7, 0, 0, 0, 1)
+    assert cost_model.prefill_time_s(c, 11, 13) == 2 * 11 * 13 + 3 * 11 + 5 * 13 + 7
+
+
+def test_a_decode_step_is_the_four_terms() -> None:
+    c = Constants(0, 0, 0, 0, 2, 3, 5, 7)
+    assert cost_model.decode_step_time_s(c, 11, 13) == 2 * 11 * 13 + 3 * 11 + 5 * 13 + 7
+
+
+@given(profiles(), st.floats(1, 512), st.integers(0, 100_000), st.integers(0, 400))
+def test_decode_time_equals_the_literal_sum(
+    p: Profile, batch: float, prompt_tokens: int, output_tokens: int
+) -> None:
+    literal = literal_decode_time_s(p.constants, batch, prompt_tokens, output_tokens)
+    closed = cost_model.decode_time_s(p.constants, batch, prompt_tokens, output_tokens)
+    assert closed == pytest.approx(literal, rel=1e-9, abs=1e-15)
+
+
+# The cost of a request
+
+
+def test_the_ideal_batch_fills_the_kv_cache_up_to_the_engines_limit() -> None:
+    p = profile(kv_capacity_tokens=10_000, max_num_seqs=64)
+    assert cost_model.ideal_batch(p, 900, 100) == 10
+    assert cost_model.ideal_batch(p, 10, 10) == 64
+
+
+@given(profiles(), prompts, st.integers(1, 400))
+def test_request_time_equals_the_literal_equations(
+    p: Profile, prompt_tokens: int, output_tokens: int
+) -> None:
+    literal = literal_request_time_s(p, prompt_tokens, output_tokens)
+    assert request_time_s(p, prompt_tokens, output_tokens) == pytest.approx(literal, rel=1e-9)
+
+
+@given(profiles(), prompts)
+def test_request_time_is_infinite_exactly_where_the_kv_cache_is_too_small(
+    p: Profile, prompt_tokens: int
+) -> None:
+    room = p.kv_capacity_tokens - prompt_tokens
+    if room >= 0:
+        assert math.isfinite(request_time_s(p, prompt_tokens, room))
+    assert request_time_s(p, prompt_tokens, max(0, room + 1)) == math.inf
+
+
+@given(st.lists(profiles(), min_size=1, max_size=6), prompts, outputs)
+def test_the_profile_table_equals_the_equations_of_each_profile(
+    ps: list[Profile], prompt_tokens: int, output_tokens: float
+) -> None:
+    expected = [request_time_s(p, prompt_tokens, output_tokens) for p in ps]
+    actual = ProfileTable(ps).request_times_s(prompt_tokens, output_tokens)
+    # assert_allclose takes infinities as equal only where both sides have them.
+    np.testing.assert_allclose(actual, expected, rtol=1e-9)
+
+
+def test_the_profile_table_says_infinite_only_for_those_it_does_not_fit() -> None:
+    table = ProfileTable([profile(kv_capacity_tokens=1000), profile(kv_capacity_tokens=999)])
+    assert np.isinf(table.request_times_s(900, 100.0)).tolist() == [False, True]
+    assert np.isinf(table.request_times_s(900, 99.0)).tolist() == [False, False]
+
+
+@given(profiles(), prompts, outputs, st.integers(0, 5000), st.floats(0, 5000))
+def test_request_time_never_falls_with_more_tokens(
+    p: Profile, prompt_tokens: int, output_tokens: float, more_prompt: int, more_output: float
+) -> None:
+    base = request_time_s(p, prompt_tokens, output_tokens)
+    longer_prompt = request_time_s(p, prompt_tokens + more_prompt, output_tokens)
+    longer_output = request_time_s(p, prompt_tokens, output_tokens + more_output)
+    assert longer_prompt >= base * (1 - 1e-12)
+    assert longer_output >= base * (1 - 1e-12)
+
+
+def test_request_time_rises_with_prompt_and_with_output() -> None:
+    by_prompt = [request_time_s(FAST, i, 256) for i in (1, 10, 100, 1000, 10_000)]
+    by_output = [request_time_s(FAST, 512, o) for o in (1, 10, 100, 1000, 10_000)]
+    assert by_prompt == sorted(set(by_prompt))
+    assert by_output == sorted(set(by_output))
+
+
+def test_the_slower_machine_takes_longer() -> None:
+    assert request_time_s(SLOW, 512, 256) > 2 * request_time_s(FAST, 512, 256)
+
+
+def test_a_scaled_machine_takes_that_much_longer() -> None:
+    half_speed = profile(FAST_CONSTANTS.scaled(2))
+    assert request_time_s(half_speed, 512, 256) == pytest.approx(2 * request_time_s(FAST, 512, 256))
+
+
+# Workload
+
+
+def test_kv_usage_is_tokens_over_capacity_and_may_exceed_one() -> None:
+    assert cost_model.kv_usage(0, 1000) == 0
+    assert cost_model.kv_usage(2500, 1000) == 2.5
+
+
+def test_workload_grows_with_the_exponential_of_kv_usage() -> None:
+    assert cost_model.workload(3.0, 0.0, 2.0) == 3.0
+    assert cost_model.workload(3.0, 0.5, 2.0) == pytest.approx(3 * math.e)
+    assert cost_model.workload(3.0, 1.5, 2.0) == pytest.approx(3 * math.exp(3))
+
+
+@pytest.mark.parametrize("usage", [25.0, 26.0, 1e6, 1e300, math.inf])
+def test_the_exponent_is_capped_instead_of_overflowing(usage: float) -> None:
+    capped = cost_model.workload(2.0, usage, 2.0)
+    assert capped == 2.0 * math.exp(cost_model.MAX_EXPONENT)
+    assert cost_model.workloads(np.array([2.0]), np.array([usage]), 2.0)[0] == capped
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-6, 1e4), st.floats(0, 100)), min_size=1, max_size=5),
+    st.floats(0.01, 10),
+)
+def test_workloads_equal_one_workload_at_a_time(
+    pairs: list[tuple[float, float]], theta: float
+) -> None:
+    times, usages = np.array([t for t, _ in pairs]), np.array([u for _, u in pairs])
+    expected = [cost_model.workload(t, u, theta) for t, u in pairs]
+    np.testing.assert_allclose(cost_model.workloads(times, usages, theta), expected, rtol=1e-12)

@@ -1,0 +1,442 @@
+"""Planted constants come back, what cannot be known is said, and the errors are honest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_gateway.core.costs.cost_model import FloatArray, decode_time_s, prefill_time_s
+from hetero_gateway.core.costs.fitting import Fit, Sample, decode_terms, fit, prefill_terms
+from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.errors import ProfileError
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+PROMPTS = (64, 128, 256, 512, 1024, 2048)
+OUTPUTS = (17, 65)
+# Between the measured cells, and none of them.
+NEW_CELLS = tuple(product((1, 3, 6, 12, 24), (96, 400, 800, 1600), (33,)))
+# Of everyday accelerators, and up to ten times as much.
+LEAST = (2e-5, 1e-4, 1e-6, 5e-3, 2e-8, 2e-5, 2e-8, 5e-3)
+TYPICAL = Constants(1e-4, 1e-3, 1e-5, 2e-2, 1e-7, 1e-4, 2e-7, 2e-2)
+factors = st.tuples(*(st.floats(1, 10) for _ in range(8)))
+seeds = st.integers(0, 2**32 - 1)
+Noise = Callable[[], float]
+
+
+def constants_of(by: Sequence[float]) -> Constants:
+    return Constants(*(least * factor for least, factor in zip(LEAST, by, strict=True)))
+
+
+def sample(
+    c: Constants, batch: float, prompt: float, output: float, noise: Noise = lambda: 1.0
+) -> Sample:
+    return Sample(
+        batch,
+        prompt,
+        output,
+        prefill_time_s(c, batch, prompt) * noise(),
+        decode_time_s(c, batch, prompt, output - 1) * noise(),
+    )
+
+
+def grid(
+    c: Constants,
+    batches: Sequence[float] = BATCHES,
+    prompts: Sequence[float] = PROMPTS,
+    outputs: Sequence[float] = OUTPUTS,
+    repeats: int = 1,
+    noise: Noise = lambda: 1.0,
+) -> list[Sample]:
+    cells = product(batches, prompts, outputs)
+    return [sample(c, *cell, noise) for cell in cells for _ in range(repeats)]
+
+
+def noisy(rng: np.random.Generator, outliers: float = 0.0) -> Noise:
+    """3 % of normal noise; a share of the times is three times too long."""
+    return lambda: (1 + 0.03 * rng.normal()) * (3 if rng.random() < outliers else 1)
+
+
+def fitted(samples: Sequence[Sample], seed: int = 0, resamples: int = 20) -> Fit:
+    return fit(samples, rng=np.random.default_rng(seed), resamples=resamples)
+
+
+def errors_on_new_cells(found: Constants, planted: Constants) -> FloatArray:
+    """Relative, of prefill and decode times of cells that were not measured."""
+    return np.array(
+        [
+            time_s(found) / time_s(planted) - 1
+            for b, i, o in NEW_CELLS
+            for time_s in (
+                lambda c, b=b, i=i: prefill_time_s(c, b, i),
+                lambda c, b=b, i=i, o=o: decode_time_s(c, b, i, o - 1),
+            )
+        ]
+    )
+
+
+def identified(found: Fit) -> list[bool]:
+    return [*found.prefill.identified, *found.decode.identified]
+
+
+# Planted constants
+
+
+@given(factors, st.sets(st.integers(0, 6).filter(lambda i: i != 3)))
+@settings(max_examples=40)
+def test_planted_constants_are_recovered_from_exact_times(
+    by: tuple[float, ...], zeros: set[int]
+) -> None:
+    c = constants_of([0.0 if i in zeros else factor for i, factor in enumerate(by)])
+    found = fitted(grid(c), resamples=1)
+    assert np.abs(errors_on_new_cells(found.constants, c)).max() < 1e-6
+    assert found.prefill.worst_error < 1e-6
+    assert found.decode.worst_error < 1e-6
+    assert found.prefill.outliers == found.decode.outliers == 0
+
+
+@given(factors, seeds)
+@settings(max_examples=40)
+def test_noise_and_outliers_leave_predictions_within_3_percent(
+    by: tuple[float, ...], seed: int
+) -> None:
+    c = constants_of(by)
+    samples = grid(c, repeats=2, noise=noisy(np.random.default_rng(seed), outliers=0.05))
+    found = fitted(samples, resamples=1)
+    assert np.abs(errors_on_new_cells(found.constants, c)).max() < 0.03
+
+
+def test_the_terms_are_those_of_the_equations() -> None:
+    samples = grid(TYPICAL)
+    found = fitted(samples, resamples=1)
+    values = found.constants
+    assert prefill_terms(samples) @ found.prefill.constants == pytest.approx(
+        [prefill_time_s(values, s.batch_size, s.prompt_tokens) for s in samples]
+    )
+    assert decode_terms(samples) @ found.decode.constants == pytest.approx(
+        [decode_time_s(values, s.batch_size, s.prompt_tokens, s.steps) for s in samples]
+    )
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 64),
+            st.integers(1, 4096),
+            st.integers(2, 256),
+            st.floats(1e-4, 100),
+            st.floats(1e-4, 100),
+        ),
+        min_size=4,
+        max_size=30,
+        unique_by=lambda row: row[:2],
+    ),
+)
+def test_no_times_whatever_give_a_negative_constant(rows: list[tuple[float, ...]]) -> None:
+    found = fitted([Sample(*row) for row in rows], resamples=3)
+    values = (*found.prefill.constants, *found.decode.constants)
+    assert all(math.isfinite(v) and v >= 0 for v in values)
+    assert all(0 <= low <= high for p in (found.prefill, found.decode) for low, high in p.intervals)
+
+
+def test_times_that_fall_with_the_batch_do_not_give_a_negative_constant() -> None:
+    samples = [Sample(b, i, 17, 1 + i / 1000 - b / 64, 1 - b / 64) for b, i, _ in CELLS]
+    found = fitted(samples)
+    assert min(*found.prefill.constants, *found.decode.constants) == 0
+    assert found.prefill.worst_error > 0.05
+
+
+CELLS = tuple(product(BATCHES, PROMPTS, OUTPUTS))
+
+
+# What the samples cannot tell
+
+
+def test_a_well_measured_engine_has_every_constant_identified() -> None:
+    found = fitted(grid(TYPICAL, noise=lambda: 1.0), resamples=50)
+    assert identified(found) == [True] * 8
+    assert found.prefill.notes == found.decode.notes == ()
+
+
+def test_a_constant_of_0_is_not_called_identified() -> None:
+    c = Constants(1e-4, 0.0, 1e-5, 2e-2, 1e-7, 1e-4, 0.0, 2e-2)
+    truth = [value > 0 for value in (c.p1, c.p2, c.p3, c.p4, c.p5, c.p6, c.p7, c.p8)]
+    right = []
+    for seed in range(15):
+        found = fitted(grid(c, repeats=2, noise=noisy(np.random.default_rng(seed))), resamples=60)
+        right.append(identified(found) == truth)
+    # Of 15 at 95 % and two constants each, 1.5 would be wrong.
+    assert sum(right) >= 12
+    assert found.prefill.notes == ("p2 cannot be told from 0",)
+
+
+def test_one_batch_size_identifies_nothing_and_is_named_as_the_reason() -> None:
+    found = fitted(grid(TYPICAL, batches=(8,)))
+    assert identified(found) == [False] * 8
+    assert found.prefill.notes == (
+        "p1, p2, p3, p4 cannot be told apart: every prefill sample has batch size 8",
+    )
+    assert found.decode.notes[0].endswith("every decode sample has batch size 8")
+
+
+def test_one_prompt_length_is_named_as_the_reason() -> None:
+    found = fitted(grid(TYPICAL, prompts=(512,), outputs=(33,)))
+    assert identified(found) == [False] * 8
+    assert found.prefill.notes[0].endswith("every prefill sample has 512 prompt tokens")
+
+
+def test_batch_and_length_that_are_never_changed_together_are_named_as_the_reason() -> None:
+    cross = grid(TYPICAL, batches=(1,), outputs=(33,)) + grid(
+        TYPICAL, prompts=(512,), outputs=(33,)
+    )
+    found = fitted(cross)
+    assert identified(found) == [False] * 8
+    assert found.prefill.notes[0].endswith(
+        "batch size and prompt length are never both away from 1 and 512 in a prefill sample"
+    )
+
+
+def test_what_cannot_be_told_apart_still_predicts_where_it_was_measured() -> None:
+    found = fitted(grid(TYPICAL, batches=(8,)))
+    for i in (100, 700, 1800):
+        assert prefill_time_s(found.constants, 8, i) == pytest.approx(
+            prefill_time_s(TYPICAL, 8, i), rel=1e-6
+        )
+        assert decode_time_s(found.constants, 8, i, 40) == pytest.approx(
+            decode_time_s(TYPICAL, 8, i, 40), rel=1e-6
+        )
+
+
+def test_the_part_that_cannot_be_told_apart_goes_to_the_constants_that_dominate() -> None:
+    found = fitted(grid(TYPICAL, batches=(8,)))
+    p1, p2, p3, p4 = found.prefill.constants
+    assert p2 * 8 < 1e-3 * p4
+    assert p3 < 1e-3 * p1 * 8
+    p5, p6, p7, p8 = found.decode.constants
+    assert p6 * 8 < 1e-3 * p8
+    assert p7 < 1e-3 * p5 * 8
+
+
+def test_nine_of_ten_intervals_hold_the_planted_constant() -> None:
+    held = []
+    for seed in range(25):
+        noise = noisy(np.random.default_rng(seed))
+        found = fitted(grid(TYPICAL, noise=noise), seed=seed, resamples=100)
+        for part, planted in ((found.prefill, (1e-4, 1e-3, 1e-5, 2e-2)),
+                              (found.decode, (1e-7, 1e-4, 2e-7, 2e-2))):  # fmt: skip
+            pairs = zip(part.intervals, planted, strict=True)
+            held += [low <= value <= high for (low, high), value in pairs]
+    assert np.mean(held) > 0.85
+    # An interval that holds everything says nothing.
+    assert found.prefill.intervals[0][1] < 1.2 * found.prefill.intervals[0][0]
+
+
+# Errors
+
+
+def with_prefill(time_s: Callable[[float, float], float]) -> list[Sample]:
+    rows = grid(TYPICAL)
+    return [
+        Sample(s.batch_size, s.prompt_tokens, s.output_tokens,
+               time_s(s.batch_size, s.prompt_tokens), s.decode_s)
+        for s in rows
+    ]  # fmt: skip
+
+
+def test_an_engine_of_another_form_gets_a_large_error() -> None:
+    found = fitted(with_prefill(lambda b, i: 1e-3 + 1e-8 * b**2 * i**2))
+    assert found.prefill.mean_error > 0.3
+    assert found.prefill.worst_error > found.prefill.mean_error > 0.3
+    # Nothing is called an outlier to make it look better.
+    assert found.prefill.outliers == 0
+    assert found.decode.worst_error < 1e-6
+
+
+def test_attention_is_seen_by_the_error_of_the_form_that_has_it() -> None:
+    found = fitted(with_prefill(lambda b, i: 2e-2 + 1e-5 * b * i + 1e-8 * b * i**2))
+    assert found.prefill.attention_error is not None
+    assert found.prefill.mean_error > 0.05
+    assert found.prefill.attention_error < 1e-4
+    assert found.decode.attention_error is None
+
+
+def test_repeats_of_a_cell_do_not_flatter_the_error() -> None:
+    """Each cell is off by a factor of its own, which its repeats share.
+
+    Were repeats held out one by one, the fit would have seen every cell.
+    """
+    rng = np.random.default_rng(5)
+    few = {"batches": (1, 4, 16), "prompts": (64, 1024), "outputs": (33,)}
+    told, real = [], []
+    for _ in range(30):
+        cells = [
+            Sample(s.batch_size, s.prompt_tokens, 33, (s.prefill_s or 0) * f, s.decode_s)
+            for s in grid(TYPICAL, **few)
+            for f in [math.exp(0.15 * rng.normal())]
+        ]
+        found = fitted(cells * 5, resamples=1)
+        told.append(found.prefill.mean_error)
+        truth = np.array([prefill_time_s(TYPICAL, b, i) for b, i, _ in NEW_CELLS])
+        guess = [prefill_time_s(found.constants, b, i) for b, i, _ in NEW_CELLS]
+        fresh = truth * np.exp(0.15 * rng.normal(size=len(truth)))
+        real.append(np.mean(np.abs(guess / fresh - 1)))
+    assert np.mean(told) > 0.9 * np.mean(real)
+
+
+def test_the_error_told_is_the_error_on_new_batches() -> None:
+    rng = np.random.default_rng(6)
+    found = fitted(grid(TYPICAL, repeats=2, noise=noisy(rng)))
+    fresh = [sample(TYPICAL, *cell, noisy(rng)) for cell in NEW_CELLS for _ in range(10)]
+    predicted = prefill_terms(fresh) @ found.prefill.constants
+    real = np.mean([abs(p / (s.prefill_s or 0) - 1) for p, s in zip(predicted, fresh, strict=True)])
+    assert found.prefill.mean_error == pytest.approx(real, rel=0.25)
+    assert found.prefill.median_error < found.prefill.mean_error < found.prefill.worst_error
+    assert 0.99 < found.prefill.r2 < 1
+
+
+def test_few_cells_are_held_out_one_at_a_time_and_many_in_fifths() -> None:
+    few = fitted(grid(TYPICAL, batches=(1, 8), prompts=(64, 512, 2048)))
+    assert few.prefill.validation.startswith("each of 6 combinations")
+    many = fitted(grid(TYPICAL))
+    assert many.decode.validation.startswith("36 combinations")
+    assert "a fifth" in many.decode.validation
+    # One batch size and prompt length are one combination; its outputs are what differs.
+    alone = [Sample(1, 64, o, i, i) for o, i in ((9, 1.0), (17, 2.0), (33, 3.0), (65, 5.0))]
+    prefill = [Sample(b, 64, 9, float(b), None) for b in (4, 8, 16)]
+    assert fitted(alone + prefill).decode.validation.startswith("each of 4 cells")
+
+
+# Outliers and repeats
+
+
+def test_outliers_are_counted_and_left_out() -> None:
+    samples = grid(TYPICAL)
+    for index in (3, 30):
+        s = samples[index]
+        samples[index] = Sample(
+            s.batch_size, s.prompt_tokens, s.output_tokens, (s.prefill_s or 0) * 3, s.decode_s
+        )
+    found = fitted(samples)
+    assert (found.prefill.used, found.prefill.outliers) == (len(samples) - 2, 2)
+    assert (found.decode.used, found.decode.outliers) == (len(samples), 0)
+    assert found.prefill.constants == pytest.approx((1e-4, 1e-3, 1e-5, 2e-2), rel=1e-3)
+
+
+def test_a_slow_repeat_is_an_outlier_of_its_cell_even_where_the_equation_is_off() -> None:
+    samples = with_prefill(lambda b, i: 1e-3 + 1e-8 * b**2 * i**2) * 3
+    s = samples[0]
+    samples[0] = Sample(s.batch_size, s.prompt_tokens, 17, (s.prefill_s or 0) * 50, s.decode_s)
+    assert fitted(samples, resamples=1).prefill.outliers == 1
+
+
+def test_two_repeats_that_agree_are_no_outliers_where_the_equation_is_off() -> None:
+    """A corner four times as slow as the equation says: the error must tell, not hide it."""
+    off = {(32, 2048): 4.0}
+    samples = [
+        Sample(b, i, 17, prefill_time_s(TYPICAL, b, i) * off.get((b, i), 1.0), None)
+        for b, i in product(BATCHES, PROMPTS)
+    ]
+    decode = grid(TYPICAL)
+    twice = fitted(samples * 2 + [Sample(*_cell(s), None, s.decode_s) for s in decode])
+    assert twice.prefill.outliers == 0
+    assert twice.prefill.worst_error > 0.5
+    once = fitted(samples + [Sample(*_cell(s), None, s.decode_s) for s in decode])
+    assert once.prefill.outliers == 1
+
+
+def test_of_two_repeats_that_differ_the_one_far_from_the_fit_is_the_outlier() -> None:
+    samples = grid(TYPICAL, outputs=(17,), repeats=2)
+    s = samples[10]
+    samples[10] = Sample(*_cell(s), (s.prefill_s or 0) / 3, s.decode_s)
+    samples[20] = Sample(
+        *_cell(samples[20]), (samples[20].prefill_s or 0) * 3, samples[20].decode_s
+    )
+    found = fitted(samples)
+    assert found.prefill.outliers == 2
+    assert found.prefill.worst_error < 1e-3
+
+
+def _cell(s: Sample) -> tuple[float, float, float]:
+    return s.batch_size, s.prompt_tokens, s.output_tokens
+
+
+def test_a_fifth_and_more_is_no_outlier_but_an_equation_that_does_not_hold() -> None:
+    samples = [
+        Sample(
+            s.batch_size, s.prompt_tokens, s.output_tokens, (s.prefill_s or 0) * slow, s.decode_s
+        )
+        for n, s in enumerate(grid(TYPICAL))
+        for slow in [3.0 if n % 4 == 0 else 1.0]
+    ]
+    found = fitted(samples)
+    assert found.prefill.outliers == 0
+    assert found.prefill.mean_error > 0.15
+    assert any("too many to leave out" in note for note in found.prefill.notes)
+
+
+def test_a_cell_counts_once_however_often_it_was_repeated() -> None:
+    samples = grid(TYPICAL, outputs=(33,), noise=noisy(np.random.default_rng(7)))
+    found, repeated = fitted(samples), fitted(samples + samples[:1] * 50)
+    assert repeated.prefill.constants == pytest.approx(found.prefill.constants, rel=1e-6)
+    assert repeated.decode.constants == pytest.approx(found.decode.constants, rel=1e-6)
+
+
+# Order and chance
+
+
+def test_the_same_seed_gives_the_same_fit() -> None:
+    samples = grid(TYPICAL, noise=noisy(np.random.default_rng(8)))
+    assert fitted(samples, seed=1) == fitted(samples, seed=1)
+
+
+def test_the_order_of_the_samples_does_not_matter_to_the_constants() -> None:
+    samples = grid(TYPICAL, noise=noisy(np.random.default_rng(9)))
+    back = fitted(samples[::-1])
+    assert back.prefill.constants == pytest.approx(fitted(samples).prefill.constants, rel=1e-6)
+    assert back.decode.constants == pytest.approx(fitted(samples).decode.constants, rel=1e-6)
+
+
+# Too few samples
+
+
+def test_samples_without_decode_times_are_refused_with_what_to_do() -> None:
+    samples = [Sample(s.batch_size, s.prompt_tokens, 17, s.prefill_s, None) for s in grid(TYPICAL)]
+    with pytest.raises(ProfileError, match=r"have none of the 4 decode cells .*: measure more"):
+        fitted(samples)
+
+
+def test_outputs_of_one_token_are_no_decode_samples() -> None:
+    with pytest.raises(ProfileError, match="none of the 4 decode cells"):
+        fitted(grid(TYPICAL, outputs=(1,)))
+
+
+def test_times_of_0_are_no_samples() -> None:
+    samples = [Sample(s.batch_size, s.prompt_tokens, 17, 0.0, s.decode_s) for s in grid(TYPICAL)]
+    with pytest.raises(ProfileError, match="none of the 4 prefill cells"):
+        fitted(samples)
+
+
+def test_three_cells_are_too_few_however_often_they_were_repeated() -> None:
+    samples = grid(TYPICAL, batches=(1, 2, 4), prompts=(64,), outputs=(17,), repeats=9)
+    with pytest.raises(ProfileError, match="only 3 of the 4 prefill cells"):
+        fitted(samples)
+
+
+def test_no_samples_at_all_are_refused() -> None:
+    with pytest.raises(ProfileError, match="none of the 4 prefill cells"):
+        fitted([])
+
+
+def test_either_time_may_be_missing_from_a_sample() -> None:
+    samples = grid(TYPICAL)
+    halves = [
+        Sample(s.batch_size, s.prompt_tokens, s.output_tokens, *times)
+        for s in samples
+        for times in ((s.prefill_s, None), (None, s.decode_s))
+    ]
+    assert fitted(halves).constants == fitted(samples).constants

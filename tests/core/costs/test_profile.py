@@ -1,0 +1,54 @@
+"""A profile that cannot be right is refused where it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.errors import ProfileError
+from tests.core.builders import FAST, FAST_CONSTANTS
+
+NAMES = [f"p{i}" for i in range(1, 9)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [-1e-9, -1.0, math.nan, math.inf, -math.inf])
+def test_a_constant_that_is_negative_or_no_number_is_named(name: str, value: float) -> None:
+    with pytest.raises(ProfileError, match=f"constant {name} is {value}"):
+        dataclasses.replace(FAST_CONSTANTS, **{name: value})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_constant_may_be_missing(name: str) -> None:
+    values = {n: 1e-3 for n in NAMES if n != name}
+    with pytest.raises(TypeError, match=name):
+        Constants(**values)
+
+
+def test_a_decode_step_that_takes_no_time_is_refused() -> None:
+    with pytest.raises(ProfileError, match="p5 to p8"):
+        Constants(1, 1, 1, 1, 0, 0, 0, 0)
+
+
+def test_constants_of_zero_are_allowed_elsewhere() -> None:
+    assert Constants(0, 0, 0, 0, 0, 0, 0, 1e-3).p8 == 1e-3
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "kv_capacity_tokens", "max_num_seqs"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_capacity_below_one_is_named(name: str, value: int) -> None:
+    with pytest.raises(ProfileError, match=f"{name} is {value}"):
+        dataclasses.replace(FAST, **{name: value})
+
+
+def test_profiles_with_the_same_constants_are_one_whatever_their_source() -> None:
+    measured = dataclasses.replace(FAST, source={"how": "measured"})
+    assert measured == FAST
+    assert len({measured, FAST}) == 1
+
+
+def test_the_name_is_gpu_model_and_parallelism() -> None:
+    assert Profile("V100", "Llama-3-8B", 4, FAST_CONSTANTS, 1000).name == "V100/Llama-3-8B/tp4"

@@ -1,0 +1,238 @@
+"""Length estimates: what they learn, where they start, and that they stay bounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.lengths.predictors import (
+    MAX_MODELS,
+    BucketMeanPredictor,
+    BytesPerToken,
+    ConstantPredictor,
+    LengthFeatures,
+    NormalPredictor,
+    OutputLengthPredictor,
+    capped_output_tokens,
+)
+
+# Output lengths
+
+
+def test_a_bucket_starts_at_the_prior() -> None:
+    assert BucketMeanPredictor(256.0).predict(LengthFeatures("m", 100)) == 256.0
+
+
+def test_the_prior_weighs_as_much_as_it_says() -> None:
+    predictor = BucketMeanPredictor(100.0, prior_requests=4)
+    predictor.observe(LengthFeatures("m", 64), 200)
+    assert predictor.predict(LengthFeatures("m", 64)) == pytest.approx((4 * 100 + 200) / 5)
+    for _ in range(3):
+        predictor.observe(LengthFeatures("m", 64), 200)
+    assert predictor.predict(LengthFeatures("m", 64)) == pytest.approx((4 * 100 + 4 * 200) / 8)
+
+
+def test_a_bucket_learns_the_mean_of_its_own_lengths() -> None:
+    predictor = BucketMeanPredictor(256.0)
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        predictor.observe(LengthFeatures("m", 100), rng.exponential(40))
+        predictor.observe(LengthFeatures("m", 3000), rng.exponential(800))
+    assert predictor.predict(LengthFeatures("m", 120)) == pytest.approx(40, rel=0.15)
+    assert predictor.predict(LengthFeatures("m", 2500)) == pytest.approx(800, rel=0.15)
+
+
+def test_models_are_learnt_apart() -> None:
+    predictor = BucketMeanPredictor(256.0)
+    for _ in range(500):
+        predictor.observe(LengthFeatures("brief", 100), 10)
+        predictor.observe(LengthFeatures("verbose", 100), 1000)
+    assert predictor.predict(LengthFeatures("brief", 100)) < 20
+    assert predictor.predict(LengthFeatures("verbose", 100)) > 950
+
+
+def test_a_bucket_without_requests_starts_at_its_models_mean() -> None:
+    predictor = BucketMeanPredictor(256.0)
+    for _ in range(500):
+        predictor.observe(LengthFeatures("m", 100), 10)
+    assert predictor.predict(LengthFeatures("m", 100_000)) == pytest.approx(14, abs=3)
+    predictor.observe(LengthFeatures("m", 100_000), 1000)
+    # One request moves it by a ninth of the way, from the model's mean and not from the prior.
+    assert predictor.predict(LengthFeatures("m", 100_000)) == pytest.approx(14 + 986 / 9, abs=5)
+
+
+def test_buckets_are_powers_of_two() -> None:
+    predictor = BucketMeanPredictor(256.0)
+    for _ in range(500):
+        predictor.observe(LengthFeatures("m", 64), 10)
+        predictor.observe(LengthFeatures("m", 128), 1000)
+    below, above = LengthFeatures("m", 127), LengthFeatures("m", 255)
+    assert predictor.predict(below) == predictor.predict(LengthFeatures("m", 64)) < 20
+    assert predictor.predict(above) == predictor.predict(LengthFeatures("m", 128)) > 900
+
+
+def test_it_follows_a_change_of_traffic() -> None:
+    predictor = BucketMeanPredictor(256.0)
+    for _ in range(100_000):
+        predictor.observe(LengthFeatures("m", 100), 10)
+    for _ in range(5000):
+        predictor.observe(LengthFeatures("m", 100), 1000)
+    assert predictor.predict(LengthFeatures("m", 100)) > 950
+
+
+def test_the_same_history_gives_the_same_prediction() -> None:
+    # A mean, never a draw.
+    predictor = BucketMeanPredictor(256.0)
+    predictor.observe(LengthFeatures("m", 100), 17)
+    assert len({predictor.predict(LengthFeatures("m", 100)) for _ in range(20)}) == 1
+
+
+def test_the_number_of_models_is_bounded_and_the_rest_share_one_entry() -> None:
+    predictor = BucketMeanPredictor(256.0)
+    for i in range(3 * MAX_MODELS):
+        for _ in range(20):
+            predictor.observe(LengthFeatures(f"m{i}", 100), 10 if i < MAX_MODELS else 1000)
+            predictor.observe(LengthFeatures(f"m{i}", 3000), 10 if i < MAX_MODELS else 4000)
+    assert len(predictor._models) == MAX_MODELS + 1
+    assert len(predictor._buckets) == 2 * (MAX_MODELS + 1)
+    assert predictor.predict(LengthFeatures("m0", 100)) < 100
+    # Those that came too late learn together, by bucket like everyone else.
+    late = LengthFeatures(f"m{3 * MAX_MODELS - 1}", 100)
+    assert predictor.predict(late) == pytest.approx(1000, rel=0.1)
+    assert predictor.predict(LengthFeatures("never seen", 3000)) == pytest.approx(4000, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "predictor",
+    [
+        ConstantPredictor(0.25),
+        BucketMeanPredictor(0.25),
+        NormalPredictor(0.25, 0.0, np.random.default_rng(0)),
+    ],
+)
+def test_a_prediction_is_never_below_one_token(predictor: OutputLengthPredictor) -> None:
+    assert predictor.predict(LengthFeatures("m", 100)) == 1.0
+    for _ in range(50):
+        predictor.observe(LengthFeatures("m", 100), 0)
+    assert predictor.predict(LengthFeatures("m", 100)) == 1.0
+
+
+def test_a_constant_learns_nothing() -> None:
+    predictor = ConstantPredictor(300.0)
+    predictor.observe(LengthFeatures("m", 100), 10)
+    assert predictor.predict(LengthFeatures("m", 100)) == 300.0
+
+
+def test_the_normal_draw_is_clipped_at_one_token() -> None:
+    predictor = NormalPredictor(100.0, 200.0, np.random.default_rng(0))
+    draws = [predictor.predict(LengthFeatures("m", 100)) for _ in range(2000)]
+    assert min(draws) == 1.0
+    # P(X < 1) at mean 100 and deviation 200 is 31 %.
+    assert 0.25 < draws.count(1.0) / len(draws) < 0.37
+    assert np.mean([d for d in draws if d > 1]) > 100
+
+
+def test_the_normal_draw_has_the_mean_and_deviation_it_was_given() -> None:
+    predictor = NormalPredictor(1000.0, 100.0, np.random.default_rng(0))
+    draws = [predictor.predict(LengthFeatures("m", 100)) for _ in range(4000)]
+    assert np.mean(draws) == pytest.approx(1000, abs=8)
+    assert np.std(draws) == pytest.approx(100, rel=0.06)
+
+
+# Caps
+
+
+@pytest.mark.parametrize(
+    ("predicted", "max_output", "context", "prompt", "expected"),
+    [
+        (256.0, None, None, 100, 256.0),
+        (256.0, 16, None, 100, 16.0),
+        (256.0, 1000, None, 100, 256.0),
+        (256.0, None, 300, 100, 200.0),
+        (256.0, 150, 300, 100, 150.0),
+        (256.0, 250, 300, 100, 200.0),
+        (256.0, None, 100, 100, 1.0),
+        (256.0, None, 100, 5000, 1.0),
+        (0.2, None, None, 100, 1.0),
+    ],
+)
+def test_a_prediction_is_capped_by_the_request_and_by_the_context(
+    predicted: float, max_output: int | None, context: int | None, prompt: int, expected: float
+) -> None:
+    assert capped_output_tokens(predicted, max_output, context, prompt) == expected
+
+
+@given(st.floats(0, 1e6), st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 10**6))
+def test_a_capped_prediction_is_at_least_one_and_within_every_limit(
+    predicted: float, max_output: int, context: int, prompt: int
+) -> None:
+    tokens = capped_output_tokens(predicted, max_output, context, prompt)
+    assert 1 <= tokens <= max_output
+    assert tokens <= max(1, context - prompt)
+
+
+# Prompt lengths
+
+
+def test_bytes_per_token_starts_at_the_prior() -> None:
+    ratio = BytesPerToken(4.0)
+    assert ratio.ratio("m") == 4.0
+    assert ratio.tokens("m", 4000) == 1000
+
+
+def test_a_prompt_has_at_least_one_token() -> None:
+    ratio = BytesPerToken(4.0)
+    assert [ratio.tokens("m", size) for size in (0, 1, 3)] == [1, 1, 1]
+
+
+def test_bytes_per_token_is_learnt_per_model() -> None:
+    ratio = BytesPerToken(4.0)
+    for _ in range(200):
+        ratio.observe("english", 4600, 1000)
+        ratio.observe("chinese", 2000, 1000)
+    assert ratio.ratio("english") == pytest.approx(4.6, rel=0.02)
+    assert ratio.ratio("chinese") == pytest.approx(2.0, rel=0.05)
+    assert ratio.ratio("other") == 4.0
+
+
+def test_the_ratio_is_of_sums_and_not_the_mean_of_ratios() -> None:
+    ratio = BytesPerToken(4.0)
+    for _ in range(300):
+        ratio.observe("m", 10, 40)  # a short prompt: the template is most of it
+        ratio.observe("m", 40_000, 10_000)
+    assert ratio.ratio("m") == pytest.approx(40_010 / 10_040, rel=0.001)
+    assert (10 / 40 + 4) / 2 < 2.2  # what the mean of ratios would say
+
+
+def test_the_prior_weighs_as_many_tokens_as_it_says() -> None:
+    ratio = BytesPerToken(4.0, prior_tokens=100)
+    ratio.observe("m", 600, 100)
+    assert ratio.ratio("m") == pytest.approx((4 * 100 + 600) / 200)
+
+
+def test_the_ratio_follows_a_change_of_traffic() -> None:
+    ratio = BytesPerToken(4.0, prior_tokens=10)
+    for _ in range(10_000):
+        ratio.observe("m", 4000, 1000)
+    for _ in range(200):
+        ratio.observe("m", 2000, 1000)
+    assert ratio.ratio("m") == pytest.approx(2.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("text_bytes", "tokens"), [(0, 10), (10, 0), (-1, 10), (10, -1)])
+def test_a_report_that_says_nothing_teaches_nothing(text_bytes: int, tokens: int) -> None:
+    ratio = BytesPerToken(4.0)
+    ratio.observe("m", text_bytes, tokens)
+    assert ratio.ratio("m") == 4.0
+
+
+def test_the_number_of_models_with_a_ratio_is_bounded() -> None:
+    ratio = BytesPerToken(4.0)
+    for i in range(3 * MAX_MODELS):
+        for _ in range(20):
+            ratio.observe(f"m{i}", 2000 if i < MAX_MODELS else 8000, 1000)
+    assert len(ratio._sums) == MAX_MODELS + 1
+    assert ratio.ratio("m0") < 3
+    assert ratio.ratio(f"m{3 * MAX_MODELS - 1}") == ratio.ratio("never seen") > 7

@@ -1,0 +1,520 @@
+"""The queue with late binding, and what ``finish-time`` makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.costs.cost_model import request_time_s
+from hetero_gateway.core.instances.ledger import Dispatch
+from hetero_gateway.core.instances.progress import Outlook
+from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
+from hetero_gateway.core.policies import PolicyOptions
+from hetero_gateway.core.policies.finish_time import FinishTime, idle_before_drain_s
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason
+from tests.core.builders import (
+    FAST,
+    SLOW,
+    candidates,
+    chosen,
+    profile,
+    profiles,
+    request,
+    scheduler,
+    spec,
+)
+
+DEPTH = 8
+
+
+def submitted(s: Scheduler, now_s: float = 0.0, **changes: object) -> Ticket:
+    ticket = s.submit(request(**changes), now_s)  # type: ignore[arg-type]
+    assert isinstance(ticket, Ticket), ticket
+    return ticket
+
+
+def finish_time(*specs: object, **changes: object) -> Scheduler:
+    return scheduler(*specs, policy="finish-time", **changes)  # type: ignore[arg-type]
+
+
+def place(s: Scheduler, count: int, now_s: float = 0.0) -> list[Ticket]:
+    for _ in range(count):
+        submitted(s, now_s)
+    return s.pump(now_s)
+
+
+# The queue
+
+
+def test_every_policy_but_finish_time_places_at_once() -> None:
+    s = scheduler(spec("a"), spec("b", SLOW))
+    assert len(place(s, 100)) == 100
+    assert s.queued == 0
+
+
+def test_an_instance_gets_eight_prompts_ahead_and_no_more() -> None:
+    s = finish_time(spec("a"))
+    assert len(place(s, 30)) == DEPTH
+    assert s.queued == 30 - DEPTH
+
+
+def test_it_gets_more_of_short_prompts() -> None:
+    s = finish_time(spec("a"))
+    for _ in range(100):
+        submitted(s, prompt_tokens=100)
+    # Two steps of 2048 tokens keep an engine busy while the next first tokens come back.
+    assert len(s.pump(0.0)) == math.ceil(4096 / 100)
+
+
+def test_a_first_token_makes_room_for_one() -> None:
+    s = finish_time(spec("a"))
+    placed = place(s, 30)
+    s.first_token(placed[0].dispatch, 0.1)
+    assert len(s.pump(0.1)) == 1
+    assert s.pump(0.1) == []
+
+
+def test_no_more_are_in_flight_than_the_engine_runs_and_a_few() -> None:
+    s = finish_time(spec("a", profile(max_num_seqs=4)))
+    place(s, 40)
+    seen: list[Ticket] = []
+    for _ in range(10):
+        fresh = s.pump(0.0)
+        seen += fresh
+        for slot_dispatch in s.ledger.outstanding(s.slot(InstanceId("a"))):
+            s.first_token(slot_dispatch, 0.0)
+    assert s.ledger.in_flight[s.slot(InstanceId("a"))] == 4 + 8
+
+
+def test_tickets_are_placed_in_the_order_they_came() -> None:
+    s = finish_time(spec("a"))
+    tickets = [submitted(s, i * 0.01) for i in range(20)]
+    placed = s.pump(0.5)
+    while s.queued:
+        for ticket in placed[-DEPTH:]:
+            s.first_token(ticket.dispatch, 1.0)
+        placed += s.pump(1.0)
+    assert placed == tickets
+
+
+def test_a_retry_goes_to_the_head_and_not_where_it_failed() -> None:
+    s = finish_time(spec("a"), spec("b"))
+    place(s, 40)
+    retry = s.submit(request(), 0.5, [InstanceId("a")], first=True)
+    on_b = next(iter(s.ledger.outstanding(s.slot(InstanceId("b")))))
+    s.first_token(on_b, 0.6)
+    (placed,) = s.pump(0.6)
+    assert placed is retry
+    assert placed.decision.instance_id == "b"
+
+
+def test_a_cancelled_ticket_leaves_the_queue_once() -> None:
+    s = finish_time(spec("a"))
+    place(s, DEPTH)
+    first, second = submitted(s), submitted(s)
+    assert s.cancel(first)
+    assert not s.cancel(first)
+    assert s.queued == 1
+    for dispatch in s.ledger.outstanding(0):
+        s.first_token(dispatch, 1.0)
+    assert s.pump(1.0) == [second]
+    assert not s.cancel(second)
+
+
+def test_a_full_queue_refuses() -> None:
+    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), max_queued=3)
+    s.add(spec("a"))
+    for _ in range(DEPTH + 3):
+        place(s, 1)
+    result = s.submit(request(), 0.0)
+    assert isinstance(result, Reject)
+    assert result.reason is RejectReason.QUEUE_FULL
+    assert s.queued == 3
+
+
+def test_a_retry_keeps_its_place_in_a_full_queue() -> None:
+    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), max_queued=3)
+    for name in "ab":
+        s.add(spec(name))
+    first = place(s, 1)[0]
+    for _ in range(2 * DEPTH + 2):
+        place(s, 1)
+    assert s.queued == 3
+    s.settle(first.dispatch, Outcome.UPSTREAM_ERROR)
+    retry = s.submit(first.request, 1.0, (first.decision.instance_id,), first=True)
+    assert isinstance(retry, Ticket)
+    assert s.queued == 4
+
+
+def test_a_wake_up_is_always_to_come() -> None:
+    # A timer at a time that is over would pump without end.
+    s = finish_time(spec("a"))
+    place(s, DEPTH + 1)
+    drain_s = s.next_wakeup_s()
+    assert drain_s is not None
+    s.pump(drain_s)
+    assert s.queued == 1
+    following_s = s.next_wakeup_s()
+    assert following_s is not None
+    assert following_s > drain_s
+    s.submit(dataclasses.replace(request(), streams=False), drain_s + 1)
+    s.pump(drain_s + 1)
+    following_s = s.next_wakeup_s()
+    assert following_s is not None
+    assert following_s > drain_s + 1
+
+
+def test_who_can_never_be_served_is_refused_at_once() -> None:
+    s = finish_time(spec("a"))
+    place(s, 50)
+    reasons = []
+    for body in (request(model="other"), request(9000)):
+        result = s.submit(body, 0.0)
+        assert isinstance(result, Reject)
+        reasons.append(result.reason)
+    assert reasons == [RejectReason.UNKNOWN_MODEL, RejectReason.FITS_NO_INSTANCE]
+
+
+def test_when_the_last_instance_goes_those_that_wait_are_told() -> None:
+    s = finish_time(spec("a"))
+    place(s, 20)
+    s.replace(spec("a", available=False))
+    told = s.pump(1.0)
+    assert len(told) == 20 - DEPTH
+    assert {t.rejected.reason for t in told if t.rejected} == {RejectReason.NO_AVAILABLE_INSTANCE}
+    assert s.queued == 0
+
+
+def test_an_instance_that_comes_up_takes_from_the_queue() -> None:
+    s = finish_time(spec("a"))
+    place(s, 20)
+    s.add(spec("b"))
+    assert {t.decision.instance_id for t in s.pump(1.0)} == {"b"}
+
+
+def test_models_do_not_block_each_other() -> None:
+    s = finish_time(spec("a"), spec("b", models=frozenset({"other"})))
+    place(s, 20)
+    other = submitted(s, model="other")
+    assert s.pump(0.0) == [other]
+
+
+def test_models_on_one_instance_share_its_room_by_arrival() -> None:
+    s = finish_time(spec("a", models=frozenset({"x", "y"})))
+    tickets = [submitted(s, i * 0.1, model="xy"[i % 2]) for i in range(12)]
+    assert s.pump(2.0) == tickets[:DEPTH]
+
+
+def test_a_request_that_does_not_stream_leaves_its_place_when_its_prefill_is_predicted() -> None:
+    s = finish_time(spec("a"))
+    for _ in range(DEPTH + 1):
+        s.submit(dataclasses.replace(request(), streams=False), 0.0)
+    assert len(s.pump(0.0)) == DEPTH
+    while s.queued:
+        wake_s = s.next_wakeup_s()
+        assert wake_s is not None
+        assert wake_s < 2
+        s.pump(wake_s)
+    assert s.ledger.in_flight[0] == DEPTH + 1
+
+
+def test_removing_an_instance_leaves_no_trace_of_its_requests() -> None:
+    s = finish_time(spec("a"), spec("b"))
+    tickets = place(s, 10)
+    s.first_token(tickets[0].dispatch, 0.1)
+    s.remove(InstanceId("a"))
+    s.add(spec("a"))
+    rows = s.progress.rows(np.array([s.slot(InstanceId("a"))]), 5.0)
+    assert not rows[:5].any()
+
+
+def test_settled_requests_leave_exactly_nothing() -> None:
+    s = finish_time(spec("a"), spec("b", SLOW))
+    now_s = 0.0
+    placed = place(s, 200)
+    while placed:
+        now_s += 0.1
+        for ticket in placed:
+            s.first_token(ticket.dispatch, now_s)
+            assert s.settle(ticket.dispatch, Outcome.COMPLETED, now_s + 0.05)
+        placed = s.pump(now_s + 0.05)
+    rows = s.progress.rows(np.array([0, 1]), now_s)
+    assert not rows[:5].any()
+    assert not s.ledger.load.any()
+    assert s.queued == 0
+
+
+# The choice
+
+
+def test_an_idle_fast_instance_is_preferred() -> None:
+    s = finish_time(spec("slow", SLOW), spec("fast"))
+    assert place(s, 1)[0].decision.instance_id == "fast"
+
+
+def streaming(s: Scheduler, count: int, now_s: float = 0.0) -> list[str]:
+    """Place so many, each with its first token at once; returns where they went."""
+    chosen = []
+    for _ in range(count):
+        for ticket in place(s, 1, now_s):
+            s.first_token(ticket.dispatch, now_s)
+            chosen.append(ticket.decision.instance_id)
+    return chosen
+
+
+def test_a_slow_instance_helps_when_the_fast_one_is_full() -> None:
+    s = finish_time(spec("slow", SLOW), spec("fast", profile(max_num_seqs=16)))
+    chosen = streaming(s, 40)
+    assert chosen[0] == "fast"
+    assert chosen.count("fast") == 16 + 8
+    assert chosen.count("slow") == 16
+
+
+def test_equal_instances_do_not_wait_for_each_other() -> None:
+    s = finish_time(spec("a"), spec("b"))
+    chosen = [t.decision.instance_id for t in place(s, 2 * DEPTH)]
+    assert chosen.count("a") == chosen.count("b") == DEPTH
+
+
+def test_a_much_faster_instance_is_worth_the_wait_for_its_next_first_token() -> None:
+    s = finish_time(spec("slow", SLOW), spec("fast"))
+    placed = place(s, 2 * DEPTH)
+    assert {t.decision.instance_id for t in placed} == {"fast"}
+    assert s.queued == DEPTH
+    s.first_token(placed[0].dispatch, 0.1)
+    assert [t.decision.instance_id for t in s.pump(0.1)] == ["fast"]
+
+
+def test_an_instance_that_hangs_is_not_worth_any_wait() -> None:
+    s = finish_time(spec("slow", SLOW), spec("hangs"))
+    place(s, DEPTH)
+    submitted(s, 0.5)
+    assert s.pump(0.5) == []
+    wake_s = s.next_wakeup_s()
+    assert wake_s is not None
+    submitted(s, 0.9)  # arrivals do not put it off
+    s.pump(0.9)
+    submitted(s, 1.1)
+    assert [t.decision.instance_id for t in s.pump(1.1)] == ["slow"] * 3
+
+
+def test_an_instance_observed_to_be_slow_gets_less() -> None:
+    s = finish_time(spec("a"), spec("b"))
+    for ticket in place(s, 8):
+        s.first_token(ticket.dispatch, 0.1)
+    for i in range(20):
+        s.observe_steps(InstanceId("a"), 10, 1.0, 0.2 + i)
+    chosen = {t.decision.instance_id for t in place(s, 6, 30.0)}
+    assert chosen == {"b"}
+
+
+def test_equal_instances_share_and_their_order_does_not_matter() -> None:
+    counts = {"a": 0, "b": 0}
+    for seed in range(200):
+        s = finish_time(spec("a"), spec("b"), seed=seed)
+        counts[place(s, 1)[0].decision.instance_id] += 1
+    assert 70 < counts["a"] < 130
+
+
+def test_without_constants_it_counts_by_weight() -> None:
+    s = finish_time(spec("a", None, weight=3.0), spec("b", None))
+    chosen = [t.decision.instance_id for t in place(s, 8)]
+    assert chosen.count("a") == 6
+
+
+def test_a_stand_in_is_the_middle_of_the_known_ones_and_stays() -> None:
+    s = finish_time(
+        spec("slow", SLOW), spec("middle", profile(FAST.constants.scaled(1.5))), spec("fast", FAST),
+        spec("new", None, weight=2.0),
+    )  # fmt: skip
+    place(s, 1)
+    taken_for = s.stand_in(InstanceId("new"))
+    assert taken_for.p8 == pytest.approx(1.5 * FAST.constants.p8 / 2)
+    s.remove(InstanceId("slow"))
+    s.remove(InstanceId("middle"))
+    place(s, 1)
+    assert s.stand_in(InstanceId("new")) == taken_for
+
+
+def test_an_unprofiled_engine_that_tells_its_capacity_refuses_what_does_not_fit() -> None:
+    small = dataclasses.replace(spec("small", None), kv_capacity_tokens=1000)
+    s = finish_time(small)
+    told = s.submit(request(2000, 10.0), 0.0)
+    assert isinstance(told, Reject)
+    assert told.reason is RejectReason.FITS_NO_INSTANCE
+    assert not isinstance(finish_time(spec("any", None)).submit(request(2000, 10.0), 0.0), Reject)
+
+
+CRAWLING = profile(SLOW.constants.scaled(20), 100_000)
+
+
+def full_but_for_the_slow(**changes: object) -> Scheduler:
+    s = finish_time(spec("slow", CRAWLING), spec("fast", profile(max_num_seqs=8)), **changes)
+    assert streaming(s, 16) == ["fast"] * 16
+    return s
+
+
+def test_while_requests_arrive_a_slow_instance_is_better_than_none() -> None:
+    s = full_but_for_the_slow()
+    for arrival in range(1, 20):
+        submitted(s, arrival * 1.0)
+    assert [t.decision.instance_id for t in s.pump(19.1)] == ["slow"] * 8
+
+
+def test_the_drain_rule_keeps_the_end_of_a_batch_from_the_slow_instance() -> None:
+    s = full_but_for_the_slow()
+    submitted(s, 0.0)
+    assert s.pump(0.1) == []
+    s.settle(next(iter(s.ledger.outstanding(1))), Outcome.COMPLETED, 1.0)
+    assert [t.decision.instance_id for t in s.pump(1.0)] == ["fast"]
+
+
+def test_the_makespan_objective_has_the_drain_rule_always() -> None:
+    s = full_but_for_the_slow(options=PolicyOptions(objective="makespan"))
+    for arrival in range(1, 20):
+        submitted(s, arrival * 1.0)
+        assert s.pump(arrival * 1.0) == []
+
+
+@given(st.floats(0, 100))
+def test_the_drain_rule_begins_after_ten_gaps_within_bounds(gap_s: float) -> None:
+    assert idle_before_drain_s(gap_s) == pytest.approx(min(2.0, max(0.02, 10 * gap_s)))
+
+
+def test_the_drain_rule_never_leaves_everything_idle() -> None:
+    s = finish_time(spec("slow", SLOW), spec("fast"), options=PolicyOptions(objective="makespan"))
+    submitted(s, 0.0)
+    assert len(s.pump(100.0)) == 1
+
+
+def test_explaining_a_full_cluster_says_that_it_waits() -> None:
+    s = finish_time(spec("a"), spec("b", SLOW))
+    place(s, 600)
+    while s.queued and any(s.progress.waiting(slot) for slot in (0, 1)):
+        for slot in (0, 1):
+            for dispatch in s.ledger.outstanding(slot):
+                s.first_token(dispatch, 0.0)
+        s.pump(0.0)
+    result = s.explain(request())
+    assert isinstance(result, Decision)
+    assert result.waits
+    assert result.candidates.estimates is not None
+    assert not result.candidates.estimates.room.any()
+
+
+@given(
+    st.lists(profiles(), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), max_size=30),
+)
+def test_estimates_equal_the_pseudo_code_by_walking_every_request(
+    machines: list[object], there: list[tuple[int, int]]
+) -> None:
+    s = finish_time(*(spec(f"i{i}", p, max_model_len=None) for i, p in enumerate(machines)))  # type: ignore[arg-type]
+    for i, (prompt, output) in enumerate(there):
+        s.submit(request(prompt, output), 0.0)
+        for ticket in s.pump(0.0):
+            if ticket.dispatch is not None and i % 3:
+                s.first_token(ticket.dispatch, 0.0)
+    body = request(200, 100.0)
+    decision = s.choose(body)
+    if isinstance(decision, Reject):
+        return
+    estimates = decision.candidates.estimates
+    assert estimates is not None
+    residual = 256.0
+    for k, instance_id in enumerate(decision.candidates.ids):
+        slot = s.slot(instance_id)
+        machine = s.spec(instance_id).profile
+        assert machine is not None
+        c, kv = machine.constants, machine.kv_capacity_tokens
+        outstanding = list(s.ledger.outstanding(slot))
+        waiting = [d.request for d in outstanding if not s.progress.streams(d)]
+        streaming = [d.request for d in outstanding if s.progress.streams(d)]
+        n = len(outstanding)
+        ui, up = (
+            sum(r.prompt_tokens for r in waiting),
+            sum(r.predicted_output_tokens for r in waiting),
+        )
+        ctx = sum(r.prompt_tokens + 1 for r in streaming)
+        rem = residual * len(streaming)
+        tok = ctx + 0.5 * rem + ui + 0.5 * up + 200 + 50
+        cap = max(1.0, min(machine.max_num_seqs, kv / (tok / (n + 1))))
+        b, held = min(n + 1, cap), min(tok, kv)
+        step = c.p6 * b + c.p8 + c.p5 * held + c.p7 * held / b
+        if n + 1 <= cap:
+            latency = c.p1 * (ui + 200) + c.p2 * (len(waiting) + 1) + c.p4 + 100 * step
+        else:
+            turn = c.p1 * ui / max(len(waiting), 1) + c.p2 + (rem + up) / n * step / cap
+            latency = (n + 1 - cap) * turn + c.p1 * 200 + c.p4 + 100 * step
+        shared = min(residual, 100) * len(streaming) + min(100, up)
+        delay = shared * (c.p6 + c.p5 * 250) + n * (c.p1 * 200 + c.p2)
+        usage = min(1.5, (tok - 250) / kv)
+        assert decision.candidates.outlook is not None
+        typical = decision.candidates.outlook.typical_request_time_s[k]
+        price = request_time_s(machine, 200, 100) / typical * usage**2 * estimates.latency_s.min()
+        assert estimates.memory_price_s[k] == pytest.approx(price, rel=1e-9)
+        assert estimates.latency_s[k] == pytest.approx(latency, rel=1e-9)
+        assert estimates.delay_s[k] == pytest.approx(delay, rel=1e-9)
+
+
+def test_a_long_request_is_dearer_where_memory_is_short_and_filling() -> None:
+    s = finish_time(spec("small", SLOW), spec("large"))
+    ratios = []
+    for there in (0, 300):
+        for ticket in place(s, there):
+            s.first_token(ticket.dispatch, 0.0)
+        while s.queued:
+            for ticket in s.pump(0.0):
+                s.first_token(ticket.dispatch, 0.0)
+        price = []
+        for body in (request(100, 50.0), request(4000, 3000.0)):
+            decision = chosen(s.choose(body))
+            assert decision.candidates.estimates is not None
+            price.append(decision.candidates.estimates.memory_price_s)
+        ratios.append(price[1] / np.maximum(price[0], 1e-12))
+    assert not ratios[0].any()  # idle: memory has no price
+    assert ratios[1][0] > 1.2 * ratios[1][1]
+
+
+def test_typical_is_what_arrives() -> None:
+    s = finish_time(spec("a"), spec("b", SLOW))
+    for _ in range(40):
+        s.settle(place_one(s, 900, 60.0), Outcome.COMPLETED, 0.0)
+    decision = chosen(s.choose(request(10, 10.0)))
+    assert decision.candidates.outlook is not None
+    expected = [request_time_s(p, 900, 60) for p in (FAST, SLOW)]
+    assert decision.candidates.outlook.typical_request_time_s == pytest.approx(expected, rel=0.06)
+
+
+def place_one(s: Scheduler, prompt_tokens: int, output_tokens: float) -> Dispatch:
+    submitted(s, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    (ticket,) = s.pump(0.0)
+    assert ticket.dispatch is not None
+    return ticket.dispatch
+
+
+def test_the_drain_bound_is_the_queue_over_the_sum_of_the_speeds() -> None:
+    s = finish_time(spec("a"), spec("b", SLOW))
+    for _ in range(10):
+        submitted(s, 0.0, prompt_tokens=400, output_tokens=100.0)
+    expected = 10 / sum(1 / request_time_s(p, 400, 100) for p in (FAST, SLOW))
+    assert s.drain_time_s("m") == pytest.approx(expected)
+
+
+def test_the_policy_draws_among_full_ties_only() -> None:
+    c = candidates([0.0, 0.0])
+    assert isinstance(c.outlook, Outlook)
+    assert c.outlook.residual.size == len(STAGE_TOKENS)
+    picked = {
+        FinishTime(PolicyOptions()).choose(request(), c, np.random.default_rng(i))
+        for i in range(30)
+    }
+    assert picked == {0, 1}

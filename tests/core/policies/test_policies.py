@@ -1,0 +1,322 @@
+"""Every policy against what its name promises, most of them on random cases."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.policies import POLICY_NAMES, Candidates, PolicyOptions, make_policy
+from hetero_gateway.core.types import InstanceId
+from tests.core.builders import candidates, request
+
+# Few distinct values, so that ties are common, and some that swallow the others.
+loads = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0, 1e3, 1e20])
+times = st.sampled_from([0.5, 1.0, 2.0, 7.0])
+usages = st.sampled_from([0.0, 0.25, 1.0, 3.0])
+rows = st.lists(st.tuples(loads, times, usages), min_size=1, max_size=7)
+
+
+def of_rows(values: list[tuple[float, float, float]]) -> Candidates:
+    load, request_time_s, kv_usage = (list(column) for column in zip(*values, strict=True))
+    return candidates(load, request_time_s, kv_usage)
+
+
+def choose(name: str, c: Candidates, seed: int = 0, **options: Any) -> int:
+    policy = make_policy(name, PolicyOptions(**options))
+    return policy.choose(request(), c, np.random.default_rng(seed))
+
+
+def literal_maxima(c: Candidates) -> list[float]:
+    """What each choice would make the highest load: Algorithm 2's inner loop, literally."""
+    load, w = c.load.tolist(), c.workload().tolist()
+    return [
+        max(load[j] + (w[j] if j == s else 0.0) for j in range(len(load))) for s in range(len(load))
+    ]
+
+
+def turns(name: str, weight: list[float], count: int) -> list[int]:
+    policy, rng = make_policy(name), np.random.default_rng(0)
+    c = candidates([0.0] * len(weight), weight=weight)
+    return [policy.choose(request(), c, rng) for _ in range(count)]
+
+
+# Algorithm 2
+
+
+@given(rows, st.integers(0, 100))
+def test_min_max_is_algorithm_2_with_ties_to_the_lowest_own_load(
+    values: list[tuple[float, float, float]], seed: int
+) -> None:
+    c = of_rows(values)
+    maxima, own = literal_maxima(c), (c.load + c.workload()).tolist()
+    best = min((maxima[s], own[s]) for s in range(len(values)))
+    position = choose("min-max", c, seed)
+    assert (maxima[position], own[position]) == best
+
+
+@given(rows)
+def test_min_max_reaches_every_one_of_equal_choices(
+    values: list[tuple[float, float, float]],
+) -> None:
+    c = of_rows(values)
+    own = (c.load + c.workload()).tolist()
+    equal = {s for s in range(len(own)) if own[s] == min(own)}
+    assert {choose("min-max", c, seed) for seed in range(60)} == equal
+
+
+@given(rows)
+def test_paper_is_algorithm_2_as_printed_with_the_start_value_mended(
+    values: list[tuple[float, float, float]],
+) -> None:
+    c = of_rows(values)
+    lowest, choice = math.inf, 0  # the print starts at 0, which `>` never beats
+    for s, highest in enumerate(literal_maxima(c)):
+        if lowest > highest:
+            lowest, choice = highest, s
+    assert choose("paper", c) == choice
+
+
+def test_paper_sends_ties_to_the_lowest_index_and_min_max_to_the_idle_instance() -> None:
+    # A third instance holds the maximum, so the first two tie whatever their own load is.
+    c = candidates([5.0, 0.0, 9.0])
+    assert choose("paper", c) == 0
+    assert choose("min-max", c) == 1
+
+
+@pytest.mark.parametrize("name", ["min-max", "least-work", "memory-based", "least-requests"])
+def test_shuffling_the_instances_changes_no_distribution(name: str) -> None:
+    # Two pairs of equals: each of the best pair must get half, wherever it stands.
+    ids = ["a", "b", "c", "d"]
+    load = {"a": 1.0, "b": 1.0, "c": 4.0, "d": 4.0}
+    draws = 2000
+    for order in itertools.permutations(ids):
+        values = [load[i] for i in order]
+        c = candidates(values, in_flight=values)
+        policy, rng = make_policy(name), np.random.default_rng(1)
+        counts = Counter(order[policy.choose(request(), c, rng)] for _ in range(draws))
+        assert set(counts) == {"a", "b"}
+        assert abs(counts["a"] - draws / 2) < 4 * math.sqrt(draws / 4)
+
+
+@given(rows, st.randoms(use_true_random=False))
+def test_without_ties_shuffling_the_instances_changes_no_choice(
+    values: list[tuple[float, float, float]], rng: random.Random
+) -> None:
+    distinct = [(i + 0.1 * load, t, u) for i, (load, t, u) in enumerate(values) if load < 10]
+    own = [load + t * math.exp(2 * u) for load, t, u in distinct]
+    if len(set(own)) < len(own) or not own:
+        return
+    order = list(range(len(distinct)))
+    rng.shuffle(order)
+    straight = choose("min-max", of_rows(distinct))
+    shuffled = choose("min-max", of_rows([distinct[i] for i in order]))
+    assert order[shuffled] == straight
+
+
+# What the relatives weigh
+
+
+@given(rows)
+def test_memory_based_takes_every_request_time_as_one(
+    values: list[tuple[float, float, float]],
+) -> None:
+    c = of_rows(values)
+    ones = candidates(c.load.tolist(), None, c.kv_usage.tolist())
+    own = (ones.load + ones.workload()).tolist()
+    policy = make_policy("memory-based")
+    assert policy.charges(c).tolist() == ones.workload().tolist()
+    assert own[choose("memory-based", c)] == min(own)
+
+
+@given(rows)
+def test_least_work_is_the_lowest_load_plus_request_time(
+    values: list[tuple[float, float, float]],
+) -> None:
+    c = of_rows(values)
+    sums = (c.load + c.request_time_s).tolist()
+    assert make_policy("least-work").charges(c).tolist() == c.request_time_s.tolist()
+    assert sums[choose("least-work", c)] == min(sums)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+def test_least_requests_is_the_fewest_in_flight(in_flight: list[int]) -> None:
+    c = candidates([0.0] * len(in_flight), in_flight=[float(n) for n in in_flight])
+    assert in_flight[choose("least-requests", c)] == min(in_flight)
+
+
+def test_capacity_weighted_fills_instances_in_the_ratio_of_their_capacities() -> None:
+    policy, rng = make_policy("capacity-weighted"), np.random.default_rng(0)
+    in_flight = [0.0, 0.0]
+    for _ in range(500):
+        c = candidates([0.0, 0.0], in_flight=in_flight, capacity=[4.0, 1.0])
+        in_flight[policy.choose(request(), c, rng)] += 1
+    assert in_flight == [400, 100]
+
+
+def test_capacity_weighted_gives_an_idle_cluster_to_the_faster_instance() -> None:
+    c = candidates([0.0, 0.0], capacity=[1.0, 4.0])
+    assert {choose("capacity-weighted", c, seed) for seed in range(20)} == {1}
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from([1.0, 2.0, 5.0])), min_size=2, max_size=2
+    ),
+    st.integers(0, 1000),
+)
+def test_power_of_two_never_takes_the_worse_of_the_two_it_drew(
+    pair: list[tuple[int, float]], seed: int
+) -> None:
+    # With two candidates both are drawn.
+    scores = [(n + 1) / capacity for n, capacity in pair]
+    c = candidates(
+        [0.0, 0.0],
+        in_flight=[float(n) for n, _ in pair],
+        capacity=[capacity for _, capacity in pair],
+    )
+    assert scores[choose("power-of-two", c, seed)] == min(scores)
+
+
+def test_power_of_two_never_takes_the_worst_and_draws_every_pair() -> None:
+    c = candidates([0.0] * 5, in_flight=[0.0, 1.0, 2.0, 3.0, 4.0])
+    policy, rng, draws = make_policy("power-of-two"), np.random.default_rng(0), 4000
+    counts = Counter(policy.choose(request(), c, rng) for _ in range(draws))
+    # Of ten pairs of five, i is the better one in 4 − i.
+    for i in range(5):
+        share = (4 - i) / 10
+        bound = 4 * math.sqrt(draws * share * (1 - share))
+        assert abs(counts[i] - draws * share) <= bound
+
+
+# Turns
+
+
+def test_round_robin_takes_turns() -> None:
+    assert turns("round-robin", [1.0, 1.0, 1.0], 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_weighted_turns_are_smooth() -> None:
+    assert turns("weighted-round-robin", [5.0, 1.0, 1.0], 7) == [0, 0, 1, 0, 2, 0, 0]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_weighted_shares_are_exact_after_every_full_round(weight: list[int]) -> None:
+    order = turns("weighted-round-robin", [float(w) for w in weight], 3 * sum(weight))
+    for end in (1, 2, 3):
+        counts = Counter(order[: end * sum(weight)])
+        assert [counts[i] for i in range(len(weight))] == [end * w for w in weight]
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=5))
+def test_weighted_shares_are_never_off_by_more_than_the_number_of_instances(
+    weight: list[int],
+) -> None:
+    order = turns("weighted-round-robin", [float(w) for w in weight], 2 * sum(weight))
+    for end in range(1, len(order) + 1):
+        counts = Counter(order[:end])
+        for i, w in enumerate(weight):
+            assert abs(counts[i] - end * w / sum(weight)) < len(weight)
+
+
+def test_turns_go_on_when_an_instance_is_missing_for_a_while() -> None:
+    policy, rng = make_policy("round-robin"), np.random.default_rng(0)
+    everyone, without_one = candidates([0.0] * 3), candidates([0.0] * 3)
+    without_one.ids = (InstanceId("i0"), InstanceId("i2"))
+    without_one.slots = np.array([0, 2], dtype=np.intp)
+    for _ in range(31):
+        policy.choose(request(), without_one, rng)
+    counts = Counter(policy.choose(request(), everyone, rng) for _ in range(30))
+    # The one that was away gets its share from now on, and no burst for what it missed.
+    assert all(9 <= counts[i] <= 11 for i in range(3))
+
+
+def test_a_change_of_the_weights_scale_takes_effect_within_a_round() -> None:
+    # Whatever was owed in the old unit must not go to one instance in a row.
+    policy, rng = make_policy("weighted-round-robin"), np.random.default_rng(0)
+    for _ in range(2):
+        policy.choose(request(), candidates([0.0] * 2, weight=[4000.0, 3000.0]), rng)
+    c = candidates([0.0] * 2, weight=[4.0, 1.0])
+    order = [policy.choose(request(), c, rng) for _ in range(50)]
+    assert order.count(0) == pytest.approx(40, abs=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "shares"),
+    [
+        ("round-robin", [1.0, 5.0, 2.0], [1 / 3, 1 / 3, 1 / 3]),
+        ("weighted-round-robin", [1.0, 5.0, 2.0], [1 / 8, 5 / 8, 2 / 8]),
+    ],
+)
+def test_randomised_shares_lie_within_the_binomial_bound(
+    name: str, weight: list[float], shares: list[float]
+) -> None:
+    policy, rng = make_policy(name, PolicyOptions(randomised=True)), np.random.default_rng(5)
+    c, draws = candidates([0.0] * 3, weight=weight), 6000
+    order = [policy.choose(request(), c, rng) for _ in range(draws)]
+    counts = Counter(order)
+    for i, share in enumerate(shares):
+        assert abs(counts[i] - draws * share) < 4 * math.sqrt(draws * share * (1 - share))
+    # It draws; it does not take turns.
+    pairs = Counter(itertools.pairwise(order))
+    assert all(pairs[i, i] > 0 for i in range(3))
+
+
+def test_a_single_instance_gets_everything_while_it_can_take_it() -> None:
+    c = candidates([9.0, 0.0, 0.0])
+    assert choose("single-instance", c) == 0
+    assert choose("single-instance", c, single_instance=InstanceId("i2")) == 2
+
+
+def test_a_single_instance_that_is_gone_is_replaced_by_the_first_candidate() -> None:
+    c = candidates([9.0, 0.0])
+    assert choose("single-instance", c, single_instance=InstanceId("elsewhere")) == 0
+
+
+# What they share
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@given(values=rows, seed=st.integers(0, 2**32))
+def test_every_policy_returns_a_position_and_a_charge_for_each_candidate(
+    name: str, values: list[tuple[float, float, float]], seed: int
+) -> None:
+    c = of_rows(values)
+    policy, rng = make_policy(name), np.random.default_rng(seed)
+    for _ in range(3):
+        assert 0 <= policy.choose(request(), c, rng) < len(values)
+    charges = policy.charges(c)
+    assert charges.shape == (len(values),)
+    assert (charges > 0).all()
+    assert np.isfinite(charges).all()
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_no_policy_writes_to_what_it_sees(name: str) -> None:
+    c = candidates([1.0, 0.0, 2.0], [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], [1.0, 0.0, 2.0])
+    arrays = (
+        c.slots,
+        c.request_time_s,
+        c.load,
+        c.kv_usage,
+        c.in_flight,
+        c.capacity,
+        c.weight,
+    )
+    for array in arrays:
+        array.flags.writeable = False
+    policy, rng = make_policy(name), np.random.default_rng(0)
+    positions = [policy.choose(request(), c, rng) for _ in range(10)]
+    assert all(0 <= position < 3 for position in positions)
+
+
+def test_a_policy_that_does_not_exist_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="finish-line"):
+        make_policy("finish-line")

@@ -1,0 +1,284 @@
+"""The cluster file: strict, every error one line that names the file and the key."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from hetero_gateway.cli import main
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.cluster_config import Cluster, ClusterConfig, is_cluster, load_cluster
+from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.yaml_file import read_yaml
+from hetero_gateway.sim.workload import Fault, FaultKind
+
+ROOT = Path(__file__).parents[2]
+TP4 = "V100-32GB-NVLink2/Llama-3-8B/tp4"
+TP1 = "V100-32GB-NVLink2/Llama-3-8B/tp1"
+
+
+def write(tmp_path: Path, data: Any) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+def load(tmp_path: Path, data: Any) -> Cluster:
+    return load_cluster(write(tmp_path, data))
+
+
+def cluster(*instances: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return {"instances": list(instances) or [{"profile": TP4}, {"profile": TP1}]} | sections
+
+
+def ids(loaded: Cluster) -> list[str]:
+    return [str(i.instance_id) for i in loaded.instances]
+
+
+def test_the_example_of_the_interface_loads(tmp_path: Path) -> None:
+    loaded = load(
+        tmp_path,
+        """
+        instances:
+          - {profile: V100-32GB-NVLink2/Llama-3-8B/tp4, count: 1}
+          - {profile: V100-32GB-NVLink2/Llama-3-8B/tp1, count: 1}
+        """,
+    )
+    assert ids(loaded) == ["V100-32GB-NVLink2-tp4", "V100-32GB-NVLink2-tp1"]
+    assert [i.profile for i in loaded.instances] == [load_profile(TP4), load_profile(TP1)]
+    assert all(i.believed == i.profile and i.weight == 1 for i in loaded.instances)
+    assert loaded.faults == ()
+    assert loaded.trace is None
+
+
+def test_several_of_a_kind_are_numbered_over_all_entries(tmp_path: Path) -> None:
+    rows = [{"profile": TP4, "count": 2}, {"profile": TP1}, {"profile": TP4}]
+    names = [f"V100-32GB-NVLink2-tp{n}" for n in ("4-0", "4-1", "1", "4-2")]
+    assert ids(load(tmp_path, cluster(*rows))) == names
+    rows = [{"profile": TP4, "id": "big", "count": 2}, {"profile": TP1, "id": "small"}]
+    assert ids(load(tmp_path, cluster(*rows))) == ["big-0", "big-1", "small"]
+
+
+def test_what_the_scheduler_believes_may_be_wrong_or_nothing(tmp_path: Path) -> None:
+    wrong, unknown = load(
+        tmp_path,
+        cluster({"profile": TP4, "believed_scale": 2.0}, {"profile": TP1, "profiled": False}),
+    ).instances
+    assert wrong.profile == load_profile(TP4)
+    assert wrong.believed is not None
+    assert wrong.believed.constants == wrong.profile.constants.scaled(2.0)
+    assert wrong.believed.kv_capacity_tokens == wrong.profile.kv_capacity_tokens
+    assert unknown.believed is None
+
+
+def test_max_num_seqs_and_weight_are_the_instances_own(tmp_path: Path) -> None:
+    (one,) = load(tmp_path, cluster({"profile": TP4, "max_num_seqs": 64, "weight": 3.0})).instances
+    assert one.profile.max_num_seqs == 64
+    assert one.believed is not None
+    assert one.believed.max_num_seqs == 64
+    assert one.weight == 3
+
+
+def test_a_profile_file_is_found_beside_the_cluster_and_names_a_decent_id(tmp_path: Path) -> None:
+    document = {
+        "gpu": "[red]My <b>GPU</b>",
+        "model": "m",
+        "tensor_parallel": 2,
+        "constants": {f"p{i}": 1e-3 for i in range(1, 9)},
+        "kv_capacity_tokens": 1000,
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    (one,) = load(tmp_path, cluster({"profile": "mine.yaml"})).instances
+    assert one.instance_id == "red-My-b-GPU-b-tp2"
+    assert one.profile.gpu == "[red]My <b>GPU</b>"
+
+
+def test_a_profile_without_room_for_a_block_is_refused(tmp_path: Path) -> None:
+    document = {
+        "gpu": "x",
+        "model": "m",
+        "tensor_parallel": 1,
+        "constants": {f"p{i}": 1e-3 for i in range(1, 9)},
+        "kv_capacity_tokens": 15,
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"instances\.0\.profile: a KV capacity of 15 tokens"):
+        load(tmp_path, cluster({"profile": "tiny.yaml"}))
+
+
+def test_faults_name_an_instance_by_id_or_position(tmp_path: Path) -> None:
+    loaded = load(
+        tmp_path,
+        cluster(
+            faults=[
+                {"instance": 1, "kind": "slow", "start_s": 5, "end_s": 9, "factor": 3.0},
+                {"instance": "V100-32GB-NVLink2-tp4", "kind": "dead", "start_s": 7},
+            ]
+        ),
+    )
+    assert loaded.faults == (
+        Fault(1, FaultKind.SLOW, 5, 9, 3.0),
+        Fault(0, FaultKind.DEAD, 7, math.inf),
+    )
+
+
+def test_a_trace_is_relative_to_the_file(tmp_path: Path) -> None:
+    loaded = load(tmp_path, cluster(workload={"requests": "traces/t.csv", "arrival_cv": 2.0}))
+    assert loaded.trace == tmp_path / "traces" / "t.csv"
+    assert loaded.workload.arrival_cv == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({}, "instances: required, but missing"),
+        ({"instances": []}, "instances: List should have at least 1 item"),
+        (cluster(machines=[]), "machines: unknown key"),
+        (cluster({"count": 1}), "instances.0.profile: required, but missing"),
+        (cluster({"profile": TP4, "cuont": 2}), "cuont: unknown key; did you mean count?"),
+        (cluster({"profile": TP4, "count": 0}), "instances.0.count: "),
+        (cluster({"profile": TP4, "count": 9999}, {"profile": TP1, "count": 2}), "10001 instances"),
+        (cluster({"profile": TP4 + "0"}), "instances.0.profile: no profile is named"),
+        (cluster({"profile": "no.yaml"}), "instances.0.profile: "),
+        (cluster({"profile": TP4, "id": "a b"}), "instances.0.id: "),
+        (cluster({"profile": TP4, "id": "a\n"}), "instances.0.id: "),
+        (cluster({"profile": TP4, "believed_scale": 0}), "instances.0.believed_scale: "),
+        (cluster({"profile": TP4, "believed_scale": math.nan}), "instances.0.believed_scale: "),
+        (cluster({"profile": TP4, "max_num_seqs": 0}), "instances.0.max_num_seqs: "),
+        (
+            cluster({"profile": TP4, "id": "a", "count": 2}, {"profile": TP1, "id": "a-1"}),
+            "instances.1.id: 'a-1' is used twice",
+        ),
+        (cluster(faults=[{"instance": 2, "kind": "dead"}]), "faults.0.instance: 2 is no position"),
+        (cluster(faults=[{"instance": -1, "kind": "dead"}]), "faults.0.instance: -1 is no"),
+        (cluster(faults=[{"instance": "x", "kind": "dead"}]), "faults.0.instance: no instance"),
+        (cluster(faults=[{"instance": 0, "kind": "late"}]), "faults.0.kind: "),
+        (
+            cluster(faults=[{"instance": 0, "kind": "dead", "start_s": 5, "end_s": 5}]),
+            "faults.0: end_s (5) must be after start_s (5)",
+        ),
+        (cluster(faults=[{"instance": 0, "kind": "dead", "factor": 2}]), "faults.0: factor"),
+        (cluster(faults=[{"instance": 0, "kind": "slow"}]), "faults.0: factor"),
+        (cluster(workload={"arrival_cv": -1}), "workload.arrival_cv: "),
+        (
+            cluster(workload={"prompt": {"median": 10, "sigma": 1}}),
+            "workload.prompt.max: required, but missing",
+        ),
+        (
+            cluster(workload={"requests": "t.csv", "prompt": {"median": 1, "sigma": 1, "max": 9}}),
+            "workload: requests is a trace",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_file_and_key(
+    tmp_path: Path, data: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, data)
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path / 'cluster.yaml'}: ")
+    assert said in text
+    assert "\n" not in text
+
+
+# Which kind of file it is
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"instances": [{"profile": TP4}]}, True),
+        ({"instances": [{"profile": TP4, "count": 2}]}, True),
+        ({"instances": [{"profile": TP4, "id": "a"}], "faults": []}, True),
+        ({"instances": [{"profile": TP4, "id": "a", "profiled": False}]}, True),
+        ({"workload": {}}, True),
+        ({"instances": [{"id": "a", "base_url": "http://x", "profile": TP4}]}, False),
+        ({"instances": [{"id": "a", "profile": TP4}]}, True),
+        ({"instances": [{"id": "a", "profile": TP4, "model": "m"}]}, False),
+        ({"instances": [{"id": "a", "count": 2}]}, False),
+        ({"instances": [{"profile": TP4, "count": 2}], "scheduler": {}}, False),
+        ({"instances": []}, False),
+        ({"instances": "x"}, False),
+        ({}, False),
+    ],
+)
+def test_a_cluster_is_told_from_a_gateways_configuration(
+    data: dict[str, Any], expected: bool
+) -> None:
+    assert is_cluster(data) is expected
+
+
+def test_validate_checks_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, cluster(faults=[{"instance": 0, "kind": "dead"}]))
+    assert main(["validate", "-c", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "valid for simulate; 2 instances, 1 faults" in out
+    assert f"V100-32GB-NVLink2-tp1: profile: {TP1}" in out
+    assert main(["validate", "-c", str(path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["valid"], document["kind"], document["faults"]) == (True, "cluster", 1)
+    assert len(document["instances"]) == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [cluster({"profile": TP4, "count": -1}), cluster(workload={"requests": "not-there.csv"})],
+)
+def test_validate_refuses_a_wrong_cluster(
+    tmp_path: Path, data: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", "-c", str(write(tmp_path, data))]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 1
+    assert str(tmp_path) in err
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "clusters").glob("*.yaml")), ids=lambda p: p.name
+)
+def test_every_cluster_that_ships_loads(path: Path) -> None:
+    data = read_yaml(path)
+    if "machines" not in data:  # that one is for plan
+        assert is_cluster(data)
+        assert len(load_cluster(path).instances) >= 2
+
+
+# The document
+
+
+def fields_of(model: type[BaseModel], section: str = "") -> set[tuple[str, str]]:
+    found = set()
+    for name, field in model.model_fields.items():
+        inner = [
+            part
+            for part in re.findall(r"\w+Config", repr(field.annotation))
+            if part != "ConfigDict"
+        ]
+        found.add((section, name))
+        for part in inner:
+            import hetero_gateway.files.cluster_config as module
+
+            found |= fields_of(getattr(module, part), name)
+    return found
+
+
+def test_every_field_is_documented_and_nothing_else() -> None:
+    documented = set()
+    section = ""
+    for line in (ROOT / "docs" / "simulator.md").read_text("utf-8").splitlines():
+        if heading := re.match(r"#+ `?([\w ]+)`?", line):
+            section = heading[1]
+        elif row := re.match(r"\| `(\w+)` \|", line):
+            documented.add((section, row[1]))
+    sections = ("instances", "faults", "workload", "prompt")
+    told = {(s, key) for s, key in documented if s in sections}
+    existing = {(s, key) for s, key in fields_of(ClusterConfig) if s in sections}
+    assert told == existing

@@ -1,0 +1,271 @@
+"""The plan's file: strict, every error one line that names the file and the key."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.cluster_config import LengthConfig
+from hetero_gateway.files.plan_config import PlanConfig, PlanRequest, is_plan, load_request
+from hetero_gateway.files.profile_file import builtin_profiles
+
+ROOT = Path(__file__).parents[2]
+V100 = {"id": "box", "accelerator": "V100-32GB-NVLink2", "count": 8}
+# What a Hugging Face config.json of Llama-3-8B says, as far as it matters.
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(tmp_path: Path, **changes: Any) -> Path:
+    data = {"model": "Llama-3-8B", "max_model_len": 4096, "machines": [V100]} | changes
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        yaml.safe_dump({k: v for k, v in data.items() if v is not None}), encoding="utf-8"
+    )
+    return path
+
+
+def load(tmp_path: Path, **changes: Any) -> PlanRequest:
+    return load_request(write(tmp_path, **changes))
+
+
+def error(tmp_path: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, **changes)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "plan.yaml" in text
+    return text
+
+
+def trace(tmp_path: Path, *rows: tuple[int, int]) -> Path:
+    path = tmp_path / "trace.csv"
+    lines = ["input_tokens,output_tokens", *(f"{i},{o}" for i, o in rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_the_example_of_the_interface_loads(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        """
+        model: Llama-3-8B
+        max_model_len: 4096
+        machines:
+          - {id: v100-box, accelerator: V100-32GB-NVLink2, count: 8}
+          - {id: a800-box, accelerator: A800-80GB-PCIe, count: 1}
+        """,
+        encoding="utf-8",
+    )
+    request = load_request(path)
+    assert [m.id for m in request.question.machines] == ["v100-box", "a800-box"]
+    assert set(request.question.types) == {
+        *(("V100-32GB-NVLink2", t) for t in (1, 2, 4, 8)),
+        ("A800-80GB-PCIe", 1),
+    }
+    assert request.max_model_len == 4096
+    assert request.question.goals.name == "throughput"
+
+
+def test_only_a_plan_has_machines() -> None:
+    assert is_plan({"machines": []})
+    assert not is_plan({"instances": []})
+
+
+def test_copies_are_machines_of_their_own(tmp_path: Path) -> None:
+    request = load(tmp_path, machines=[V100 | {"copies": 3}])
+    assert [m.id for m in request.question.machines] == ["box-0", "box-1", "box-2"]
+
+
+def test_other_names_of_an_accelerator_are_the_same_one(tmp_path: Path) -> None:
+    request = load(tmp_path, machines=[V100 | {"accelerator": "v100-32gb-sxm2"}])
+    assert request.question.machines[0].accelerator == "V100-32GB-NVLink2"
+
+
+def test_a_price_is_of_the_machine_or_of_the_accelerator(tmp_path: Path) -> None:
+    request = load(
+        tmp_path,
+        machines=[V100, V100 | {"id": "dear", "price_per_hour_usd": 3.0}],
+        prices={"V100-32GB-NVLink2": 1.0},
+    )
+    assert [m.price_per_hour_usd for m in request.question.machines] == [1.0, 3.0]
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, policy="min-max", goals={"goal": "throughput"})
+    overrides = {"policy": "round-robin", "goals.goal": "fewest", "workload.rate_per_s": 3.0}
+    question = load_request(path, overrides | {"memory": None}).question
+    assert question.policy == "round-robin"
+    assert (question.goals.name, question.goals.rate_per_s) == ("fewest", 3.0)
+
+
+def test_a_config_json_is_read_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    model = {"config": "config.json", "dtype": "float16", "name": "Llama-3-8B"}
+    request = load(tmp_path, model=model)
+    card = load(tmp_path)
+    assert request.model.layers == card.model.layers == 32
+    assert {k: t.memory.kv_capacity_tokens for k, t in request.question.types.items()} == {
+        k: t.memory.kv_capacity_tokens for k, t in card.question.types.items()
+    }
+
+
+def test_a_measured_profile_comes_first(tmp_path: Path) -> None:
+    built_in = builtin_profiles()["V100-32GB-NVLink2/Llama-3-8B/tp1"]
+    constants = {f"p{i}": 2 * getattr(built_in.constants, f"p{i}") for i in range(1, 9)}
+    profile = tmp_path / "measured.yaml"
+    profile.write_text(
+        yaml.safe_dump(
+            {
+                "gpu": built_in.gpu,
+                "model": built_in.model,
+                "tensor_parallel": 1,
+                "constants": constants,
+                "kv_capacity_tokens": 90_000,
+                "source": {"how": "measured"},
+            }
+        ),
+        encoding="utf-8",
+    )
+    types = load_request(write(tmp_path), profiles=[str(profile)]).question.types
+    assert types[built_in.gpu, 1].profile.source["how"] == "measured"
+    assert types[built_in.gpu, 1].profile.constants.p8 == constants["p8"]
+    assert types[built_in.gpu, 2].profile.source["how"] != "measured"
+    listed = load(tmp_path, profiles=["measured.yaml"]).question.types
+    assert listed[built_in.gpu, 1].profile == types[built_in.gpu, 1].profile
+
+
+# The context
+
+
+def test_the_chat_mix_is_cut_to_the_context(tmp_path: Path) -> None:
+    question = load(tmp_path, max_model_len=1000).question
+    assert question.lengths.prompt.maximum + question.lengths.output.maximum == 1000
+    assert any("cut" in note for note in question.notes)
+
+
+def test_without_a_context_the_longest_request_makes_one(tmp_path: Path) -> None:
+    workload = {
+        "prompt": {"median": 100, "sigma": 0.5, "max": 900},
+        "output": {"median": 100, "sigma": 0.5, "max": 300},
+    }
+    request = load(tmp_path, max_model_len=None, workload=workload)
+    assert request.max_model_len == 2048
+    assert any("2048" in note for note in request.question.notes)
+
+
+def test_lengths_that_exceed_the_context_are_refused(tmp_path: Path) -> None:
+    workload = {
+        "prompt": {"median": 100, "sigma": 0.5, "max": 4000},
+        "output": {"median": 100, "sigma": 0.5, "max": 300},
+    }
+    assert "4000 prompt and 300 output" in error(tmp_path, workload=workload)
+
+
+def test_a_context_beyond_the_model_is_refused(tmp_path: Path) -> None:
+    assert "8192" in error(tmp_path, max_model_len=9000)
+
+
+def test_a_request_longer_than_the_context_is_named(tmp_path: Path) -> None:
+    rows = trace(tmp_path, (10, 20), (4000, 97), (5000, 1))
+    with pytest.raises(ConfigError) as caught:
+        load_request(write(tmp_path), requests=rows)
+    text = str(caught.value)
+    assert "trace.csv: request 3 needs 5001 tokens" in text
+    assert "2 of 3" in text
+    fits = load_request(write(tmp_path), requests=trace(tmp_path, (4000, 96))).question
+    assert fits.lengths.prompt_tokens.tolist() == [4000]
+
+
+# Errors
+
+
+def test_an_unknown_key_is_named(tmp_path: Path) -> None:
+    assert "machine: unknown key; did you mean machines?" in error(tmp_path, machine=[])
+    assert "machines.0.acelerator" in error(tmp_path, machines=[V100 | {"acelerator": "x"}])
+
+
+def test_an_unknown_accelerator_gets_the_nearest_names(tmp_path: Path) -> None:
+    text = error(tmp_path, machines=[V100 | {"accelerator": "V100-32G-NVLink"}])
+    assert "machines.0.accelerator" in text
+    assert "V100-32GB-NVLink2" in text
+
+
+def test_no_machines_is_said(tmp_path: Path) -> None:
+    assert "machines: there are none" in error(tmp_path, machines=[])
+
+
+def test_an_id_is_used_once(tmp_path: Path) -> None:
+    assert "'box' is used twice" in error(tmp_path, machines=[V100, V100])
+
+
+def test_an_unknown_model_gets_the_nearest_names(tmp_path: Path) -> None:
+    assert "Llama-3-8B" in error(tmp_path, model="Lama-3-8B")
+
+
+def test_a_config_json_without_a_needed_field_names_it(tmp_path: Path) -> None:
+    lacking = {k: v for k, v in LLAMA.items() if k != "num_hidden_layers"}
+    (tmp_path / "config.json").write_text(json.dumps(lacking), encoding="utf-8")
+    assert "num_hidden_layers" in error(tmp_path, model={"config": "config.json"})
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '"text"', "[" * 100_000])
+def test_a_broken_config_json_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    assert "config.json" in error(tmp_path, model={"config": "config.json"})
+
+
+def test_a_config_json_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert "cannot be read" in error(tmp_path, model={"config": "nowhere.json"})
+
+
+def test_the_goal_cost_names_the_accelerators_without_a_price(tmp_path: Path) -> None:
+    machines = [V100, {"id": "h", "accelerator": "H100-80GB-SXM", "count": 1}]
+    text = error(tmp_path, machines=machines, prices={"H100-80GB-SXM": 2.0}, goals={"goal": "cost"})
+    assert "V100-32GB-NVLink2" in text
+    assert "H100" not in text
+
+
+def test_the_goal_fewest_needs_a_rate(tmp_path: Path) -> None:
+    assert "rate_per_s" in error(tmp_path, goals={"goal": "fewest"})
+
+
+def test_a_bad_engine_option_is_one_line(tmp_path: Path) -> None:
+    assert "engine" in error(tmp_path, engine={"kv_cache_dtype": "int3"})
+    assert "engine" in error(tmp_path, engine={"vllm_version": "new"})
+
+
+# The documentation
+
+
+def fields_of(model: type[BaseModel]) -> set[str]:
+    found: set[str] = set()
+    for name, info in model.model_fields.items():
+        found.add(name)
+        annotations = [info.annotation, *getattr(info.annotation, "__args__", ())]
+        for inner in annotations:
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                found |= set() if inner is LengthConfig else fields_of(inner)
+    return found
+
+
+def test_every_field_is_in_the_documentation() -> None:
+    text = (ROOT / "docs" / "planner.md").read_text("utf-8")
+    listed = set(re.findall(r"^\| `([a-z0-9_]+)`", text, re.MULTILINE))
+    assert fields_of(PlanConfig) <= listed

@@ -1,0 +1,88 @@
+"""/admin/requests: what finished, as a trace that our own tools read."""
+
+from collections import deque
+
+import httpx
+
+from hetero_gateway.files.trace import TraceRequest, parse_trace
+from hetero_gateway.gateway.control.history import (
+    MAX_REQUESTS,
+    FinishedRequest,
+    as_trace,
+    new_history,
+)
+from tests.fakes.running import config_for, running_gateway
+from tests.fakes.vllm import fake_instances
+
+CHAT = "/v1/chat/completions"
+
+
+def chat(**fields: object) -> dict[str, object]:
+    return {"model": "m", "messages": [{"role": "user", "content": "a secret"}], **fields}
+
+
+def finished(arrival_s: float, model: str = "m", limit: int | None = None) -> FinishedRequest:
+    return FinishedRequest(arrival_s, model, 10, 20, limit, 1)
+
+
+async def test_finished_requests_are_a_trace_without_prompts_or_ids() -> None:
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url) as client,
+    ):
+        headers = {"x-request-id": "id-of-a-person"}
+        usage = (await client.post(CHAT, json=chat(), headers=headers)).json()["usage"]
+        await client.post(CHAT, json=chat(max_tokens=5))
+        await client.post("/v1/embeddings", json={"model": "m", "input": "x"})
+        await client.post(CHAT, json=chat(fake={"die": "before_head"}))
+        await client.post(CHAT, json=chat(fake={"status": 400}))
+        response = await client.get("/admin/requests")
+        assert response.headers["content-type"].startswith("text/csv")
+        assert "secret" not in response.text
+        assert "id-of" not in response.text
+        rows = parse_trace(response.text, "gateway")
+        assert [row.max_tokens for row in rows] == [None, 5]
+        first = rows[0]
+        assert (first.arrival_s, first.model) == (0.0, "m")
+        assert first.input_tokens == usage["prompt_tokens"]
+        assert first.output_tokens == usage["completion_tokens"]
+        assert rows[1].arrival_s is not None
+        assert rows[1].arrival_s > 0
+
+
+async def test_it_wants_the_admin_key() -> None:
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes, server={"host": "0.0.0.0"})
+        async with running_gateway(config) as running, httpx.AsyncClient() as client:
+            refused = await client.get(f"http://127.0.0.1:{running.port}/admin/requests")
+            assert refused.status_code == 403
+            assert "arrival_s" not in refused.text
+
+
+def test_rows_come_in_order_of_arrival_whatever_finished_first() -> None:
+    rows = parse_trace(as_trace(deque([finished(7.5), finished(5.0, limit=9)]), 1e9), "x")
+    assert rows == [
+        TraceRequest(0.0, 10, 20, "m", 9),
+        TraceRequest(2.5, 10, 20, "m", None),
+    ]
+    assert as_trace([finished(5.0)], 1e9).splitlines()[1].endswith(",1000000005.000")
+
+
+def test_a_models_name_is_quoted_whatever_is_in_it() -> None:
+    name = 'a,"b"\u2028\nc'
+    (row,) = parse_trace(as_trace([finished(1.0, model=name)], 0.0), "x")
+    assert row.model == name
+
+
+def test_an_empty_history_has_the_header_alone() -> None:
+    assert as_trace([], 0.0).count("\n") == 1
+
+
+def test_the_history_is_bounded() -> None:
+    history = new_history()
+    for i in range(MAX_REQUESTS + 5):
+        history.append(finished(float(i)))
+    assert len(history) == MAX_REQUESTS
+    assert history[0].arrival_s == 5
+    assert as_trace(history, 0.0).count("\n") == MAX_REQUESTS + 1

@@ -1,0 +1,155 @@
+"""The exposition: read back with prometheus-client's own parser, and by promtool."""
+
+import asyncio
+import shutil
+from asyncio.subprocess import PIPE, STDOUT
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hetero_gateway.gateway.control.metrics import Histogram, InstanceGauges, Metrics
+from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fakes.vllm import fake_instances
+
+CHAT = "/v1/chat/completions"
+EXPECTED = {
+    "profile_age_seconds",
+    "profile_drift_ratio",
+    "requests", "request_duration_seconds", "time_to_first_token_seconds",
+    "time_per_output_token_seconds", "input_tokens", "output_tokens", "in_flight_requests",
+    "instance_workload", "instance_kv_usage_ratio", "instance_up", "routing_decisions",
+    "scheduler_decision_seconds", "prediction_error", "retries", "upstream_errors",
+    "client_disconnects", "overhead_seconds", "build_info", "queue_depth", "queue_wait_seconds",
+    "queue_rejections", "instance_speed_factor", "instance_waiting_first_token",
+    "predictor_failures",
+}  # fmt: skip
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (
+            sample.name.removeprefix("hetero_gateway_"),
+            frozenset(sample.labels.items()),
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset(labels.items())
+
+
+async def test_one_request_is_counted_everywhere_once() -> None:
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        body = {"model": "m", "messages": [], "stream": True, "fake": {"events": 4}}
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            await client.post(CHAT, json=body)
+        await eventually(running.settled)
+        text = await running.metrics()
+    found = samples(text)
+    where = {"model": "m", "instance": "i0"}
+    assert found[key("requests_total", outcome="completed", **where)] == 1
+    assert found[key("request_duration_seconds_count", **where)] == 1
+    assert found[key("time_to_first_token_seconds_count", **where)] == 1
+    assert found[key("time_per_output_token_seconds_count", **where)] == 1
+    assert found[key("input_tokens_total", **where)] == 10
+    assert found[key("output_tokens_total", **where)] == 4
+    assert found[key("routing_decisions_total", policy="finish-time", instance="i0")] == 1
+    assert found[key("scheduler_decision_seconds_count")] == 1
+    assert found[key("overhead_seconds_count")] == 1
+    assert found[key("prediction_error_count", quantity="output_tokens")] == 1
+    assert found[key("prediction_error_count", quantity="latency")] == 1
+    assert found[key("in_flight_requests", instance="i0")] == 0
+    assert found[key("instance_workload", instance="i0")] == 0
+    assert found[key("instance_up", instance="i0")] == 1
+    assert found[key("queue_depth")] == 0
+    assert found[key("queue_wait_seconds_count")] == 1
+    assert found[key("instance_speed_factor", instance="i0")] == 1
+    assert found[key("instance_waiting_first_token", instance="i0")] == 0
+    names = {
+        family.name.removeprefix("hetero_gateway_")
+        for family in text_string_to_metric_families(text)
+        if family.name.startswith("hetero_gateway_")
+    }
+    assert names == EXPECTED
+
+
+async def test_labels_stay_bounded_whatever_clients_ask_for() -> None:
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            for i in range(50):
+                await client.post(CHAT, json={"model": f"made-up-{i}", "messages": []})
+        text = await running.metrics()
+    assert "made-up" not in text
+    assert (
+        samples(text)[key("requests_total", model="unknown", instance="", outcome="rejected")] == 50
+    )
+
+
+def test_buckets_are_cumulative_and_bounds_belong_to_the_lower_one() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        histogram.observe(value)
+    assert histogram.buckets() == [("1.0", 2), ("2.0", 4), ("+Inf", 5)]
+    assert histogram.sum == 14
+
+
+def test_a_forgotten_instance_leaves_no_series() -> None:
+    rows = [InstanceGauges("kept", True, 0, 0.0, 0.0, None)]
+    metrics = Metrics("min-max", lambda: rows)
+    for name in ("kept", "gone"):
+        metrics.series("m", name).outcomes["completed"] += 1
+        metrics.decisions[name] += 1
+        metrics.upstream_errors[name, "connect"] += 1
+        metrics.client_disconnects[name] += 1
+    metrics.forget("gone")
+    text = metrics.exposition()[0].decode()
+    assert "kept" in text
+    assert "gone" not in text
+
+
+@pytest.mark.system
+async def test_promtool_finds_nothing_to_say() -> None:
+    promtool = shutil.which("promtool")
+    assert promtool is not None, "install Debian's package prometheus"
+    async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            await client.post(CHAT, json={"model": "m", "messages": []})
+        text = await running.metrics()
+    own = "\n".join(line for line in text.splitlines() if "hetero_gateway_" in line) + "\n"
+    process = await asyncio.create_subprocess_exec(
+        promtool, "check", "metrics", stdin=PIPE, stdout=PIPE, stderr=STDOUT
+    )
+    output, _ = await process.communicate(own.encode())
+    assert (process.returncode, output) == (0, b"")
+
+
+@pytest.mark.parametrize("retries", [0, 5])
+async def test_a_request_that_fails_for_good_is_counted_once(retries: int) -> None:
+    retry = {"budget_min": retries, "budget_ratio": 0, "max_attempts": 2}
+    async with (
+        fake_instances(2) as fakes,
+        running_gateway(config_for(fakes, retry=retry)) as running,
+    ):
+        body = {"model": "m", "messages": [], "fake": {"die": "before_head"}}
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            assert (await client.post(CHAT, json=body)).status_code == 502
+        found = samples(await running.metrics())
+    ended = [v for (name, _), v in found.items() if name == "requests_total"]
+    assert sum(ended) == 1
+
+
+async def test_what_we_cannot_serve_and_what_clients_get_wrong_are_told_apart() -> None:
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            await client.post(CHAT, content=b"{")
+            await client.post(CHAT, json={"model": "m", "prompt": [1] * 9999})
+            await fakes[0].kill()
+            await client.post(CHAT, json={"model": "m", "messages": []})
+        found = samples(await running.metrics())
+    requests = "requests_total"
+    assert found[key(requests, model="unknown", instance="", outcome="rejected")] == 1
+    assert found[key(requests, model="m", instance="", outcome="rejected")] == 1
+    assert found[key(requests, model="m", instance="", outcome="unavailable")] == 1

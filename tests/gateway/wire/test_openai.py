@@ -1,0 +1,201 @@
+"""What is read from a request's body and from a response's tail."""
+
+import json
+
+import pytest
+
+from hetero_gateway.errors import ClientError
+from hetero_gateway.gateway.wire.openai import (
+    Work,
+    error_body,
+    failed_in_tail,
+    parse_body,
+    prompt_text,
+    sse_error_event,
+    usage_in_tail,
+    work_of_path,
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "prompts"),
+    [
+        ([1, 2, 3], 3, 1),
+        ([7], 1, 1),
+        ([[1, 2], [3, 4, 5]], 5, 2),
+        ([[1]], 1, 1),
+        ("text", None, 1),
+        (["one", "two, three [4]", "[5]"], None, 3),
+        ([], None, 1),
+        (None, None, 1),
+    ],
+)
+def test_token_id_prompts_are_counted_exactly(
+    prompt: object, tokens: int | None, prompts: int
+) -> None:
+    parsed = parse_body(json.dumps({"prompt": prompt}).encode(), b"")
+    assert (parsed.exact_prompt_tokens, parsed.prompt_count) == (tokens, prompts)
+
+
+def test_sequences_are_prompts_times_n() -> None:
+    body = json.dumps({"prompt": ["a", "b"], "n": 3}).encode()
+    assert parse_body(body, b"").sequences == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 7, "max_tokens": 5}, 7),
+        ({"max_output_tokens": 9}, 9),
+        ({"max_tokens": None}, None),
+        ({"max_tokens": -1}, None),  # the engine's to refuse
+        ({"max_tokens": "5"}, None),
+        ({"max_tokens": True}, None),
+        ({}, None),
+    ],
+)
+def test_the_output_limit(fields: dict[str, object], limit: int | None) -> None:
+    assert parse_body(json.dumps(fields).encode(), b"").max_output_tokens == limit
+
+
+def test_bytes_of_messages_tools_and_system_count() -> None:
+    messages, tools = [{"role": "user", "content": "hello"}], [{"type": "function"}]
+    alone = parse_body(json.dumps({"messages": messages}).encode(), b"")
+    both = parse_body(json.dumps({"messages": messages, "tools": tools}).encode(), b"")
+    assert alone.text_bytes == len(json.dumps(messages))
+    assert both.text_bytes == alone.text_bytes + len(json.dumps(tools))
+
+
+def test_escapes_count_as_the_characters_that_they_are() -> None:
+    text = "größe 漢字" * 10
+    escaped = parse_body(json.dumps({"prompt": text}).encode(), b"")
+    plain = parse_body(json.dumps({"prompt": text}, ensure_ascii=False).encode(), b"")
+    assert escaped.text_bytes == pytest.approx(plain.text_bytes, rel=0.2)
+
+
+@pytest.mark.parametrize("size", [0, 100, 3_000_000])
+def test_images_count_by_number_and_not_by_size(size: int) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * size}}
+    content = [{"type": "text", "text": 'a "type": "image" in words'}, image, image]
+    parsed = parse_body(
+        json.dumps({"messages": [{"role": "user", "content": content}]}).encode(), b""
+    )
+    assert parsed.media_parts == 2
+    assert parsed.text_bytes < 400
+
+
+def test_unknown_and_odd_fields_are_left_alone() -> None:
+    parsed = parse_body(b'{"model":"m","stream":1,"n":"x","zzz":{"a":[1]},"messages":7}', b"")
+    assert (parsed.model, parsed.stream, parsed.sequences) == ("m", False, 1)
+
+
+def test_the_model_of_a_multipart_upload_is_found() -> None:
+    body = (
+        b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n\x00\xff\r\n--b--'
+    )
+    assert parse_body(body, b"multipart/form-data; boundary=b").model == "whisper"
+    assert parse_body(b"--b--", b"multipart/form-data; boundary=b").model is None
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b'{"model": 5}', b"{\xff}"])
+def test_unusable_bodies_are_the_clients_error(body: bytes) -> None:
+    with pytest.raises(ClientError) as caught:
+        parse_body(body, b"")
+    assert caught.value.status == 400
+
+
+def test_deeply_nested_bodies_do_no_harm() -> None:
+    for opening in (b"[", b'{"a":'):
+        with pytest.raises(ClientError):
+            parse_body(b'{"messages":' + opening * 200_000, b"")
+
+
+@pytest.mark.parametrize(
+    ("path", "work"),
+    [
+        ("/v1/chat/completions", Work.GENERATE),
+        ("/v1/embeddings", Work.PREFILL),
+        ("/tokenize", Work.LIGHT),
+        ("/v1/something/new", Work.PREFILL),
+        ("/v1/load_lora_adapter", None),
+        ("/reset_prefix_cache", None),
+        ("/nope", None),
+    ],
+)
+def test_paths(path: str, work: Work | None) -> None:
+    assert work_of_path(path) is work
+
+
+@pytest.mark.parametrize(
+    ("tail", "usage"),
+    [
+        (b'"usage":{"prompt_tokens":14,"total_tokens":20,"completion_tokens":6}}', (14, 6)),
+        (b'"usage": {"completion_tokens": 6, "prompt_tokens": 14}', (14, 6)),
+        (b'"usage":{"input_tokens":10,"output_tokens":5,"output_tokens_details":{}}', (10, 5)),
+        (b'"usage":{"prompt_tokens":1,"completion_tokens":1}}\n"usage":{"prompt_tokens":2,'
+         b'"completion_tokens":3}}', (2, 3)),
+        (b'"usage":null', (None, None)),
+        (b'{"content":"\\"usage\\":{\\"prompt_tokens\\":9}"}', (None, None)),
+        (b"", (None, None)),
+    ],
+)  # fmt: skip
+def test_usage_is_read_from_the_tail(tail: bytes, usage: tuple[int | None, int | None]) -> None:
+    assert usage_in_tail(tail) == usage
+
+
+def test_an_engines_failure_is_seen_and_a_clients_text_is_not() -> None:
+    assert failed_in_tail(b'data: {"error": {"code": 500}}\n\ndata: [DONE]\n\n')
+    assert failed_in_tail(b'"finish_reason":"abort"')
+    assert not failed_in_tail(b'data: {"content":"data: {\\"error\\""}\n\n')
+
+
+def test_errors_have_openais_shape_and_anthropics_where_that_is_spoken() -> None:
+    error = ClientError(502, "upstream_error", "it broke", kind="server_error")
+    assert json.loads(error_body(error)) == {
+        "error": {
+            "message": "it broke", "type": "server_error", "param": None, "code": "upstream_error",
+        }
+    }  # fmt: skip
+    assert json.loads(error_body(error, "/v1/messages"))["type"] == "error"
+    assert sse_error_event(error).startswith(b'data: {"error"')
+    assert sse_error_event(error, "/v1/messages").startswith(b"event: error\ndata: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"prompt": "one"}, "one"),
+        ({"prompt": ["one", "two"]}, "one\ntwo"),
+        ({"prompt": [1, 2, 3]}, ""),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "be brief"},
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "what is this? \u00e9"},
+                            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+                        ],
+                    },
+                    {"role": "assistant", "content": None},
+                ],
+                "tools": [{"type": "function", "function": {"name": "f", "description": "no"}}],
+            },
+            "be brief\nwhat is this? \u00e9",
+        ),
+        ({"instructions": "be brief", "input": "one"}, "be brief\none"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, "a"),
+        ({"system": [{"type": "text", "text": "s"}], "messages": 7}, "s"),
+        ({}, ""),
+    ],
+)
+def test_the_text_of_a_prompt_is_all_that_a_person_wrote(fields: object, text: str) -> None:
+    assert prompt_text(json.dumps(fields).encode()) == text
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"--b\r\nname=model\r\n", b"[" * 9999])
+def test_a_body_without_text_has_none(body: bytes) -> None:
+    assert prompt_text(body) == ""

@@ -1,0 +1,79 @@
+"""Exact prompt lengths from a local tokenizer file."""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+from tests.fakes.running import config_for, running_gateway
+from tests.fakes.vllm import fake_instances
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A tokenizer whose tokens are words."""
+    library = Library(WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    library.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    path = tmp_path / "tokenizer.json"
+    library.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("value", "tokens"),
+    [
+        ("a b c", 3),
+        (["a b", "c"], 3),
+        ([{"role": "user", "content": "a b"}], 2 + 4 + 3),
+        ([{"role": "user", "content": [{"type": "text", "text": "a b c"}]}], 3 + 4 + 3),
+        ([{"role": "user", "content": None}], None),
+        (5, None),
+    ],
+)
+async def test_texts_are_counted(file: Path, value: object, tokens: int | None) -> None:
+    assert await Tokenizer(file, 10**6).count(json.dumps(value).encode()) == tokens
+
+
+async def test_long_prompts_leave_the_event_loop_alone(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(file, thread_above_bytes=100)
+    threads: list[int] = []
+    count = tokenizer._count
+
+    def noted(raw: bytes) -> int | None:
+        threads.append(threading.get_ident())
+        return count(raw)
+
+    monkeypatch.setattr(tokenizer, "_count", noted)
+    long, short = json.dumps("a " * 1000).encode(), json.dumps("a").encode()
+    assert await asyncio.gather(tokenizer.count(long), tokenizer.count(short)) == [1000, 1]
+    assert [ident == threading.get_ident() for ident in threads].count(True) == 1
+
+
+async def test_the_scheduler_sees_the_exact_length(file: Path) -> None:
+    scheduler = {"tokens": {"tokenizer_file": str(file)}}
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes, scheduler=scheduler)) as running,
+    ):
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            body = {"model": "m", "prompt": "a " * 77}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert running.gateway.dataplane.decisions[-1].decision.request.prompt_tokens == 77
+
+
+def test_a_missing_or_broken_file_is_a_configuration_error(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    for path in (tmp_path / "none.json", broken):
+        with pytest.raises(ConfigError, match=r"tokenizer_file: .*\.json"):
+            Tokenizer(path, 100)
