@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from hetero_gateway import __version__
-from hetero_gateway.errors import ClientError
+from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control import admin
 from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
@@ -80,14 +80,14 @@ def create_app(config: GatewayConfig, config_path: Path | None = None) -> App:
         lifespan=lifespan,
     )
     control.state.gateway = gateway
-    control.add_exception_handler(ClientError, _render_error)
+    control.add_exception_handler(Refusal, _render_error)
     control.include_router(admin.router)
     _add_control_paths(control, gateway)
     return App(gateway, control)
 
 
 async def _render_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ClientError)
+    assert isinstance(error, Refusal)
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return Response(error_body(error, request.url.path), error.status, headers, "application/json")
 
@@ -130,7 +130,7 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
         served = gateway.fleet.models()
         if model not in served:
             message = f"The model `{model}` does not exist."
-            raise ClientError(404, "model_not_found", message, param="model")
+            raise Refusal(404, "model_not_found", message, param="model")
         return _card(model, served[model])
 
     @control.get("/dashboard", tags=["dashboard"], response_class=HTMLResponse)
@@ -142,7 +142,7 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
     async def dashboard_file(name: str) -> Response:
         """The page's script, style and icon."""
         if name not in _PAGE_FILES:
-            raise ClientError(404, "not_found", f"there is no /dashboard/{name}")
+            raise Refusal(404, "not_found", f"there is no /dashboard/{name}")
         return _page_file(name)
 
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 import trustme
 
-from hetero_gateway.errors import InstanceError
 from hetero_gateway.files.gateway_config import PoolConfig
+from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.wire.upstream import InstancePool, ResponseHead
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances

@@ -23,13 +23,13 @@ from hetero_gateway.core.lengths.predictors import (
     capped_output_tokens,
 )
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
-from hetero_gateway.errors import ClientError, InstanceError
+from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig, RetryConfig, secret
 from hetero_gateway.gateway.control.history import new_history
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.answers import (
     answer,
-    client_error,
+    refusal_of,
     rejection,
     shutting_down,
     too_large,
@@ -37,6 +37,7 @@ from hetero_gateway.gateway.dataplane.answers import (
 from hetero_gateway.gateway.dataplane.placement import ClientGone, Placed, Placement
 from hetero_gateway.gateway.dataplane.records import DecisionRecord, Job, Recorder, outcome_of
 from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
+from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.wire.downstream import (
@@ -73,7 +74,6 @@ _DROPPED_REQUEST_HEADERS = frozenset(
 )
 # It goes into logs, headers and the dashboard: visible ASCII only.
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-_RETRYABLE = frozenset(("connect", "reset", "pool", "protocol"))
 _RETRY_WINDOW_S = 10.0
 
 
@@ -151,11 +151,11 @@ class DataPlane:
         try:
             try:
                 job = await self._read(scope, receive, work, request_id)
-            except ClientError:
+            except Refusal:
                 self._metrics.series("unknown", "").outcomes["rejected"] += 1
                 raise
             await self._run(job, downstream)
-        except ClientError as error:
+        except Refusal as error:
             answer(downstream, error, scope["path"], request_id)
         except ClientGone:
             return
@@ -166,7 +166,7 @@ class DataPlane:
         except Exception:
             _log.exception("request %s failed inside the gateway", request_id.decode())
             self._metrics.series("", "").outcomes["internal_error"] += 1
-            failed = ClientError(500, "internal_error", "The gateway failed.", kind="server_error")
+            failed = Refusal(500, "internal_error", "The gateway failed.", kind="server_error")
             answer(downstream, failed, scope["path"], request_id)
         if isinstance(downstream, AsgiDownstream):
             await downstream.close()
@@ -182,7 +182,7 @@ class DataPlane:
                 continue
             if hmac.compare_digest(value, self._api_key):
                 return
-        raise ClientError(401, "invalid_api_key", "Incorrect or missing API key.")
+        raise Refusal(401, "invalid_api_key", "Incorrect or missing API key.")
 
     # Reading
 
@@ -226,7 +226,7 @@ class DataPlane:
         models = self._fleet.models()
         if not path.startswith("/v1/") and len(models) == 1:
             return next(iter(models))
-        raise ClientError(
+        raise Refusal(
             400, "missing_required_parameter", "you must provide a model parameter", param="model"
         )
 
@@ -296,10 +296,10 @@ class DataPlane:
             if failure is None:
                 return
             if exchange.head_sent:
-                exchange.break_off(client_error(failure, instance))
+                exchange.break_off(refusal_of(failure, instance))
                 return
             if not retry:
-                raise client_error(failure, instance)
+                raise refusal_of(failure, instance)
             self._metrics.retries[failure.reason] += 1
 
     async def _place(
@@ -331,7 +331,7 @@ class DataPlane:
         except ClientGone:
             outcomes(request.model, "").outcomes["client_disconnected"] += 1
             raise
-        except ClientError as error:
+        except Refusal as error:
             outcome = "timed_out" if error.status == 504 else "unavailable"
             outcomes(request.model, "").outcomes[outcome] += 1
             raise
@@ -361,7 +361,7 @@ class DataPlane:
             error = exchange.error
             if error is None or connection.got_bytes or not connection.reused:
                 return
-            if error.reason == "reset":
+            if error.failure is Failure.RESET:
                 # The instance was closing this idle connection when the request was written.
                 exchange.error = None
                 await exchange.run(await pool.connect(), payload)
@@ -390,7 +390,7 @@ class DataPlane:
         return (
             exchange.error is not None
             and not exchange.head_sent
-            and exchange.error.reason in _RETRYABLE
+            and exchange.error.failure.retryable
             and attempts < self._config.retry.max_attempts
             and self._budget.take()
         )

@@ -23,7 +23,7 @@ from hetero_gateway.core.instances.ledger import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
-from hetero_gateway.errors import ClientError
+from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import QueueConfig
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.answers import shutting_down
@@ -154,7 +154,7 @@ class Placement:
 
         Raises:
             ClientGone: it left the queue, too.
-            ClientError: 429 for a full queue or a wait that was too long, 504 after the deadline,
+            Refusal: 429 for a full queue or a wait that was too long, 504 after the deadline,
                 503 when the gateway ends.
         """
         now_s = time.monotonic()
@@ -212,19 +212,19 @@ class Placement:
             self.settle(ticket.dispatch, Outcome.CLIENT_DISCONNECTED)
         self.pump_soon()
 
-    def _too_long(self, ticket: Ticket, deadline: bool) -> ClientError:
+    def _too_long(self, ticket: Ticket, deadline: bool) -> Refusal:
         waited_s = time.monotonic() - ticket.enqueued_s
         message = f"no instance had room for the request in {waited_s:.3g} s"
         if deadline:
-            return ClientError(504, "upstream_timeout", message, kind="server_error")
+            return Refusal(504, "upstream_timeout", message, kind="server_error")
         return self._refused("queue_timeout", ticket.request.model, message)
 
-    def _refused(self, code: str, model: str, message: str) -> ClientError:
+    def _refused(self, code: str, model: str, message: str) -> Refusal:
         self._metrics.queue_rejections[code] += 1
         low, high = _RETRY_AFTER_BOUNDS_S
         drain_s = self._scheduler.drain_time_s(model)
         after_s = min(high, max(low, math.ceil(min(drain_s, high))))
-        return ClientError(429, code, message, kind="rate_limit_error", retry_after_s=after_s)
+        return Refusal(429, code, message, kind="rate_limit_error", retry_after_s=after_s)
 
     # Afterwards
 

@@ -21,16 +21,11 @@ from hetero_gateway.gateway.control.history import FinishedRequest, RequestHisto
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.placement import Placed
 from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.failures import Failure, InstanceError, Suspicion
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.openai import ParsedRequest
-
-_OUTCOME_BY_ERROR = {
-    "first_byte_timeout": Outcome.TIMED_OUT,
-    "idle_timeout": Outcome.TIMED_OUT,
-    "total_timeout": Outcome.TIMED_OUT,
-}
 
 
 class DecisionRecord(NamedTuple):
@@ -98,14 +93,13 @@ class Recorder:
         if self._fleet.instances.get(instance.id) is not instance:
             return  # removed meanwhile: its series are gone for good
         error = exchange.error
+        if error is None and outcome is Outcome.UPSTREAM_ERROR:
+            error = InstanceError(Failure.ENGINE, "its engine broke off")
         if error is not None:
             metrics.upstream_errors[instance.id, error.reason] += 1
-            if error.reason in ("connect", "reset", "first_byte_timeout"):
-                self._health.suspect(instance, str(error), down=error.reason == "connect")
-        elif outcome is Outcome.UPSTREAM_ERROR:
-            # The stream ended well in HTTP, but its server said that the engine is gone.
-            metrics.upstream_errors[instance.id, "engine"] += 1
-            self._health.suspect(instance, "its engine broke off", down=False)
+            suspicion = error.failure.suspicion
+            if suspicion is not Suspicion.NONE:
+                self._health.suspect(instance, str(error), down=suspicion is Suspicion.DOWN)
         if not final:
             return
         series = metrics.series(job.request.model, instance.id)
@@ -179,7 +173,7 @@ class Recorder:
 def outcome_of(exchange: Exchange, downstream: Downstream) -> Outcome:
     """How an attempt ended."""
     if exchange.error is not None:
-        return _OUTCOME_BY_ERROR.get(exchange.error.reason, Outcome.UPSTREAM_ERROR)
+        return exchange.error.failure.outcome
     if not exchange.complete:
         return Outcome.CLIENT_DISCONNECTED
     return Outcome.UPSTREAM_ERROR if exchange.engine_failed() else Outcome.COMPLETED

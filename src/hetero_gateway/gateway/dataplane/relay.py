@@ -14,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from hetero_gateway.errors import ClientError, InstanceError
+from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import TimeoutsConfig
+from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.openai import failed_in_tail, sse_error_event, usage_in_tail
 from hetero_gateway.gateway.wire.upstream import Headers, ResponseHead, UpstreamConnection
@@ -207,7 +208,7 @@ class Exchange:
             self.connection.abort()
         self.on_error(error)
 
-    def break_off(self, error: ClientError) -> None:
+    def break_off(self, error: Refusal) -> None:
         """Tell a client in mid-response that it is broken, and close its connection.
 
         A stream gets an SSE error event where a chunk may begin, and never a ``[DONE]`` or a last
@@ -277,12 +278,14 @@ class Deadlines:
                 exchange.last_active_s = now_s
             silent_s = now_s - exchange.last_active_s
             if now_s >= exchange.total_deadline_s:
-                exchange.fail(InstanceError("total_timeout", f"not done in {config.total_s:g} s"))
+                exchange.fail(
+                    InstanceError(Failure.TOTAL_TIMEOUT, f"not done in {config.total_s:g} s")
+                )
             elif not exchange.head_sent:
                 if silent_s >= config.first_byte_s:
                     message = f"no answer in {config.first_byte_s:g} s"
-                    exchange.fail(InstanceError("first_byte_timeout", message))
+                    exchange.fail(InstanceError(Failure.FIRST_BYTE_TIMEOUT, message))
             elif silent_s >= config.idle_s and not exchange.congested:
                 message = f"no bytes for {config.idle_s:g} s"
-                exchange.fail(InstanceError("idle_timeout", message))
+                exchange.fail(InstanceError(Failure.IDLE_TIMEOUT, message))
         self._timer = self._loop.call_later(self._tick_s, self._check) if self._exchanges else None

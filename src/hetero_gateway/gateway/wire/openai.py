@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from hetero_gateway.errors import ClientError
+from hetero_gateway.errors import Refusal
 
 _MEDIA_PART = re.compile(
     rb'"type"\s*:\s*"(?:image_url|image|input_image|input_audio|audio_url|video_url)"'
@@ -127,7 +127,7 @@ def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
     """Read what scheduling needs from a request's body.
 
     Raises:
-        ClientError: 400 for broken JSON, a body that is not an object, a ``model`` that is no
+        Refusal: 400 for broken JSON, a body that is not an object, a ``model`` that is no
             string. Everything else is the engine's to judge.
     """
     if content_type.startswith(b"multipart/"):
@@ -137,12 +137,12 @@ def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
     try:
         fields = _decode_body(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClientError(
+        raise Refusal(
             400, "invalid_json", f"The request body is not usable JSON: {error}"
         ) from None
     model = fields.model
     if model is not None and not isinstance(model, str):
-        raise ClientError(400, "invalid_type", "`model` must be a string.", param="model")
+        raise Refusal(400, "invalid_type", "`model` must be a string.", param="model")
     prompt = bytes(fields.prompt)
     tokens, prompts, text_bytes = _measure_prompt(prompt)
     media_parts = 0
@@ -256,7 +256,7 @@ def failed_in_tail(tail: bytes) -> bool:
     )
 
 
-def error_body(error: ClientError, path: str = "") -> bytes:
+def error_body(error: Refusal, path: str = "") -> bytes:
     """OpenAI's error body (Anthropic's on /v1/messages, as vLLM answers there)."""
     if path.startswith("/v1/messages"):
         return msgspec.json.encode(
@@ -274,7 +274,7 @@ def error_body(error: ClientError, path: str = "") -> bytes:
     )
 
 
-def sse_error_event(error: ClientError, path: str = "") -> bytes:
+def sse_error_event(error: Refusal, path: str = "") -> bytes:
     """The event that ends a broken stream; no ``[DONE]`` follows."""
     prefix = b"event: error\n" if path.startswith(("/v1/messages", "/v1/responses")) else b""
     return prefix + b"data: " + error_body(error, path) + b"\n\n"

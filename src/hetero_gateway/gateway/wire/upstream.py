@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from hetero_gateway.errors import InstanceError
 from hetero_gateway.files.gateway_config import PoolConfig
+from hetero_gateway.gateway.failures import Failure, InstanceError
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -154,7 +154,9 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, ValueError) as error:
-            self._fail(InstanceError("protocol", f"the response is not valid HTTP/1.1: {error}"))
+            self._fail(
+                InstanceError(Failure.PROTOCOL, f"the response is not valid HTTP/1.1: {error}")
+            )
             return
         if not self._head_passed:
             data = self._pass_head(sink, data)
@@ -178,7 +180,7 @@ class UpstreamConnection(asyncio.Protocol):
             sink.on_complete()
             return
         when = "before the response was complete" if self.got_bytes else "without an answer"
-        self._fail(InstanceError("reset", f"the instance closed the connection {when}"))
+        self._fail(InstanceError(Failure.RESET, f"the instance closed the connection {when}"))
 
     # httptools callbacks
 
@@ -205,7 +207,7 @@ class UpstreamConnection(asyncio.Protocol):
         if head is None:
             return b""
         if head.status < 200:
-            self._fail(InstanceError("protocol", f"unexpected status {head.status}"))
+            self._fail(InstanceError(Failure.PROTOCOL, f"unexpected status {head.status}"))
             return b""
         received, self._head_bytes = self._head_bytes, b""
         body = received[received.index(b"\r\n\r\n") + 4 :]
@@ -278,9 +280,11 @@ class InstancePool:
         return None
 
     async def connect(self) -> UpstreamConnection:
-        """A new connection. Raises InstanceError: ``connect``, or ``pool`` at the limit."""
+        """A new connection. Raises InstanceError: CONNECT, or POOL at the limit."""
         if len(self._open) + self._connecting >= self._config.max_connections:
-            raise InstanceError("pool", f"{self._config.max_connections} connections are open")
+            raise InstanceError(
+                Failure.POOL, f"{self._config.max_connections} connections are open"
+            )
         loop = asyncio.get_running_loop()
         self._connecting += 1
         try:
@@ -294,10 +298,10 @@ class InstancePool:
                 )
         except TimeoutError as error:
             raise InstanceError(
-                "connect", f"no connection within {self._connect_timeout_s:g} s"
+                Failure.CONNECT, f"no connection within {self._connect_timeout_s:g} s"
             ) from error
         except OSError as error:
-            raise InstanceError("connect", str(error.strerror or error)) from error
+            raise InstanceError(Failure.CONNECT, str(error.strerror or error)) from error
         finally:
             self._connecting -= 1
         self._open.add(connection)
