@@ -15,6 +15,7 @@ import re
 import time
 from collections import deque
 from dataclasses import replace
+from functools import partial
 
 from hetero_gateway.core.lengths.predictors import (
     BytesPerToken,
@@ -22,6 +23,7 @@ from hetero_gateway.core.lengths.predictors import (
     OutputLengthPredictor,
     capped_output_tokens,
 )
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig, RetryConfig, secret
@@ -34,7 +36,7 @@ from hetero_gateway.gateway.dataplane.answers import (
     shutting_down,
     too_large,
 )
-from hetero_gateway.gateway.dataplane.placement import ClientGone, Placed, Placement
+from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
 from hetero_gateway.gateway.dataplane.records import DecisionRecord, Job, Recorder, outcome_of
 from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
 from hetero_gateway.gateway.failures import Failure, InstanceError
@@ -157,7 +159,7 @@ class DataPlane:
             await self._run(job, downstream)
         except Refusal as error:
             answer(downstream, error, scope["path"], request_id)
-        except ClientGone:
+        except SleeperGone:
             return
         except asyncio.CancelledError:
             # The server ends, and this request was not done in the time that it gave.
@@ -199,7 +201,7 @@ class DataPlane:
         message = await receive()
         body: bytes = message.get("body", b"")
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise SleeperGone
         if message.get("more_body"):
             body = await _read_rest(receive, body, limit)
         if len(body) > limit:
@@ -213,7 +215,7 @@ class DataPlane:
         request, features = await self._describe(parsed, body, work, model, streams)
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        queues = self._placement.queues and work is not Work.LIGHT
+        queues = work is not Work.LIGHT
         return Job(
             path, target, headers, request_id, body, parsed, request, features, queues, received_s
         )
@@ -279,7 +281,7 @@ class DataPlane:
                 (b"x-request-id", job.request_id),
                 (b"x-hetero-gateway-instance", instance.id.encode()),
             ]
-            on_stream = self._placement.watch(placed)
+            on_stream = partial(self._placement.stream_began, placed.dispatch)
             exchange = Exchange(downstream, job.path, extra, deadline_s, on_stream)
             retry = False
             self.open_exchanges.add(exchange)
@@ -315,10 +317,9 @@ class DataPlane:
         outcomes = self._metrics.series
         try:
             while True:
-                if job.queues:
-                    placed = await placement.place(request, tried, downstream, deadline_s)
-                else:
-                    placed = placement.place_now(request, tried)
+                placed = placement.submit(request, tried, waits=job.queues)
+                if isinstance(placed, Ticket):
+                    placed = await placement.wait(placed, downstream, deadline_s)
                 if (
                     not isinstance(placed, Reject)
                     or placed.reason is not RejectReason.FITS_NO_INSTANCE
@@ -328,7 +329,7 @@ class DataPlane:
                     break
                 # The length is an estimate: when half of it fits, the engine is to judge.
                 request = replace(request, prompt_tokens=-(-request.prompt_tokens // 2))
-        except ClientGone:
+        except SleeperGone:
             outcomes(request.model, "").outcomes["client_disconnected"] += 1
             raise
         except Refusal as error:
@@ -401,7 +402,7 @@ async def _read_rest(receive: Receive, first: bytes, limit: int) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise SleeperGone
         part = message.get("body", b"")
         parts.append(part)
         size += len(part)

@@ -179,14 +179,14 @@ class Exchange:
     async def run(self, connection: UpstreamConnection, request: bytes) -> None:
         """Send the request and return when it is over, one way or another.
 
-        Afterwards exactly one of ``complete``, ``error`` and ``downstream.disconnected`` says how,
+        Afterwards exactly one of ``complete``, ``error`` and ``downstream.gone`` says how,
         and the upstream connection is closed unless the response is complete.
         """
         self.connection = connection
         connection.send(request, self)
         downstream = self._downstream
         try:
-            while not self.complete and self.error is None and not downstream.disconnected:
+            while not self.complete and self.error is None and not downstream.gone:
                 await downstream.wait()
                 if self.congested:
                     await downstream.drain()

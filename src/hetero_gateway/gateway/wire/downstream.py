@@ -64,7 +64,7 @@ class Downstream(Protocol):
         ...
 
     @property
-    def disconnected(self) -> bool: ...
+    def gone(self) -> bool: ...
 
     @property
     def started(self) -> bool:
@@ -132,7 +132,7 @@ class UvicornDownstream:
         self._receive = receive
 
     @property
-    def disconnected(self) -> bool:
+    def gone(self) -> bool:
         result: bool = self._cycle.disconnected
         return result
 
@@ -192,7 +192,7 @@ class AsgiDownstream:
         self._queued_bytes = 0
         self._event = asyncio.Event()
         self._watcher: asyncio.Future[None] | None = None
-        self.disconnected = False
+        self.gone = False
         self.started = False
 
     @property
@@ -234,7 +234,7 @@ class AsgiDownstream:
         await self.drain()
 
     async def drain(self) -> None:
-        while self._messages and not self.disconnected:
+        while self._messages and not self.gone:
             message = self._messages.popleft()
             self._queued_bytes -= len(message.get("body", b""))
             await self._send(message)
@@ -243,7 +243,7 @@ class AsgiDownstream:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self.disconnected = True
+                self.gone = True
                 self._event.set()
                 return
 
