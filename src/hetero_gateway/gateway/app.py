@@ -19,7 +19,14 @@ from hetero_gateway import __version__
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control import admin
-from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
+from hetero_gateway.gateway.wire.downstream import (
+    Downstream,
+    Listener,
+    Receive,
+    Scope,
+    Send,
+)
+from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import error_body, work_of_path
 from hetero_gateway.gateway.wiring import Gateway
 
@@ -46,11 +53,22 @@ _PAGE_FILES = {
 
 
 class App:
-    """What uvicorn serves. ``gateway`` is the running state, ``control`` the FastAPI part."""
+    """What uvicorn serves. ``gateway`` is the running state, ``control`` the FastAPI part.
+
+    A ``wire.protocol.Service``, and an ASGI application for all that does not come that way.
+    """
 
     def __init__(self, gateway: Gateway, control: FastAPI) -> None:
         self.gateway = gateway
         self.control = control
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self.gateway.config.server.max_body_bytes
+
+    def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
+        """A request on an engine path, from the callbacks of the server's own protocol."""
+        return self.gateway.dataplane.open(inbound, downstream)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -121,12 +139,12 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
     @control.get("/v1/models", tags=["openai"])
     async def models(request: Request) -> dict[str, Any]:
         """Every name that a live instance serves."""
-        gateway.dataplane.check_key(request.headers.raw)
+        gateway.admission.client_of(request.headers.raw)
         return {"object": "list", "data": [_card(*m) for m in gateway.fleet.models().items()]}
 
     @control.get("/v1/models/{model:path}", tags=["openai"])
     async def model(request: Request, model: str) -> dict[str, Any]:
-        gateway.dataplane.check_key(request.headers.raw)
+        gateway.admission.client_of(request.headers.raw)
         served = gateway.fleet.models()
         if model not in served:
             message = f"The model `{model}` does not exist."

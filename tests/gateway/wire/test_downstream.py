@@ -1,4 +1,4 @@
-"""The splice leans on uvicorn's inside; this fails loudly when uvicorn changes it."""
+"""Under any other server the gateway is a plain ASGI application, and serves the same."""
 
 import asyncio
 import contextlib
@@ -9,15 +9,8 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from hetero_gateway.gateway.app import create_app
-from hetero_gateway.gateway.wire.downstream import (
-    CYCLE_ATTRIBUTES,
-    AsgiDownstream,
-    UvicornDownstream,
-    downstream_of,
-)
 from tests.fakes.running import config_for, eventually
 from tests.fakes.vllm import fake_instances
 
@@ -38,34 +31,6 @@ async def served(app: Any, http: str) -> AsyncIterator[str]:
         finally:
             server.should_exit = True
             await task
-
-
-async def test_uvicorns_cycle_has_all_that_the_splice_uses() -> None:
-    seen: list[tuple[Any, type]] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            for kind in ("startup", "shutdown"):
-                await receive()
-                await send({"type": f"lifespan.{kind}.complete"})
-            return
-        seen.append((send.__self__, type(downstream_of(scope, receive, send))))
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    async with served(app, "httptools") as url, httpx.AsyncClient() as client:
-        await client.get(url)
-    [(cycle, chosen)] = seen
-    assert isinstance(cycle, RequestResponseCycle)
-    assert [name for name in CYCLE_ATTRIBUTES if not hasattr(cycle, name)] == []
-    assert hasattr(cycle.flow, "write_paused")
-    assert callable(cycle.flow.drain)
-    assert chosen is UvicornDownstream
-
-
-async def test_a_server_without_the_splice_is_served_through_send() -> None:
-    downstream = downstream_of({"http_version": "1.1"}, None, lambda _: None)  # type: ignore[arg-type]
-    assert isinstance(downstream, AsgiDownstream)
 
 
 @pytest.mark.parametrize("fake", [{}, {"framing": "close"}, {"events": 50, "event_bytes": 50_000}])

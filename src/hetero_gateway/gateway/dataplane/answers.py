@@ -51,6 +51,8 @@ def shutting_down() -> Refusal:
 
 def answer(downstream: Downstream, error: Refusal, path: str, request_id: bytes) -> None:
     """Answer a request with an error; cuts a response that has begun."""
+    if downstream.gone:
+        return
     if downstream.started:
         downstream.cut()  # a second head would be taken for a part of the body
         return

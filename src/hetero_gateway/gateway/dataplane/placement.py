@@ -127,6 +127,10 @@ class Placement:
         timers = (self._soon, self._timer)
         return not self._waiting and self._steps.idle and timers == (None, None)
 
+    def knows(self, model: str) -> bool:
+        """Whether any instance, available or not, serves the model."""
+        return self._scheduler.knows(model)
+
     def oldest_wait_s(self) -> float:
         """How long the one that came first has been waiting, in seconds; 0 when nobody waits."""
         first = next(iter(self._waiting), None)

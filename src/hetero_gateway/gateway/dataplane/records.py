@@ -6,26 +6,23 @@ Once per attempt, after it is settled; the last one of a request is ``final`` an
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.lengths.predictors import (
     BytesPerToken,
-    LengthFeatures,
     OutputLengthPredictor,
 )
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.types import Outcome, Request
+from hetero_gateway.core.types import Outcome
 from hetero_gateway.gateway.control.history import FinishedRequest, RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed
 from hetero_gateway.gateway.dataplane.relay import Exchange
 from hetero_gateway.gateway.failures import Failure, InstanceError, Suspicion
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.gateway.wire.downstream import Downstream
-from hetero_gateway.gateway.wire.openai import ParsedRequest
 
 
 class DecisionRecord(NamedTuple):
@@ -35,22 +32,6 @@ class DecisionRecord(NamedTuple):
     request_id: str
     decision: Decision
     waited_s: float
-
-
-@dataclass(slots=True)
-class Job:
-    """One client's request, through all of its attempts."""
-
-    path: str
-    target: bytes
-    headers: list[tuple[bytes, bytes]]
-    request_id: bytes
-    body: bytes
-    parsed: ParsedRequest
-    request: Request
-    features: LengthFeatures | None
-    queues: bool
-    received_s: float
 
 
 class Recorder:
@@ -109,7 +90,7 @@ class Recorder:
         series.outcomes[label] += 1
         if outcome is Outcome.CLIENT_DISCONNECTED:
             metrics.client_disconnects[instance.id] += 1
-        duration_s = now_s - job.received_s
+        duration_s = now_s - job.inbound.received_s
         series.duration.observe(duration_s)
         if exchange.first_body_at_s is not None and exchange.status < 400:
             self._record_tokens(job, placed, exchange, outcome, now_s)
@@ -133,7 +114,7 @@ class Recorder:
         series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
         series.output_tokens += output
         if parsed.stream:
-            series.ttft.observe(first_s - job.received_s)
+            series.ttft.observe(first_s - job.inbound.received_s)
             per_sequence = output / request.sequences
             if per_sequence > 1:
                 series.tpot.observe((now_s - first_s) / (per_sequence - 1))
@@ -160,7 +141,7 @@ class Recorder:
             prompt_tokens = max(1, round(told_prompt / parsed.prompt_count))
         self._history.append(
             FinishedRequest(
-                job.received_s,
+                job.inbound.received_s,
                 request.model,
                 prompt_tokens,
                 max(1, round(output_tokens)),
@@ -168,15 +149,6 @@ class Recorder:
                 request.sequences,
             )
         )
-
-
-def outcome_of(exchange: Exchange, downstream: Downstream) -> Outcome:
-    """How an attempt ended."""
-    if exchange.error is not None:
-        return exchange.error.failure.outcome
-    if not exchange.complete:
-        return Outcome.CLIENT_DISCONNECTED
-    return Outcome.UPSTREAM_ERROR if exchange.engine_failed() else Outcome.COMPLETED
 
 
 def _expected_latency_s(placed: Placed) -> float:

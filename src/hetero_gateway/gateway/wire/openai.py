@@ -42,7 +42,7 @@ class Work(enum.Enum):
     LIGHT = "light"  # tokenize and the like: no step of the engine
 
 
-_WORK_BY_PATH = {
+ENGINE_PATHS = {
     "/v1/chat/completions": Work.GENERATE,
     "/v1/completions": Work.GENERATE,
     "/v1/responses": Work.GENERATE,
@@ -81,7 +81,7 @@ def work_of_path(path: str) -> Work | None:
 
     Paths of newer engines under /v1/ are treated as prefill-only work rather than refused.
     """
-    work = _WORK_BY_PATH.get(path)
+    work = ENGINE_PATHS.get(path)
     if work is None and path.startswith("/v1/") and path not in _NOT_ROUTED:
         return Work.PREFILL
     return work

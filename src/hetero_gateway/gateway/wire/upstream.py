@@ -21,8 +21,7 @@ import httptools
 
 from hetero_gateway.files.gateway_config import PoolConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
-
-Headers = list[tuple[bytes, bytes]]
+from hetero_gateway.gateway.wire.headers import Headers
 
 
 class ResponseHead:
@@ -64,6 +63,10 @@ class ResponseSink(Protocol):
 
     def on_error(self, error: InstanceError) -> None: ...
 
+    def on_bug(self, error: Exception) -> None:
+        """The sink itself raised. The connection is closed; nothing more comes."""
+        ...
+
 
 class _BodyDecoder:
     """Takes the framing off a body, for the few exchanges that want it: a parser of its own.
@@ -101,6 +104,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._decoder: _BodyDecoder | None = None
         self._message_complete = False
         self._keep_alive = False
+        self._paused = False
         self.idle_since_s = 0.0
         # A request that fails on a reused connection before any byte came may have met the
         # instance closing an idle connection.
@@ -124,9 +128,11 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
+            self._paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
+        self._paused = False
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -137,8 +143,22 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
 
     @property
+    def stale(self) -> bool:
+        """It was idle before and has answered nothing since: it may have been closed meanwhile."""
+        return self.reused and not self.got_bytes
+
+    @property
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
+
+    def __repr__(self) -> str:
+        if not self.usable:
+            state = "closed"
+        elif self._sink is None:
+            state = "idle"
+        else:
+            state = "receiving" if self.got_bytes else "waiting for an answer"
+        return f"<UpstreamConnection {self._pool.host}:{self._pool.port} {state}>"
 
     # asyncio.Protocol
 
@@ -154,18 +174,22 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, ValueError) as error:
-            self._fail(
-                InstanceError(Failure.PROTOCOL, f"the response is not valid HTTP/1.1: {error}")
-            )
+            message = f"the response is not valid HTTP/1.1: {error}"
+            self._fail(InstanceError(Failure.PROTOCOL, message))
             return
-        if not self._head_passed:
-            data = self._pass_head(sink, data)
-        elif self._decoder is not None:
-            data = self._decoder.feed(data)
-        if data and self._sink is sink:
-            sink.on_data(data)
-        if self._message_complete and self._sink is sink:
-            self._finish(sink)
+        try:
+            if not self._head_passed:
+                data = self._pass_head(sink, data)
+            elif self._decoder is not None:
+                data = self._decoder.feed(data)
+            if data and self._sink is sink:
+                sink.on_data(data)
+            if self._message_complete and self._sink is sink:
+                self._finish(sink)
+        except Exception as error:
+            # The boundary of a request: a bug in its relay must not end up in the event loop.
+            self.abort()
+            sink.on_bug(error)
 
     def eof_received(self) -> bool:
         return False
@@ -219,6 +243,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _finish(self, sink: ResponseSink) -> None:
         self._sink = None
+        if self._paused:
+            # Its client is slow, which is no business of the next one's.
+            self.resume_reading()
         if self._keep_alive:
             self._pool.release(self)
         elif self._transport is not None:
@@ -278,6 +305,10 @@ class InstancePool:
                 return connection
             connection.abort()
         return None
+
+    def __repr__(self) -> str:
+        idle, count = len(self._idle), len(self._open)
+        return f"<InstancePool {self.host}:{self.port}, {count} open, {idle} of them idle>"
 
     async def connect(self) -> UpstreamConnection:
         """A new connection. Raises InstanceError: CONNECT, or POOL at the limit."""
