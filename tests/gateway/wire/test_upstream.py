@@ -69,6 +69,24 @@ async def test_raw_and_decoded_bytes_agree() -> None:
         pool.close()
 
 
+async def test_a_connection_that_was_paused_at_the_end_answers_the_next_request() -> None:
+    async with fake_instances(1) as [fake]:
+        pool = InstancePool(fake.url, PoolConfig(), 1)
+        connection = await pool.connect()
+
+        class Slow(Collector):
+            def on_data(self, data: bytes) -> None:
+                connection.pause_reading()
+
+        sink = Slow()
+        connection.send(request(), sink)
+        await asyncio.wait_for(sink.ended.wait(), 5)
+        assert pool.take_idle() is connection
+        pool.release(connection)
+        assert (await answer_to(pool)).body
+        pool.close()
+
+
 async def test_idle_connections_expire_and_are_limited() -> None:
     async with fake_instances(1) as [fake]:
         pool = InstancePool(fake.url, PoolConfig(max_idle=2, idle_expiry_s=0.1), 1)
