@@ -18,7 +18,7 @@ import time
 import numpy as np
 from decision import PROFILES, make_requests
 
-from hetero_gateway.core.instances.ledger import Dispatch
+from hetero_gateway.core.instances.state import Dispatch
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request

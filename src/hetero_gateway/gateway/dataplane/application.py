@@ -14,7 +14,6 @@ import os
 import re
 import time
 from collections import deque
-from dataclasses import replace
 
 from hetero_gateway.core.lengths.predictors import (
     BytesPerToken,
@@ -327,7 +326,7 @@ class DataPlane:
                 ):
                     break
                 # The length is an estimate: when half of it fits, the engine is to judge.
-                request = replace(request, prompt_tokens=-(-request.prompt_tokens // 2))
+                request = request._replace(prompt_tokens=-(-request.prompt_tokens // 2))
         except ClientGone:
             outcomes(request.model, "").outcomes["client_disconnected"] += 1
             raise

@@ -188,12 +188,12 @@ def outcome_of(exchange: Exchange, downstream: Downstream) -> Outcome:
 def _expected_latency_s(placed: Placed) -> float:
     """How long a profiled instance was to take: the policy's own estimate, or the cost model's."""
     decision, profile = placed.decision, placed.instance.profile
-    estimates = decision.candidates.estimates
-    if estimates is not None:
-        return float(estimates.latency_s[decision.position])
+    estimated_s = decision.expected_latency_s()
+    if estimated_s is not None:
+        return estimated_s
     assert profile is not None
     request, c = decision.request, profile.constants
-    batch = float(decision.candidates.in_flight[decision.position]) + 1
+    batch = float(decision.choice.figures.column("in_flight")[decision.choice.position]) + 1
     batch = min(batch, profile.max_num_seqs)
     result = prefill_time_s(c, 1, request.prompt_tokens)
     return result + decode_time_s(c, batch, request.prompt_tokens, request.predicted_output_tokens)

@@ -21,7 +21,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from hetero_gateway.core.instances.ledger import Dispatch
+from hetero_gateway.core.instances.state import Dispatch
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.dataplane.relay import Exchange
 from hetero_gateway.gateway.fleet.instances import Fleet
