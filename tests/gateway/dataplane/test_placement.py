@@ -349,7 +349,7 @@ async def test_policies_that_do_not_ask_for_it_have_their_profiles_checked_too(p
             )
             await asyncio.gather(*streams)
             await eventually(lambda: running.gateway.placement.idle)
-            assert fleet.scheduler.snapshot(InstanceId("i0")).waiting == 0
+            assert scheduler.snapshot(there).waiting == 0
 
 
 async def test_a_request_whose_progress_nobody_sees_spoils_no_observation() -> None:
