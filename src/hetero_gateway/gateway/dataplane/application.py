@@ -23,6 +23,7 @@ from hetero_gateway.core.lengths.predictors import (
     capped_output_tokens,
 )
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.engines.vllm import Work
 from hetero_gateway.errors import ClientError, InstanceError
 from hetero_gateway.files.gateway_config import GatewayConfig, RetryConfig, secret
 from hetero_gateway.gateway.control.history import new_history
@@ -47,7 +48,7 @@ from hetero_gateway.gateway.wire.downstream import (
     Send,
     downstream_of,
 )
-from hetero_gateway.gateway.wire.openai import ParsedRequest, Work, parse_body, prompt_text
+from hetero_gateway.gateway.wire.openai import ParsedRequest, parse_body, prompt_text
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
