@@ -1,15 +1,30 @@
-"""What is vLLM's own: the paths that it serves, and the marks in its answers.
+"""The paths that vLLM serves, and what work each makes it do.
 
-Text and bytes in, values out: no socket, no clock.
+Seen on vLLM 0.32. ``--api-key`` guards those under /v1/ and no other.
 """
 
 from __future__ import annotations
 
 import enum
-import re
 
-_USAGE_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
-_USAGE_OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
+# What it says of itself: GET.
+# 200 with an empty body while the engine lives, also while it drains; 503 once its core has died.
+HEALTH = "/health"
+PING = "/ping"  # the same, by GET or POST
+VERSION = "/version"
+LOAD = "/load"  # always 0 unless --enable-server-load-tracking
+METRICS = "/metrics"
+MODELS = "/v1/models"
+
+# What it does: POST.
+CHAT_COMPLETIONS = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+EMBEDDINGS = "/v1/embeddings"
+INVOCATIONS = "/invocations"  # a chat or a completion, by its body
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
 
 
 class Work(enum.Enum):
@@ -21,20 +36,20 @@ class Work(enum.Enum):
 
 
 _WORK_BY_PATH = {
-    "/v1/chat/completions": Work.GENERATE,
-    "/v1/completions": Work.GENERATE,
-    "/v1/responses": Work.GENERATE,
-    "/v1/messages": Work.GENERATE,
+    CHAT_COMPLETIONS: Work.GENERATE,
+    COMPLETIONS: Work.GENERATE,
+    RESPONSES: Work.GENERATE,
+    MESSAGES: Work.GENERATE,
     "/v1/chat/completions/batch": Work.GENERATE,
     "/inference/v1/generate": Work.GENERATE,
     "/generative_scoring": Work.PREFILL,
-    "/invocations": Work.GENERATE,
-    "/tokenize": Work.LIGHT,
-    "/detokenize": Work.LIGHT,
+    INVOCATIONS: Work.GENERATE,
+    TOKENIZE: Work.LIGHT,
+    DETOKENIZE: Work.LIGHT,
     "/v1/messages/count_tokens": Work.LIGHT,
     "/v1/completions/render": Work.LIGHT,
     "/v1/chat/completions/render": Work.LIGHT,
-    "/v1/embeddings": Work.PREFILL,
+    EMBEDDINGS: Work.PREFILL,
     "/pooling": Work.PREFILL,
     "/classify": Work.PREFILL,
     "/score": Work.PREFILL,
@@ -65,25 +80,9 @@ def work_of_path(path: str) -> Work | None:
     return work
 
 
-def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
-    """(prompt tokens, output tokens) of the last ``usage`` object in a response's tail."""
-    start = tail.rfind(b'"usage"')
-    if start < 0:
-        return None, None
-    prompt = _USAGE_PROMPT.search(tail, start)
-    output = _USAGE_OUTPUT.search(tail, start)
-    return int(prompt[1]) if prompt else None, int(output[1]) if output else None
+def starts_with_a_token(path: str) -> bool:
+    """Whether the first bytes of a stream's body are there with its first token.
 
-
-def failed_in_tail(tail: bytes) -> bool:
-    """Whether a stream that ended well in HTTP says that the engine failed.
-
-    A killed engine sends an error event and then ``[DONE]`` under status 200; one that is stopped
-    may end its streams with finish_reason "abort".
+    /v1/responses sends its first events before any token is made.
     """
-    return (
-        b'data: {"error"' in tail
-        or b"event: error" in tail
-        or b'"finish_reason":"abort"' in tail
-        or b'"finish_reason": "abort"' in tail
-    )
+    return path != RESPONSES
