@@ -152,14 +152,11 @@ def _model(target: Target, wanted: str | None) -> str:
         raise HeteroGatewayError(f"{url}: no answer: {error}") from error
     if wanted is not None:
         return wanted
-    try:
-        models = read_models(response.raise_for_status().json())
-    except httpx.HTTPStatusError as error:
+    if not response.is_success:
         raise HeteroGatewayError(
             f"{url}: answered {response.status_code}; give --model or --api-key-env"
-        ) from error
-    except ValueError:
-        models = None
+        )
+    models = read_models(response.content)
     if not models:
         raise HeteroGatewayError(f"{url}: lists no model; give --model")
     return next(iter(models))

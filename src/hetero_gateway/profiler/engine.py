@@ -92,7 +92,7 @@ class EngineClient:
         return read_metrics(response.text)
 
     async def alive(self) -> bool:
-        """Whether it says so, or, where it has no word for it, lists its models."""
+        """Whether it says so; one that does not know the question must list its models."""
         try:
             response = await self._client.get(paths.HEALTH, timeout=5.0)
             if response.status_code == 404:
@@ -149,10 +149,7 @@ async def _served(client: EngineClient, target: Target) -> dict[str, int | None]
             f"{url}: {response.status_code}: {given}: name the environment variable that holds "
             "the key with --api-key-env"
         )
-    try:
-        models = read_models(response.raise_for_status().json())
-    except (httpx.HTTPStatusError, ValueError):
-        models = None
+    models = read_models(response.content) if response.is_success else None
     if models is None:
         raise HeteroGatewayError(
             f"{url}: answered {response.status_code}, not a list of models: is it an "

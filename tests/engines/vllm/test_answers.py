@@ -95,23 +95,35 @@ def test_models_are_read_in_their_order_with_their_context_windows() -> None:
         {"id": 7, "max_model_len": 4096},
         "no card",
     ]
-    models = read_models({"object": "list", "data": cards})
+    models = read_models(json.dumps({"object": "list", "data": cards}).encode())
     assert models is not None
     assert list(models.items()) == [("tiny", 4096), ("lora", None), ("odd", None)]
-    assert read_models({"data": []}) == {}
+    assert read_models(b'{"data": []}') == {}
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["data", "id", "x"]), inner),
 )
 
 
 @given(JSON)
 def test_no_document_is_too_odd_to_be_no_list_of_models(document: object) -> None:
-    models = read_models(document)
+    models = read_models(json.dumps(document).encode())
     listed = isinstance(document, dict) and isinstance(document.get("data"), list)
     assert (models is not None) is listed
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"<html>", b'{"data": [}', b"\xff", b"[" * 200_000, b'{"data":' * 50_000, b"9" * 5000],
+)
+def test_what_is_no_json_is_no_list_of_models(body: bytes) -> None:
+    assert read_models(body) is None
 
 
 @given(

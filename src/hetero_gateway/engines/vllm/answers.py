@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
 from hetero_gateway.engines.vllm.paths import COMPLETIONS
 
 DONE = b"data: [DONE]\n\n"  # not on /v1/messages and /v1/responses
@@ -72,11 +74,16 @@ def completion_counts_in(events: bytes) -> list[int]:
     return [int(count) for count in _COMPLETION_TOKENS.findall(events)]
 
 
-def read_models(document: object) -> dict[str, int | None] | None:
-    """The context window in tokens of every model of a /v1/models, in its order; None: not told.
+def read_models(body: bytes) -> dict[str, int | None] | None:
+    """The models that /v1/models lists, in its order, each with its context window in tokens.
 
-    None in place of it all when the document is no list of models; never raises.
+    None for a window that is not told; None in place of it all for what is no list of models.
+    Never raises.
     """
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
     cards = document.get("data") if isinstance(document, dict) else None
     if not isinstance(cards, list):
         return None

@@ -119,7 +119,7 @@ class HealthMonitor:
         """Read models and engine facts; an engine without them is served all the same."""
         try:
             answer = await client.get(paths.MODELS)
-            models = read_models(answer.json()) if answer.is_success else None
+            models = read_models(answer.content) if answer.is_success else None
             if models is not None:
                 _note_models(instance, models)
             elif not instance.models:
@@ -132,7 +132,7 @@ class HealthMonitor:
                 instance.engine_kv_usage = told.kv_usage
                 if told.cache.capacity_tokens is not None:
                     instance.engine_kv_capacity_tokens = told.cache.capacity_tokens
-        except (httpx.HTTPError, ValueError) as error:
+        except httpx.HTTPError as error:
             _log.debug("instance %s: scrape failed: %s", instance.id, error)
         self._fleet.publish(instance)
 
