@@ -17,6 +17,7 @@ import httpx
 import yaml
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.engines.vllm import paths
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.profile_file import load_profile, profile_document
 from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
@@ -140,7 +141,7 @@ class EmulatedCluster:
         total_s = 0.0
         async with httpx.AsyncClient() as client:
             for url in self._instance_urls.values():
-                text = (await client.get(f"{url}/metrics")).text
+                text = (await client.get(url + paths.METRICS)).text
                 for line in text.splitlines():
                     if line.startswith(_LOST):
                         total_s += float(line.rsplit(" ", 1)[1])

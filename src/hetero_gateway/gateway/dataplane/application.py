@@ -22,6 +22,7 @@ from hetero_gateway.core.lengths.predictors import (
     capped_output_tokens,
 )
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.engines.vllm import Work, starts_with_a_token
 from hetero_gateway.errors import ClientError, InstanceError
 from hetero_gateway.files.gateway_config import GatewayConfig, RetryConfig, secret
 from hetero_gateway.gateway.control.history import new_history
@@ -46,7 +47,7 @@ from hetero_gateway.gateway.wire.downstream import (
     Send,
     downstream_of,
 )
-from hetero_gateway.gateway.wire.openai import ParsedRequest, Work, parse_body, prompt_text
+from hetero_gateway.gateway.wire.openai import ParsedRequest, parse_body, prompt_text
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -206,8 +207,7 @@ class DataPlane:
         received_s = time.monotonic()
         path = scope["path"]
         parsed = parse_body(body, content_type)
-        # /v1/responses sends its first events before any token is made.
-        streams = parsed.stream and work is Work.GENERATE and path != "/v1/responses"
+        streams = parsed.stream and work is Work.GENERATE and starts_with_a_token(path)
         model = self._model(parsed, path)
         request, features = await self._describe(parsed, body, work, model, streams)
         query = scope["query_string"]

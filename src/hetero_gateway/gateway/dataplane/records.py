@@ -17,6 +17,7 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import Outcome, Request
+from hetero_gateway.engines.vllm import tokens_of_events
 from hetero_gateway.gateway.control.history import FinishedRequest, RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.placement import Placed
@@ -134,8 +135,7 @@ class Recorder:
         first_s = exchange.first_body_at_s
         assert first_s is not None
         told_prompt, told_output = exchange.usage()
-        # Without usage: the events, less the role chunk and [DONE].
-        output = told_output if told_output is not None else max(0, exchange.events - 2)
+        output = tokens_of_events(job.path, exchange.events) if told_output is None else told_output
         series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
         series.output_tokens += output
         if parsed.stream:

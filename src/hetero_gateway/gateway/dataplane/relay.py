@@ -14,10 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from hetero_gateway.engines.vllm import failed_in_tail, usage_in_tail
 from hetero_gateway.errors import ClientError, InstanceError
 from hetero_gateway.files.gateway_config import TimeoutsConfig
 from hetero_gateway.gateway.wire.downstream import Downstream
-from hetero_gateway.gateway.wire.openai import failed_in_tail, sse_error_event, usage_in_tail
+from hetero_gateway.gateway.wire.openai import sse_error_event
 from hetero_gateway.gateway.wire.upstream import Headers, ResponseHead, UpstreamConnection
 
 # The closing usage, ``[DONE]`` and the last chunk may come in reads of their own.
