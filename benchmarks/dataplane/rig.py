@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataplane.cpu import MachineCpu, process_cpu_s
+from benchmarks.dataplane.cpu import MachineCpu, process_cpu_s
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 
 
 class BenchError(Exception):

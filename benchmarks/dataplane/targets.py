@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
-from dataplane.rig import HERE, BenchError, Rig, cache_dir, free_port, note
+from benchmarks.dataplane.rig import HERE, BenchError, Rig, cache_dir, free_port, note
 
-REPOSITORY = HERE.parent.parent
+REPOSITORY = HERE.parents[1]
 # Pinned, so that figures from different days are about the same code.
 VLLM_ROUTER = "vllm-router==0.1.17"
 SGLANG_ROUTER = "sglang-router==0.3.2"

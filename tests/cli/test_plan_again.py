@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.planned_and_measured import free_ports
+from benchmarks.planner.planned_and_measured import free_ports
 from hetero_gateway.cli import main
 from hetero_gateway.cli.plan_again import Seen
 from hetero_gateway.deployment.directory import write_deployment

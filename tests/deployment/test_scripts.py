@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.planned_and_measured import free_ports
+from benchmarks.planner.planned_and_measured import free_ports
 from hetero_gateway.deployment.directory import render_deployment, write_deployment
 from tests.deployment.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
 
