@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
-from benchmarks.dataplane.rig import HERE, BenchError, Rig, cache_dir, free_port, note
+from benchmarks.dataplane.rig import HERE, BenchError, Rig, cache_dir, note
+from benchmarks.ports import free_port
 
 REPOSITORY = HERE.parents[1]
 # Pinned, so that figures from different days are about the same code.

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,11 @@ from typing import Any
 
 import httpx
 import yaml
+
+# As a script, only its own folder is on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 0.10
@@ -41,25 +45,9 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "hetero_gateway", *words]
 
 
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that are free now."""
-    for first in range(24000, 60000, count):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for offset, each in enumerate(sockets):
-                each.bind(("127.0.0.1", first + offset))
-            return first
-        except OSError:
-            continue
-        finally:
-            for each in sockets:
-                each.close()
-    raise RuntimeError("no free ports")
-
-
 def write_plan(config: Path, directory: Path, time_scale: float) -> dict[str, Any]:
     """Plan into the directory; returns its plan.json."""
-    port = free_ports(32)
+    port = free_port(in_a_row=32)
     subprocess.run(
         command(
             *("plan", "-c", str(config), "-o", str(directory), "--emulate"),
