@@ -23,6 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
+# As a script, only its own folder is on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.tables import write_between_markers
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.files.cluster_config import load_cluster
@@ -47,7 +51,7 @@ OTHERS = tuple(name for name in POLICY_NAMES if name != OURS)
 # Long against the latencies: a run is several times as long as its requests.
 REQUESTS_PER_INSTANCE = {"A": 2000, "B": 1000, "mix": 600}
 SLO = Slo(2.0, 0.2)
-BEGIN, END = "<!-- policies: begin -->", "<!-- policies: end -->"
+MARKERS = ("<!-- policies: begin -->", "<!-- policies: end -->")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,15 +264,8 @@ def main() -> int:
     else:
         print(text)
     if args.write:
-        write_between_markers(args.write, text)
+        write_between_markers(args.write, MARKERS, text)
     return 0
-
-
-def write_between_markers(path: Path, text: str) -> None:
-    """Replace what stands between ``BEGIN`` and ``END`` in a Markdown file."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

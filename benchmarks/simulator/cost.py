@@ -14,15 +14,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+# As a script, only its own folder is on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.clusters import PROFILES, draw_lengths
+from benchmarks.tables import Column, report
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, ConstantPredictor
 from hetero_gateway.core.policies import make_policy
@@ -33,26 +38,24 @@ from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import Workload
 
-PROFILES = (
-    "V100-32GB-NVLink2/Llama-3-8B/tp4",
-    "V100-32GB-NVLink2/Llama-3-8B/tp1",
-    "A800-80GB-PCIe/Llama-3-8B/tp1",
-    "L40S-48GB/Llama-3-8B/tp1",
-)
 GOALS_S = {"round-robin": 20.0, "capacity-weighted": 20.0, "min-max": 20.0, "finish-time": 60.0}
 LOAD = 0.9
 INSTANCES = 16
 REQUESTS = 1_000_000
+COLUMNS = (
+    Column("policy", "policy", 20),
+    Column("requests", "requests", 10, "d"),
+    Column("instances", "instances", 10, "d"),
+    Column("CPU s", "cpu_s", 8, ".1f"),
+    Column("goal s", "goal_s", 8, ".0f"),
+    Column("µs/request", "us_per_request", 12, ".1f"),
+    Column("peak MB", "peak_memory_mb", 9, "d"),
+    Column("mean latency s", "mean_latency_s", 16, ".2f"),
+)
 SOLO_REQUESTS = 2000
 SCALING_REQUESTS = (10_000, 100_000, 1_000_000)
 SCALING_INSTANCES = (4, 16, 64, 256)
 SCALING_AT_REQUESTS = 100_000
-
-
-def draw_lengths(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
-    prompts = np.minimum(rng.lognormal(6.0, 1.0, count), 6000).astype(np.int64) + 1
-    outputs = np.minimum(rng.lognormal(5.3, 0.8, count), 2000).astype(np.int64) + 1
-    return prompts, outputs
 
 
 def solo_requests_per_s(profile: Profile) -> float:
@@ -149,31 +152,8 @@ def main() -> int:
     if args.scaling:
         runs += [("min-max", requests, INSTANCES) for requests in SCALING_REQUESTS]
         runs += [("min-max", SCALING_AT_REQUESTS, count) for count in SCALING_INSTANCES]
-    if not args.json:
-        print(
-            f"{'policy':20}{'requests':>10}{'instances':>10}{'CPU s':>8}{'goal s':>8}"
-            f"{'µs/request':>12}{'peak MB':>9}{'mean latency s':>16}"
-        )
-    results = []
-    for run in runs:
-        row = in_a_process(*run, args.plain)
-        results.append(row)
-        if not args.json:
-            goal = f"{row['goal_s']:.0f}" if row["goal_s"] else "-"
-            print(
-                f"{row['policy']:20}{row['requests']:>10}{row['instances']:>10}"
-                f"{row['cpu_s']:>8.1f}{goal:>8}{row['us_per_request']:>12.1f}"
-                f"{row['peak_memory_mb']:>9}{row['mean_latency_s']:>16.2f}"
-                + ("" if row["met"] else "  missed"),
-                flush=True,
-            )
-    met = all(row["met"] for row in results)
-    if args.json:
-        versions = {"python": platform.python_version(), "numpy": np.__version__}
-        print(json.dumps({"results": results, "met": met, **versions}))
-    else:
-        print("every goal is met" if met else "a goal is missed")
-    return 0 if met else 1
+    rows = (in_a_process(*run, args.plain) for run in runs)
+    return report(rows, COLUMNS, as_json=args.json)
 
 
 if __name__ == "__main__":

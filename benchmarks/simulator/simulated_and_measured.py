@@ -32,7 +32,6 @@ import contextlib
 import itertools
 import json
 import math
-import socket
 import sys
 import tempfile
 import time
@@ -46,6 +45,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.dataplane.cpu import MachineCpu, process_cpu_s
+from benchmarks.tables import write_between_markers
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.cluster_config import Cluster, load_cluster
 from hetero_gateway.files.trace import LoadRequest
@@ -140,7 +140,7 @@ class Rig:
             instances,
             MODEL,
             time_scale,
-            _free_port(),
+            0,
             folder,
             children,
             instance_options=INSTANCE_OPTIONS,
@@ -248,13 +248,6 @@ async def _alongside(*coroutines: Any) -> Any:
         yield
         for task in started:
             task.cancel()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # What came out
@@ -453,16 +446,6 @@ def _rate(load: float, bound: Bound, moments: Moments) -> Rate:
     return Rate(bound.rate_per_s(load, moments), load)
 
 
-def write_between_markers(path: Path, text: str) -> None:
-    """Replace what stands between the markers. Raises ConfigError where they are not."""
-    page = path.read_text(encoding="utf-8")
-    begin, end = (page.find(marker) for marker in MARKERS)
-    if not 0 <= begin < end:
-        raise ConfigError(f"{path}: has no lines {' and '.join(MARKERS)}")
-    head = page[: begin + len(MARKERS[0])]
-    path.write_text(f"{head}\n\n{text.strip()}\n\n{page[end:]}", encoding="utf-8")
-
-
 def _loads(text: str) -> tuple[float, ...]:
     loads = tuple(float(part) for part in text.split(","))
     if not all(load > 0 for load in loads):
@@ -513,7 +496,7 @@ def main() -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         document = runner.run(measure(args, cluster, experiment))
     if args.markdown is not None:
-        write_between_markers(args.markdown, markdown(document))
+        write_between_markers(args.markdown, MARKERS, markdown(document))
     if args.json:
         print(json.dumps(document))
     differ = any(cell["pairs"]["differ"] for cell in document["loads"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -46,10 +45,3 @@ def test_what_is_believed_changes_no_engine() -> None:
     assert wrong[0].believed is not None
     assert wrong[0].believed.constants.p8 == 2 * right[0].profile.constants.p8
     assert wrong[1].believed == right[1].profile
-
-
-def test_the_tables_are_written_between_the_markers(tmp_path: Path) -> None:
-    document = tmp_path / "page.md"
-    document.write_text(f"before\n{policies.BEGIN}\nold\n{policies.END}\nafter\n")
-    policies.write_between_markers(document, "new")
-    assert document.read_text() == f"before\n{policies.BEGIN}\nnew\n{policies.END}\nafter\n"

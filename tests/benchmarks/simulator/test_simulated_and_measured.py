@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.simulator import simulated_and_measured as benchmark
-from hetero_gateway.errors import ConfigError
 
 
 def test_the_order_says_which_neighbours_are_within_the_noise() -> None:
@@ -61,14 +57,3 @@ def test_the_table_has_measured_simulated_and_their_ratio() -> None:
 def test_a_difference_in_order_is_named() -> None:
     pairs = {"agree": [], "tie": [], "differ": ["a, b"]}
     assert "these differ: a, b." in benchmark.verdict({**cell(), "pairs": pairs})
-
-
-def test_only_what_is_between_the_markers_is_replaced(tmp_path: Path) -> None:
-    begin, end = benchmark.MARKERS
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    benchmark.write_between_markers(page, "new")
-    assert page.read_text() == f"before\n{begin}\n\nnew\n\n{end}\nafter\n"
-    page.write_text("no markers")
-    with pytest.raises(ConfigError, match="has no lines"):
-        benchmark.write_between_markers(page, "new")
