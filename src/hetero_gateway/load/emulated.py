@@ -42,7 +42,7 @@ class EmulatedCluster:
     Args:
         model: the name that all instances serve.
         time_scale: virtual seconds per wall second.
-        port: the gateway's.
+        port: the gateway's; 0: a free one for each that is started.
         folder: for configuration files.
         instance_options: further options of ``emulate``, the same for all.
         gateway_config: what the gateway's configuration has beside its instances.
@@ -64,6 +64,7 @@ class EmulatedCluster:
         self._model = model
         self._time_scale = time_scale
         self._port = port
+        self._url = ""
         self._folder = folder
         self._children = children
         self._instance_options = tuple(instance_options)
@@ -74,8 +75,8 @@ class EmulatedCluster:
 
     @property
     def url(self) -> str:
-        """The gateway's."""
-        return f"http://127.0.0.1:{self._port}"
+        """Of the gateway that was started last."""
+        return self._url
 
     @property
     def emulator_pids(self) -> list[int]:
@@ -111,7 +112,7 @@ class EmulatedCluster:
             *("serve", "-c", str(self._folder / "gateway.yaml"), "--host", "127.0.0.1"),
             *("--port", str(self._port), "--policy", policy, "--log-level", "warning"),
         )
-        await self._gateway.url()
+        self._url = await self._gateway.url()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not all(i["up"] for i in await self.instances()):

@@ -2,10 +2,10 @@
 
 ``UvicornDownstream`` is the splice: it writes to the client's transport directly, past ASGI's
 ``send``, which saves a task wake-up, a dict and a re-framing per chunk (a third of a chunk's cost,
-benchmarks/dataplane.py). It reaches uvicorn's RequestResponseCycle through ``send.__self__`` and
-uses only the attributes in ``CYCLE_ATTRIBUTES``; tests/gateway/wire/test_downstream.py fails loudly
-when uvicorn changes them. Under any other server ``AsgiDownstream`` does the same through
-``send`` and ``receive``.
+benchmarks/dataplane/proxies.py). It reaches uvicorn's RequestResponseCycle through
+``send.__self__`` and uses only the attributes in ``CYCLE_ATTRIBUTES``;
+tests/gateway/wire/test_downstream.py fails loudly when uvicorn changes them. Under any other server
+``AsgiDownstream`` does the same through ``send`` and ``receive``.
 
 Both end a relay's wait when the client disconnects, and both say when the client reads too slowly.
 """
