@@ -343,10 +343,8 @@ async def test_policies_that_do_not_ask_for_it_have_their_profiles_checked_too(p
         async with serving(config_for(fakes, scheduler={"policy": policy})) as (running, client):
             body = chat(events=60, delay_s=0.06)
             streams = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(3)]
-            fleet = running.gateway.fleet
-            await eventually(
-                lambda: (fleet.scheduler.snapshot(InstanceId("i0")).speed_factor or 0) > 2
-            )
+            scheduler, there = running.gateway.fleet.scheduler, InstanceId("i0")
+            await eventually(lambda: (scheduler.snapshot(there).speed_factor or 0) > 2)
             await asyncio.gather(*streams)
             await eventually(lambda: running.gateway.placement.idle)
             assert scheduler.snapshot(there).waiting == 0
