@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from hetero_gateway import __version__
+from hetero_gateway.engines.vllm import work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control import admin
@@ -27,7 +28,7 @@ from hetero_gateway.gateway.wire.downstream import (
     Send,
 )
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import error_body, work_of_path
+from hetero_gateway.gateway.wire.openai import error_body
 from hetero_gateway.gateway.wiring import Gateway
 
 # The page shows names that clients and instances chose: nothing but its own files may run in it,

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import uvicorn
 
+from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.app import create_app
 from hetero_gateway.gateway.wire.protocol import engine_protocol
 from tests.fakes.running import config_for, eventually
@@ -92,13 +93,14 @@ async def test_another_http_implementation_refuses_the_same(content: bytes, stat
 async def test_the_fallback_settles_when_its_client_leaves_or_its_instance_dies() -> None:
     async with fake_instances(1) as fakes:
         app = create_app(config_for(fakes))
-        ledger = app.gateway.fleet.scheduler.ledger
+        scheduler = app.gateway.fleet.scheduler
+        there = InstanceId("i0")
         async with served(app, "h11") as url, httpx.AsyncClient(base_url=url) as client:
             slow = {"model": "m", "stream": True, "fake": {"events": 500, "delay_s": 0.01}}
             async with client.stream("POST", CHAT, json=slow) as response:
                 async for _ in response.aiter_raw():
                     break
-                assert ledger.in_flight.sum() == 1
+                assert scheduler.snapshot(there).in_flight == 1
             await eventually(lambda: fakes[0].aborted == 1)
             dying = {"model": "m", "stream": True, "fake": {"die": "after_events"}}
             text = b""
@@ -110,4 +112,5 @@ async def test_the_fallback_settles_when_its_client_leaves_or_its_instance_dies(
             assert b"upstream_error" in text
             assert b"[DONE]" not in text
             assert b"ended well" not in text
-            await eventually(lambda: ledger.in_flight.sum() == 0 and ledger.load.sum() == 0)
+            await eventually(lambda: scheduler.snapshot(there).in_flight == 0)
+            assert scheduler.snapshot(there).load_s == 0

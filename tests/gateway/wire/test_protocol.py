@@ -69,16 +69,16 @@ async def serving(
     """A gateway of which nothing is left at the end, and in which nothing is settled twice."""
     async with fake_instances(count, max_model_len=32768) as fakes:
         async with running_gateway(config_for(fakes, **sections)) as running:
-            ledger = running.gateway.fleet.scheduler.ledger
-            settle, twice = ledger.settle, []
+            scheduler = running.gateway.fleet.scheduler
+            settle, twice = scheduler.settle, []
 
-            def once(dispatch: Any, outcome: Any) -> bool:
-                done = settle(dispatch, outcome)
+            def once(dispatch: Any, outcome: Any, now_s: float) -> bool:
+                done = settle(dispatch, outcome, now_s)
                 if not done:
                     twice.append(dispatch)
                 return done
 
-            ledger.settle = once  # type: ignore[method-assign]
+            scheduler.settle = once  # type: ignore[method-assign]
             yield running, fakes
             await eventually(lambda: len(running.gateway.dataplane) == 0)
             await eventually(running.settled)

@@ -15,6 +15,7 @@ import re
 from collections import deque
 
 from hetero_gateway.core.lengths.predictors import BytesPerToken, OutputLengthPredictor
+from hetero_gateway.engines.vllm import Work
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.control.history import new_history
@@ -34,7 +35,6 @@ from hetero_gateway.gateway.wire.downstream import (
     Send,
 )
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import Work
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
 
 # It goes into logs, headers and the dashboard: visible ASCII only.

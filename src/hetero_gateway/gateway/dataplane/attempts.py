@@ -38,7 +38,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hetero_gateway.core.scheduling.queue import Ticket
@@ -295,7 +295,7 @@ class Attempts:
             and request is job.request
         ):
             # The length is an estimate: when half of it fits, the engine is to judge.
-            self._place(replace(request, prompt_tokens=-(-request.prompt_tokens // 2)))
+            self._place(request._replace(prompt_tokens=-(-request.prompt_tokens // 2)))
         else:
             ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
             refusal = rejection(place, self._failure, self._inbound.path)

@@ -14,13 +14,14 @@ from hetero_gateway.core.lengths.predictors import (
     capped_output_tokens,
 )
 from hetero_gateway.core.types import Request
+from hetero_gateway.engines.vllm import Work, starts_with_a_token
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import too_large
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import ParsedRequest, Work, parse_body, prompt_text
+from hetero_gateway.gateway.wire.openai import ParsedRequest, parse_body, prompt_text
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
 
 
@@ -141,7 +142,6 @@ class Intake:
             self._fleet.scheduler.context_tokens(model),
             prompt_tokens,
         )
-        # /v1/responses sends its first events before any token is made.
-        streams = parsed.stream and inbound.path != "/v1/responses"
+        streams = parsed.stream and starts_with_a_token(inbound.path)
         request = Request(model, prompt_tokens, output_tokens, parsed.sequences, streams)
         return Job(inbound, client, parsed, request, features)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from hetero_gateway.core.instances.ledger import Dispatch
+from hetero_gateway.core.instances.state import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
@@ -163,31 +163,36 @@ class Placement:
             Refusal: 429 for a full queue.
         """
         now_s = time.monotonic()
-        if not (waits and self.queues):
+        if self.queues and not waits:
             return self._place_now(request, exclude, now_s)
         scheduler = self._scheduler
-        started_s = time.perf_counter()
-        ticket = scheduler.submit(request, now_s, tuple(exclude), first=bool(exclude))
+        began_s = time.perf_counter()
+        ticket = scheduler.place(request, now_s, tuple(exclude), first=bool(exclude))
         if isinstance(ticket, Reject):
             if ticket.reason is RejectReason.QUEUE_FULL:
                 raise self._refused("queue_full", request.model, ticket.detail)
             return ticket
-        if _waits(ticket):
+        if ticket.waits:
             waiter = ticket.owner = _Waiter()
             self._waiting[ticket] = waiter
-            self._pump(now_s)
-            if _waits(ticket):
+            if scheduler.queued > 1:
+                self._pump(now_s)  # others wait, so that it was not tried
+            else:
+                self._metrics.decision_s.observe(time.perf_counter() - began_s)
+                self._arm(now_s)
+            if ticket.waits:
                 return ticket
             del self._waiting[ticket]
         else:
-            self._metrics.decision_s.observe(time.perf_counter() - started_s)
+            self._metrics.decision_s.observe(time.perf_counter() - began_s)
         if ticket.rejected is not None:
             return ticket.rejected
-        assert ticket.decision is not None
-        assert ticket.dispatch is not None
-        self._metrics.queue_wait_s.observe(0.0)
-        instance = self._fleet.instances[ticket.decision.instance_id]
-        return Placed(instance, ticket.decision, ticket.dispatch, now_s, 0.0)
+        decision, dispatch = ticket.decision, ticket.dispatch
+        assert decision is not None
+        assert dispatch is not None
+        if self.queues:
+            self._metrics.queue_wait_s.observe(0.0)
+        return Placed(self._fleet.instances[decision.instance_id], decision, dispatch, now_s, 0.0)
 
     def _place_now(
         self, request: Request, exclude: Sequence[InstanceId], now_s: float
@@ -217,7 +222,7 @@ class Placement:
         waiter.sleeper = sleeper
         served = False
         try:
-            while not sleeper.gone and _waits(ticket):
+            while not sleeper.gone and ticket.waits:
                 if self._closed:
                     raise shutting_down()
                 if waiter.out_of_time:
@@ -332,7 +337,3 @@ class Placement:
         if not self.queues:
             return None
         return {"waiting": self._scheduler.queued, "oldest_wait_s": self.oldest_wait_s()}
-
-
-def _waits(ticket: Ticket) -> bool:
-    return ticket.dispatch is None and ticket.rejected is None

@@ -15,6 +15,7 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import Outcome
+from hetero_gateway.engines.vllm import tokens_of_events
 from hetero_gateway.gateway.control.history import FinishedRequest, RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.intake import Job
@@ -109,8 +110,9 @@ class Recorder:
         first_s = exchange.first_body_at_s
         assert first_s is not None
         told_prompt, told_output = exchange.usage()
-        # Without usage: the events, less the role chunk and [DONE].
-        output = told_output if told_output is not None else max(0, exchange.events - 2)
+        output = told_output
+        if output is None:
+            output = tokens_of_events(job.inbound.path, exchange.events)
         series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
         series.output_tokens += output
         if parsed.stream:
@@ -154,12 +156,12 @@ class Recorder:
 def _expected_latency_s(placed: Placed) -> float:
     """How long a profiled instance was to take: the policy's own estimate, or the cost model's."""
     decision, profile = placed.decision, placed.instance.profile
-    estimates = decision.candidates.estimates
-    if estimates is not None:
-        return float(estimates.latency_s[decision.position])
+    estimated_s = decision.expected_latency_s()
+    if estimated_s is not None:
+        return estimated_s
     assert profile is not None
     request, c = decision.request, profile.constants
-    batch = float(decision.candidates.in_flight[decision.position]) + 1
+    batch = float(decision.choice.figures.column("in_flight")[decision.choice.position]) + 1
     batch = min(batch, profile.max_num_seqs)
     result = prefill_time_s(c, 1, request.prompt_tokens)
     return result + decode_time_s(c, batch, request.prompt_tokens, request.predicted_output_tokens)

@@ -14,12 +14,13 @@ import time
 from collections import deque
 from typing import Protocol
 
+from hetero_gateway.engines.vllm import failed_in_tail, usage_in_tail
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import TimeoutsConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.headers import NOT_TO_CLIENTS, Headers
-from hetero_gateway.gateway.wire.openai import failed_in_tail, sse_error_event, usage_in_tail
+from hetero_gateway.gateway.wire.openai import sse_error_event
 from hetero_gateway.gateway.wire.upstream import ResponseHead, UpstreamConnection
 
 # The closing usage, ``[DONE]`` and the last chunk may come in reads of their own.

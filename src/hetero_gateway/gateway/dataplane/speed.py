@@ -22,15 +22,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from hetero_gateway.core.instances.ledger import Dispatch
+from hetero_gateway.core.instances.state import Dispatch
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.engines.vllm import CLOSING_EVENTS
 from hetero_gateway.gateway.fleet.instances import Fleet
 
 INTERVAL_S = 1.0
 # A shorter part of a stream says too little: a few steps, and the jitter of the network.
 _LEAST_S = 0.1
-# The events that end a stream and are no tokens: usage and [DONE].
-_CLOSING_EVENTS = 2
 # From so many events on, one more or less at either end does not matter to the tokens per event.
 _MANY_EVENTS = 32
 # Nearer to 1 than this is such an event; above, no engine is known to go.
@@ -113,7 +112,7 @@ class StepWatch:
         if begun is None or not stream.complete:
             return
         instance_id = begun.dispatch.instance_id
-        events = stream.events - _CLOSING_EVENTS
+        events = stream.events - CLOSING_EVENTS
         if events >= _MANY_EVENTS and instance_id not in self._sampled:
             self._sampled.add(instance_id)
             self._learn(instance_id, events, stream.usage()[1])

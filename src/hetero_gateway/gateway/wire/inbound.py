@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hetero_gateway.engines.vllm import Work
 from hetero_gateway.gateway.wire.headers import Headers
-from hetero_gateway.gateway.wire.openai import Work
 
 
 class Inbound:

@@ -34,17 +34,17 @@ from typing import Any, Protocol, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from hetero_gateway.engines.vllm import WORK_BY_PATH, Work, work_of_path
 from hetero_gateway.gateway.wire.downstream import Downstream, Flow, Listener
 from hetero_gateway.gateway.wire.headers import Headers
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import ENGINE_PATHS, Work, work_of_path
 
 _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode())
     for status in http.HTTPStatus
 }
 # As they stand on nearly every request line.
-_BY_TARGET = {path.encode(): (path, work) for path, work in ENGINE_PATHS.items()}
+_BY_TARGET = {path.encode(): (path, work) for path, work in WORK_BY_PATH.items()}
 
 
 class Service(Protocol):

@@ -5,7 +5,7 @@ body and end are (httptools), and hands the raw bytes on: who relays them decide
 them verbatim or decoded. It never half-closes, because vLLM takes that for a disconnect.
 
 httpx is used for probes and scrapes only: per request it costs twenty times what this does
-(benchmarks/dataplane.py).
+(benchmarks/dataplane/proxies.py).
 """
 
 from __future__ import annotations
