@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hetero_gateway.errors import ClientError
+from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.wire.openai import (
     error_body,
     parse_body,
@@ -97,19 +97,19 @@ def test_the_model_of_a_multipart_upload_is_found() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b'{"model": 5}', b"{\xff}"])
 def test_unusable_bodies_are_the_clients_error(body: bytes) -> None:
-    with pytest.raises(ClientError) as caught:
+    with pytest.raises(Refusal) as caught:
         parse_body(body, b"")
     assert caught.value.status == 400
 
 
 def test_deeply_nested_bodies_do_no_harm() -> None:
     for opening in (b"[", b'{"a":'):
-        with pytest.raises(ClientError):
+        with pytest.raises(Refusal):
             parse_body(b'{"messages":' + opening * 200_000, b"")
 
 
 def test_errors_have_openais_shape_and_anthropics_where_that_is_spoken() -> None:
-    error = ClientError(502, "upstream_error", "it broke", kind="server_error")
+    error = Refusal(502, "upstream_error", "it broke", kind="server_error")
     assert json.loads(error_body(error)) == {
         "error": {
             "message": "it broke", "type": "server_error", "param": None, "code": "upstream_error",

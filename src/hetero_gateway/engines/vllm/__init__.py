@@ -17,12 +17,18 @@ from hetero_gateway.engines.vllm.answers import (
     usage_in_tail,
 )
 from hetero_gateway.engines.vllm.metrics import CacheFacts, EngineMetrics, read_metrics
-from hetero_gateway.engines.vllm.paths import Work, starts_with_a_token, work_of_path
+from hetero_gateway.engines.vllm.paths import (
+    WORK_BY_PATH,
+    Work,
+    starts_with_a_token,
+    work_of_path,
+)
 
 __all__ = [
     "ABORT",
     "CLOSING_EVENTS",
     "DONE",
+    "WORK_BY_PATH",
     "CacheFacts",
     "EngineMetrics",
     "Work",

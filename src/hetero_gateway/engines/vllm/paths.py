@@ -35,7 +35,7 @@ class Work(enum.Enum):
     LIGHT = "light"  # tokenize and the like: no step of the engine
 
 
-_WORK_BY_PATH = {
+WORK_BY_PATH = {
     CHAT_COMPLETIONS: Work.GENERATE,
     COMPLETIONS: Work.GENERATE,
     RESPONSES: Work.GENERATE,
@@ -74,7 +74,7 @@ def work_of_path(path: str) -> Work | None:
 
     Paths of newer engines under /v1/ are treated as prefill-only work rather than refused.
     """
-    work = _WORK_BY_PATH.get(path)
+    work = WORK_BY_PATH.get(path)
     if work is None and path.startswith("/v1/") and path not in _NOT_ROUTED:
         return Work.PREFILL
     return work

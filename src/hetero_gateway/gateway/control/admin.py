@@ -30,7 +30,7 @@ from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.core.types import Request as CoreRequest
-from hetero_gateway.errors import ClientError, ConfigError
+from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.gateway_config import InstanceConfig, load_gateway_config
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.control.history import as_trace
@@ -75,17 +75,17 @@ async def _check_access(request: Request) -> None:
         # Header values are bytes; starlette shows them as latin-1.
         right = hmac.compare_digest(given.encode("latin-1"), gateway.admin_key.encode())
         if scheme.lower() != "bearer" or not right:
-            raise ClientError(401, "invalid_api_key", "The admin key is missing or wrong.")
+            raise Refusal(401, "invalid_api_key", "The admin key is missing or wrong.")
         return
     if not is_loopback(gateway.config.server.host):
-        raise ClientError(
+        raise Refusal(
             403, "admin_off", "/admin is off: set server.admin_key_env, or listen on loopback."
         )
     host, origin = headers.get("host", ""), headers.get("origin")
     # A proxy on this machine would let everyone in.
     proxied = "forwarded" in headers or "x-forwarded-for" in headers
     if proxied or not _names_loopback(host) or (origin and urlsplit(origin).netloc != host):
-        raise ClientError(
+        raise Refusal(
             403,
             "admin_off",
             "/admin without a key answers only to this machine, by a loopback name and not "
@@ -112,7 +112,7 @@ class _Route(APIRoute):
             except RequestValidationError as error:
                 first = error.errors()[0]
                 name = str(first["loc"][-1])
-                raise ClientError(
+                raise Refusal(
                     400, "invalid_parameter", f"{name}: {first['msg']}", param=name
                 ) from error
 
@@ -151,7 +151,7 @@ async def add_instance(request: Request) -> Response:
             raise ConfigError("body: api_key_env: only a name that the configuration file uses")
         instance = gateway.add_instance(config)
     except ConfigError as error:
-        raise ClientError(409 if conflict else 400, "invalid_instance", str(error)) from error
+        raise Refusal(409 if conflict else 400, "invalid_instance", str(error)) from error
     return _json(describe_instance(gateway, instance), 201)
 
 
@@ -168,9 +168,9 @@ async def change_instance(request: Request, instance_id: str) -> Response:
     try:
         patch = parse_model(InstancePatch, data, "body")
     except ConfigError as error:
-        raise ClientError(400, "invalid_instance", str(error)) from error
+        raise Refusal(400, "invalid_instance", str(error)) from error
     if patch.recalibrated and not gateway.config.scheduler.recalibrate:
-        raise ClientError(400, "invalid_instance", "recalibrated: scheduler.recalibrate is off")
+        raise Refusal(400, "invalid_instance", "recalibrated: scheduler.recalibrate is off")
     if patch.recalibrated is not None:
         gateway.fleet.set_recalibrated(instance, patch.recalibrated)
     if patch.draining is not None:
@@ -202,7 +202,7 @@ async def explain(
         served = gateway.fleet.models()
         if len(served) != 1:
             names = ", ".join(served) or "none"
-            raise ClientError(400, "missing_model", f"say which model; served: {names}")
+            raise Refusal(400, "missing_model", f"say which model; served: {names}")
         model = next(iter(served))
     predicted = gateway.predict_output_tokens(model, prompt_tokens, max_tokens)
     scheduler = gateway.fleet.scheduler
@@ -311,11 +311,11 @@ async def reload(request: Request) -> Response:
     gateway = _gateway(request)
     path = gateway.config_path
     if path is None:
-        raise ClientError(409, "no_file", "the gateway was not started from a file")
+        raise Refusal(409, "no_file", "the gateway was not started from a file")
     try:
         return _json(gateway.apply(load_gateway_config(path)))
     except ConfigError as error:
-        raise ClientError(400, "invalid_configuration", str(error)) from error
+        raise Refusal(400, "invalid_configuration", str(error)) from error
 
 
 def describe_decision(decision: Decision) -> list[dict[str, Any]]:
@@ -423,21 +423,21 @@ def _without_key(instance: Instance) -> str:
 def _known(gateway: Gateway, instance_id: str) -> Instance:
     instance = gateway.fleet.instances.get(InstanceId(instance_id))
     if instance is None:
-        raise ClientError(404, "instance_not_found", f"there is no instance {instance_id!r}")
+        raise Refusal(404, "instance_not_found", f"there is no instance {instance_id!r}")
     return instance
 
 
 async def _read_json(request: Request) -> Any:
-    """The body. Raises ClientError: too large, or not JSON."""
+    """The body. Raises Refusal: too large, or not JSON."""
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > _MAX_BODY_BYTES:
-            raise ClientError(413, "request_too_large", f"at most {_MAX_BODY_BYTES} bytes")
+            raise Refusal(413, "request_too_large", f"at most {_MAX_BODY_BYTES} bytes")
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ClientError(400, "invalid_json", f"The body is not JSON: {error}") from error
+        raise Refusal(400, "invalid_json", f"The body is not JSON: {error}") from error
 
 
 def _json(document: dict[str, Any], status: int = 200) -> Response:

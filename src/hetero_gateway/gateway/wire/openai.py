@@ -1,7 +1,7 @@
 """The wire: what the gateway reads from a request and a response, and the errors it makes itself.
 
 A request's body is passed on byte for byte; only the few fields that scheduling needs are looked
-at, with the prompt left as raw JSON. What an engine's paths and answers mean is in engines/vllm.py.
+at, with the prompt left as raw JSON. What an engine's paths and answers mean is in engines/vllm.
 
 How long a prompt is (docs/scheduling.md, "Prompt length"):
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from hetero_gateway.errors import ClientError
+from hetero_gateway.errors import Refusal
 
 _MEDIA_PART = re.compile(
     rb'"type"\s*:\s*"(?:image_url|image|input_image|input_audio|audio_url|video_url)"'
@@ -71,7 +71,7 @@ def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
     """Read what scheduling needs from a request's body.
 
     Raises:
-        ClientError: 400 for broken JSON, a body that is not an object, a ``model`` that is no
+        Refusal: 400 for broken JSON, a body that is not an object, a ``model`` that is no
             string. Everything else is the engine's to judge.
     """
     if content_type.startswith(b"multipart/"):
@@ -81,12 +81,12 @@ def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
     try:
         fields = _decode_body(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClientError(
+        raise Refusal(
             400, "invalid_json", f"The request body is not usable JSON: {error}"
         ) from None
     model = fields.model
     if model is not None and not isinstance(model, str):
-        raise ClientError(400, "invalid_type", "`model` must be a string.", param="model")
+        raise Refusal(400, "invalid_type", "`model` must be a string.", param="model")
     prompt = bytes(fields.prompt)
     tokens, prompts, text_bytes = _measure_prompt(prompt)
     media_parts = 0
@@ -176,7 +176,7 @@ def _positive(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def error_body(error: ClientError, path: str = "") -> bytes:
+def error_body(error: Refusal, path: str = "") -> bytes:
     """OpenAI's error body (Anthropic's on /v1/messages, as vLLM answers there)."""
     if path.startswith("/v1/messages"):
         return msgspec.json.encode(
@@ -194,7 +194,7 @@ def error_body(error: ClientError, path: str = "") -> bytes:
     )
 
 
-def sse_error_event(error: ClientError, path: str = "") -> bytes:
+def sse_error_event(error: Refusal, path: str = "") -> bytes:
     """The event that ends a broken stream; no ``[DONE]`` follows."""
     prefix = b"event: error\n" if path.startswith(("/v1/messages", "/v1/responses")) else b""
     return prefix + b"data: " + error_body(error, path) + b"\n\n"
