@@ -208,17 +208,25 @@ class SmallView(NamedTuple):
 class Figures:
     """What a choice was made from, kept small: named columns of one number per candidate.
 
-    Hundreds of decisions are kept, so those of small pools lie in one flat array.
+    Hundreds of decisions are kept, so those of small pools lie in one flat array, candidate by
+    candidate.
     """
 
-    __slots__ = ("_data", "_names", "size")
+    __slots__ = ("_data", "_names", "by_speed", "size")
 
     def __init__(
-        self, names: tuple[str, ...], size: int, data: array[float] | tuple[NDArray[Any], ...]
+        self,
+        names: tuple[str, ...],
+        size: int,
+        data: array[float] | tuple[NDArray[Any], ...],
+        *,
+        by_speed: bool = False,
     ) -> None:
+        """``by_speed``: some candidate's times come from its observed speed alone."""
         self._names = names
         self.size = size
         self._data = data
+        self.by_speed = by_speed
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -230,7 +238,7 @@ class Figures:
         position = self._names.index(name)
         if isinstance(self._data, tuple):
             return np.asarray(self._data[position], dtype=float)
-        return np.array(self._data[position * self.size : (position + 1) * self.size])
+        return np.array(self._data[position :: len(self._names)])
 
 
 class Choice(NamedTuple):

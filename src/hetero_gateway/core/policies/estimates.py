@@ -198,12 +198,9 @@ def estimate(
     f, load_s = state.speed, state.load_s
     kv_tokens: float = state.kv_tokens
     in_flight: float = state.in_flight
-    context = remaining = shared = 0.0
+    context = state.context
+    remaining = shared = 0.0
     if streaming:
-        elapsed_s = now_s - state.read_s
-        context = state.context
-        if elapsed_s > 0:
-            context += streaming * elapsed_s * state.steps_per_s
         for count, left, both in zip(state.stages, residual, shared_residual, strict=True):
             if count:
                 remaining += count * left
@@ -221,6 +218,8 @@ def estimate(
         load_s += peers.load_s
         kv_tokens += peers.kv_tokens
         in_flight += peers.in_flight
+    if streaming and now_s > state.read_s:
+        context += streaming * (now_s - state.read_s) * state.steps_per_s
     prompt = n_r * prompt_tokens
     n = waiting + streaming
     joined = n + n_r

@@ -47,7 +47,6 @@ from hetero_gateway.core.policies.estimates import (
     MOST_PATIENCE_S,
     WORTH_WAITING,
     BoolArray,
-    Estimate,
     Terms,
     estimate,
     room_of,
@@ -63,11 +62,10 @@ _IDLE_BOUNDS_S = (0.02, 2.0)
 # Of the wait that draining the queue takes, how much later than elsewhere a request may finish.
 _DRAIN_FACTOR = 2.0
 
-# What its choices tell of each candidate; without any constants the last six are counts.
+# What its choices tell of each candidate; without any constants the cost is a count.
 _ESTIMATES = ("latency_s", "delay_s", "memory_price_s", "cost_s", "ttft_s", "room")
 _NAMES = (*COLUMNS, *_ESTIMATES)
-_NAMES_WITH_STAND_INS = (*_NAMES, "stands_in")
-_NAMES_OF_COUNTS = (*COLUMNS, "cost_s", "room", "counts")
+_NAMES_OF_COUNTS = (*COLUMNS, "cost_s", "room")
 
 __all__ = ["MOST_PATIENCE_S", "FinishTime", "idle_before_drain_s"]
 
@@ -135,7 +133,7 @@ class FinishTime(PlacesAtOnce):
             cost: FloatArray = (rows[WAITING] + rows[STREAMING] + 1) / view.weight
             # As seconds they are wrong, but they let go of those whose first token nobody sees.
             latency_s = ttft_s = cost
-            figures = Figures(_NAMES_OF_COUNTS, cost.size, (*told, cost, room, room))
+            figures = Figures(_NAMES_OF_COUNTS, cost.size, (*told, cost, room))
         else:
             output = float(view.request.predicted_output_tokens)
             latency_s, delay_s, price_s, cost, ttft_s = self._estimates(
@@ -153,11 +151,7 @@ class FinishTime(PlacesAtOnce):
                 output,
             )
             data = (*told, latency_s, delay_s, price_s, cost, ttft_s, room)
-            figures = (
-                Figures(_NAMES_WITH_STAND_INS, cost.size, (*data, room))
-                if backlog.stands_in
-                else Figures(_NAMES, cost.size, data)
-            )
+            figures = Figures(_NAMES, cost.size, data, by_speed=backlog.stands_in)
         if self._drains(backlog):
             slots = slots & self._worth_it(outlook, backlog, latency_s)
             room = room & slots
@@ -215,7 +209,17 @@ class FinishTime(PlacesAtOnce):
         ]
         latencies = [e.latency_s for e in found]
         soonest_s = min(latencies)
-        costs = [e.latency_s + e.delay_s + e.memory_price * soonest_s for e in found]
+        costs: list[float] = []
+        told: list[float] = []
+        for (time_s, usage, load_s, in_flight, lat_s, delay_s, price, ttft_s), (_, room) in zip(
+            found, rooms, strict=True
+        ):
+            price_s = price * soonest_s
+            cost_s = lat_s + delay_s + price_s
+            costs.append(cost_s)
+            told += (
+                time_s, usage, load_s, in_flight, lat_s, delay_s, price_s, cost_s, ttft_s, room,
+            )  # fmt: skip
         latest_s = math.inf
         if self._drains(backlog):
             speeds = np.array([state.speed for state in view.states])
@@ -223,9 +227,13 @@ class FinishTime(PlacesAtOnce):
         position = _cheapest_small(costs, rooms, latencies, latest_s, rng)
         if position is None:
             return None
-        charge = workload(found[position].request_time_s, found[position].kv_usage, view.theta)
-        figures = _small_figures(found, soonest_s, costs, rooms, stands_in=backlog.stands_in)
-        return Choice(position, charge, figures, ttft_s=found[position].ttft_s)
+        best = found[position]
+        return Choice(
+            position,
+            workload(best.request_time_s, best.kv_usage, view.theta),
+            Figures(_NAMES, len(costs), array("d", told), by_speed=backlog.stands_in),
+            ttft_s=best.ttft_s,
+        )
 
     def _count_small(
         self, view: SmallView, rooms: list[tuple[bool, bool]], rng: np.random.Generator
@@ -254,11 +262,8 @@ class FinishTime(PlacesAtOnce):
         if position is None:
             return None
         data = array("d")
-        for column in zip(*(e[: len(COLUMNS)] for e in told), strict=True):
-            data.extend(column)
-        has_room = [float(has) for _, has in rooms]
-        for values in (costs, has_room, has_room):
-            data.extend(values)
+        for row, cost, (_, has_room) in zip(told, costs, rooms, strict=True):
+            data.extend((*row[: len(COLUMNS)], cost, has_room))
         charge = workload(told[position].request_time_s, told[position].kv_usage, view.theta)
         figures = Figures(_NAMES_OF_COUNTS, len(costs), data)
         return Choice(position, charge, figures, ttft_s=costs[position])
@@ -273,7 +278,7 @@ class FinishTime(PlacesAtOnce):
         if room.sum() == 1 and room[position]:
             return "no other instance has room"
         cost = np.where(room, costs, math.inf)
-        if "counts" in figures:
+        if "latency_s" not in figures:
             ours = "it would have {} sequences for its weight, the fewest"
             return lowest(decision, cost, ours, "{} would have {}")
         if cost.min() < cost[position]:
@@ -288,7 +293,7 @@ class FinishTime(PlacesAtOnce):
             "the lowest"
         )
         told = lowest(decision, cost, ours, "{} would cost {} s")
-        if "stands_in" in figures:
+        if figures.by_speed:
             told += " (where there is no profile, by observed speed)"
         return told
 
@@ -328,29 +333,3 @@ def _cheapest_small(
         least_s = min(latencies[i] for i in ties)
         ties = [i for i in ties if latencies[i] == least_s]
     return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
-
-
-def _small_figures(
-    found: list[Estimate],
-    soonest_s: float,
-    costs: list[float],
-    rooms: list[tuple[bool, bool]],
-    *,
-    stands_in: bool,
-) -> Figures:
-    time_s, usage, load_s, in_flight, latency_s, delay_s, price, ttft_s = zip(*found, strict=True)
-    data = array("d", time_s)
-    data.extend(usage)
-    data.extend(load_s)
-    data.extend(in_flight)
-    data.extend(latency_s)
-    data.extend(delay_s)
-    data.extend([each * soonest_s for each in price])
-    data.extend(costs)
-    data.extend(ttft_s)
-    has_room = [float(room) for _, room in rooms]
-    data.extend(has_room)
-    if stands_in:
-        data.extend(has_room)
-        return Figures(_NAMES_WITH_STAND_INS, len(costs), data)
-    return Figures(_NAMES, len(costs), data)

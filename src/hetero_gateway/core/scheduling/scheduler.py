@@ -434,15 +434,12 @@ class Scheduler:
             times, slots, kv_capacity = times[kept], slots[kept], kv_capacity[kept]
             capacity, weight, where = capacity[kept], weight[kept], slots
         load, kv_tokens, in_flight = self._table.loads(where)
-        size = len(ids)
+        each = pool.ones[: len(ids)]
         view = View(
             request,
             ids,
             slots,
-            Demand(
-                np.full(size, float(n * request.prompt_tokens)),
-                np.full(size, float(request.kv_tokens)),
-            ),
+            Demand(each * (n * request.prompt_tokens), each * request.kv_tokens),
             times,
             load,
             kv_tokens / kv_capacity,
