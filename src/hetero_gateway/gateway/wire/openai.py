@@ -90,7 +90,11 @@ def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
     model = fields.model
     if model is not None and not isinstance(model, str):
         raise Refusal(400, "invalid_type", "`model` must be a string.", param="model")
-    tokens, prompts, text_bytes = _measure_prompt(bytes(fields.prompt), fold_of(fields.prompt))
+    tokens: int | None = None
+    prompts, text_bytes = 1, 0
+    if fields.prompt:
+        prompt, left_out = bytes(fields.prompt), fold_of(fields.prompt)
+        tokens, prompts, text_bytes = _measure_prompt(prompt, left_out)
     media_parts = 0
     for field in (
         fields.messages, fields.input, fields.system, fields.instructions, fields.tools
@@ -102,10 +106,8 @@ def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
     return ParsedRequest(
         model=model,
         stream=fields.stream is True,
-        max_output_tokens=_positive(fields.max_completion_tokens)
-        or _positive(fields.max_tokens)
-        or _positive(fields.max_output_tokens),
-        sequences=prompts * (_positive(fields.n) or 1),
+        max_output_tokens=_limit(fields),
+        sequences=prompts if fields.n is None else prompts * (_positive(fields.n) or 1),
         text_bytes=text_bytes,
         media_parts=media_parts,
         exact_prompt_tokens=tokens,
@@ -170,7 +172,7 @@ def _texts(value: Any) -> Iterator[str]:
 def _measure_prompt(raw: bytes, fold: Fold) -> tuple[int | None, int, int]:
     """(exact tokens of all prompts or None, number of prompts, text bytes) of ``prompt``."""
     text_bytes = _text_bytes(raw) + fold.text_bytes
-    if not raw or raw[:1] == b'"' or raw == b"null":
+    if raw[:1] == b'"' or raw == b"null":
         return None, 1, text_bytes
     if _JSON_NUMBERS.match(raw):
         return raw.count(b",") + fold.commas + 1, 1, 0
@@ -217,6 +219,14 @@ def _base64_bytes(raw: bytes) -> int:
         size += end - start
         start = raw.find(_BASE64_MARK, end)
     return size
+
+
+def _limit(fields: _Body) -> int | None:
+    """The most output tokens that the client wants, by the first name that says so."""
+    for value in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
+        if value is not None and (limit := _positive(value)):
+            return limit
+    return None
 
 
 def _positive(value: Any) -> int | None:
