@@ -198,9 +198,17 @@ class EngineCycle:
 class EngineProtocol(HttpToolsProtocol):
     """A connection of a client. Use ``engine_protocol`` to make the class that uvicorn gets."""
 
+    # A slot: uvicorn's attributes are as many as instances can share the names of, and one more
+    # would cost every connection 1.4 KB.
+    __slots__ = ("_serving",)
+
     service: Service
     # The cycle whose turn it is, ours or uvicorn's; ``self.cycle`` is the one that came last.
-    _serving: Any = None
+    _serving: Any
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._serving = None
+        super().connection_made(transport)
 
     def on_message_begin(self) -> None:
         # As the base class, but for the scope: it is made for those who want one.
