@@ -12,7 +12,8 @@ from hetero_gateway.cli.arguments import positive_float, positive_int, rate
 
 if TYPE_CHECKING:
     from hetero_gateway.load.client import Target
-    from hetero_gateway.load.result import Distribution, Summary
+    from hetero_gateway.load.result import Summary
+    from hetero_gateway.sim.figures import Distribution
 
 _EXAMPLE = """\
 examples:
@@ -208,4 +209,5 @@ def _print_tables(summary: Summary, url: str, model: str) -> None:
 
 
 def _milliseconds(d: Distribution) -> list[str]:
-    return ["–" if v is None else f"{v * 1000:.1f}" for v in (d.mean, d.p50, d.p90, d.p99, d.max)]
+    figures = d.scaled(1000).to_dict().values()
+    return ["–" if value is None else f"{value:.1f}" for value in figures]

@@ -105,7 +105,7 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
         place,
         with_running_types,
     )
-    from hetero_gateway.planner.trials import Mix
+    from hetero_gateway.sim.alone import Mix
 
     seen = ask(args)
     own = _Asked(args, overrides, seen)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hetero_gateway.deployment.instances import DeploymentOptions
     from hetero_gateway.files.plan_config import PlanRequest
     from hetero_gateway.planner.plan import Plan
-    from hetero_gateway.planner.trials import Mix
+    from hetero_gateway.sim.alone import Mix
 
 # requests.csv, in batches of the whole system: enough that a run is mostly in its stride.
 _BATCHES = 30
@@ -136,20 +136,17 @@ def _workload(plan: Plan, request: PlanRequest) -> list[tuple[int, int]]:
     """Requests of the planned lengths."""
     import numpy as np
 
-    from hetero_gateway.planner.trials import Mix
+    from hetero_gateway.sim.alone import Mix
+    from hetero_gateway.sim.workload import even_rows
 
     batch = plan.best.simulated.batch if plan.best.simulated is not None else 1.0
     running = batch * sum(map(len, plan.best.layouts.values()))
     count = min(max(math.ceil(_BATCHES * running), _LEAST_REQUESTS), _MOST_REQUESTS)
     mix = Mix.of(request.question.lengths, request.question.seed)
     rng = np.random.default_rng(request.question.seed)
-    order = np.lexsort((mix.output_pool, mix.prompt_pool + mix.output_pool))
     # One of each slice of the mix sorted by length; of some such samples, that whose means are
     # nearest to the mix's: a plan and a run of a thousand requests are to differ by less than 1 %.
-    samples = [
-        order[((np.arange(count) + rng.random(count)) * order.size / count).astype(np.int64)]
-        for _ in range(_SAMPLES)
-    ]
+    samples = [even_rows(mix.prompt_pool, mix.output_pool, count, rng) for _ in range(_SAMPLES)]
     rows = min(samples, key=lambda sample: _distance(mix, sample))
     rng.shuffle(rows)
     prompt, output = mix.prompt_pool[rows], mix.output_pool[rows]

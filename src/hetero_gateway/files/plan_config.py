@@ -30,7 +30,7 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.models import model_card, model_from_config
 from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.search import Question
-from hetero_gateway.planner.trials import Engines
+from hetero_gateway.sim.alone import Engines
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.workload import Integers, Lengths, LogNormal, LogNormalLengths, TraceLengths
 
