@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances.progress import SPEED, Outlook
-from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
+from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.policies import Candidates, PolicyOptions, make_policy
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.scheduler import Scheduler

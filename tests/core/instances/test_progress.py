@@ -19,7 +19,7 @@ from hetero_gateway.core.instances.progress import (
     WAITING_PROMPT,
     Progress,
 )
-from hetero_gateway.core.lengths.predictors import STAGE_TOKENS, ResidualLives
+from hetero_gateway.core.lengths.estimates import STAGE_TOKENS, ResidualLives
 from hetero_gateway.core.types import InstanceId
 from tests.core.builders import FAST_CONSTANTS, SLOW_CONSTANTS, request
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.instances.ledger import Dispatch
 from hetero_gateway.core.instances.progress import Outlook
-from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
+from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime, idle_before_drain_s
 from hetero_gateway.core.scheduling.decision import Decision

@@ -42,7 +42,7 @@ from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.ledger import Dispatch
 from hetero_gateway.core.instances.observation import FirstTokenRow, Observations, StepRow, seconds
-from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
+from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 
 WAITING, STREAMING, WAITING_PROMPT, WAITING_OUTPUT, CONTEXT, SPEED, SILENT_S = range(7)
 # The last is kept as when the slot last gave a first token, or began to owe one. Rows after those

@@ -31,7 +31,7 @@ from hetero_gateway.core.instances.drift import Drift
 from hetero_gateway.core.instances.ledger import Dispatch, Ledger
 from hetero_gateway.core.instances.observation import Observations, seconds
 from hetero_gateway.core.instances.progress import Outlook, Progress
-from hetero_gateway.core.lengths.predictors import ResidualLives
+from hetero_gateway.core.lengths.estimates import ResidualLives
 from hetero_gateway.core.policies import Candidates, Policy
 from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s

@@ -16,12 +16,8 @@ import time
 from collections import deque
 from dataclasses import replace
 
-from hetero_gateway.core.lengths.predictors import (
-    BytesPerToken,
-    LengthFeatures,
-    OutputLengthPredictor,
-    capped_output_tokens,
-)
+from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
+from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.errors import ClientError, InstanceError
 from hetero_gateway.files.gateway_config import GatewayConfig, RetryConfig, secret

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
-from hetero_gateway.core.lengths.predictors import (
-    BytesPerToken,
-    LengthFeatures,
-    OutputLengthPredictor,
-)
+from hetero_gateway.core.lengths.estimates import BytesPerToken
+from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import Outcome, Request
 from hetero_gateway.gateway.control.history import FinishedRequest, RequestHistory
