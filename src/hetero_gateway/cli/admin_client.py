@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import httpx
-
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
-from hetero_gateway.files.gateway_config import secret
+
+if TYPE_CHECKING:
+    import httpx
 
 _TIMEOUT_S = 10.0
 
@@ -57,6 +57,10 @@ def fetch_csv(url: str, admin_key_env: str | None, path: str) -> str:
 
 
 def _get(url: str, admin_key_env: str | None, path: str, params: dict[str, Any]) -> httpx.Response:
+    # Imported here so that --help stays quick.
+    from hetero_gateway.files.gateway_config import secret
+    from hetero_gateway.plain_httpx import httpx
+
     if not _is_address(url):
         raise ConfigError("URL: must be http://HOST:PORT or https://HOST:PORT, and hold no key")
     key = secret(admin_key_env, "--admin-key-env")

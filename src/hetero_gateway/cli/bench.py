@@ -140,9 +140,8 @@ def _model(target: Target, wanted: str | None) -> str:
     Raises:
         HeteroGatewayError: no connection, or no answer to /v1/models where a name is needed.
     """
-    import httpx
-
     from hetero_gateway.errors import HeteroGatewayError
+    from hetero_gateway.plain_httpx import httpx
 
     url = f"{target.base_url}/v1/models"
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}

@@ -206,11 +206,6 @@ class PlanRequest:
         return self.options.max_model_len
 
 
-def is_plan(data: Mapping[str, Any]) -> bool:
-    """Whether a file's content is meant for ``plan``: no other file has machines."""
-    return "machines" in data
-
-
 def load_request(
     path: Path,
     overrides: Mapping[str, Any] | None = None,

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.profile_file import load_profile, profile_document
 from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
+from hetero_gateway.plain_httpx import httpx
 
 _POLL_S = 0.05
 _LOST = "hetero_gateway_emulator_lost_seconds"

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import httpx
 import msgspec
 
 from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.load.client import Target
+from hetero_gateway.plain_httpx import httpx
 
 _TIMEOUT_S = 30.0
 # Of an engine that does not say (not vLLM): short enough for every model.
