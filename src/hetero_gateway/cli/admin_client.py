@@ -19,12 +19,22 @@ _TIMEOUT_S = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """URL, --admin-key-env and --json."""
     parser.add_argument("url", metavar="URL", help="the gateway, as http://HOST:PORT")
-    parser.add_argument(
+    add_key_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def add_from_gateway(options: argparse._ActionsContainer, text: str) -> None:
+    """--from-gateway, of a command that works on what a gateway has seen; ``text`` is its help."""
+    options.add_argument("--from-gateway", metavar="URL", help=text)
+
+
+def add_key_argument(options: argparse._ActionsContainer) -> None:
+    """--admin-key-env."""
+    options.add_argument(
         "--admin-key-env",
         metavar="NAME",
         help="environment variable with the gateway's admin key, where it wants one",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def fetch(args: argparse.Namespace, path: str, params: dict[str, Any]) -> dict[str, Any]:

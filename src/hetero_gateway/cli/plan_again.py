@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from hetero_gateway.cli.admin_client import fetch, fetch_csv, print_table, printable
+from hetero_gateway.cli.admin_client import (
+    add_from_gateway,
+    add_key_argument,
+    fetch,
+    fetch_csv,
+    print_table,
+    printable,
+)
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
 
 if TYPE_CHECKING:
@@ -79,17 +86,12 @@ class Again:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--from-gateway",
-        metavar="URL",
-        help="plan again with the profiles, lengths and rate that this gateway has observed, and "
-        "say what a change would be worth",
+    add_from_gateway(
+        parser,
+        "plan again with the profiles, lengths and rate that this gateway has observed, and say "
+        "what a change would be worth",
     )
-    parser.add_argument(
-        "--admin-key-env",
-        metavar="NAME",
-        help="with --from-gateway: environment variable with the gateway's admin key",
-    )
+    add_key_argument(parser)
 
 
 def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_gateway.cli.admin_client import add_from_gateway, add_key_argument
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,14 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     source = fit.add_mutually_exclusive_group(required=True)
     source.add_argument("--requests", type=Path, metavar="TRACE.csv", help="a trace")
-    source.add_argument(
-        "--from-gateway", metavar="URL", help="a gateway, whose last requests are asked for"
-    )
-    fit.add_argument(
-        "--admin-key-env",
-        metavar="NAME",
-        help="environment variable with the gateway's admin key, where it wants one",
-    )
+    add_from_gateway(source, "a gateway, whose last requests are asked for")
+    add_key_argument(fit)
     fit.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE.json", help="the file to write"
     )

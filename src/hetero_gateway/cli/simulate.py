@@ -382,13 +382,12 @@ def _print_tables(
 
 
 def _check_policies(names: tuple[str, ...]) -> None:
-    import difflib
-
+    from hetero_gateway.core.nearest import nearest_names
     from hetero_gateway.core.policies import POLICY_NAMES
 
     for name in names:
         if name not in POLICY_NAMES:
-            near = difflib.get_close_matches(name, POLICY_NAMES, n=1)
+            near = nearest_names(name, POLICY_NAMES, 1, least=0.6)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICY_NAMES)}"
             raise ConfigError(f"--policy: no policy is named {name!r}; {hint}")
 

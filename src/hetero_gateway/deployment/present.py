@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.nearest import folded
 from hetero_gateway.deployment.instances import machine_names
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import trials
@@ -28,7 +29,6 @@ from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
 from hetero_gateway.planner.layouts import group_machines
 from hetero_gateway.planner.model_shape import ModelShape
-from hetero_gateway.planner.nearest import folded
 from hetero_gateway.planner.plan import (
     Candidate,
     Figures,

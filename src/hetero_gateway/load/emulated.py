@@ -17,7 +17,7 @@ import yaml
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import HeteroGatewayError
-from hetero_gateway.files.profile_file import load_profile, profile_document
+from hetero_gateway.files.profile_file import load_profile, profile_document, write_profile_file
 from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
 from hetero_gateway.plain_httpx import httpx
 
@@ -173,4 +173,4 @@ def write_profile(profile: Profile, path: Path, *, speed: float = 1.0) -> None:
     """Write a profile file, of an instance that is so many times faster."""
     source = {"how": "derived", "note": f"{profile.name} at {speed:g}× speed"}
     document = profile_document(profile, source, speed=speed)
-    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    write_profile_file(path, document)

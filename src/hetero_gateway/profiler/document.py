@@ -1,25 +1,22 @@
-"""What a fit becomes: the profile file, and the text that the command prints.
+"""What a fit becomes: the document of a profile file, and the text that the command prints.
 
-The file's layout is ``profile_file.ProfileModel``'s; docs/configuration.md lists its keys.
+``files.profile_file`` has its layout and writes it; docs/configuration.md lists its keys.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from hetero_gateway.core.costs.fitting import Fit, PartFit
-from hetero_gateway.errors import ConfigError
+from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.files import profile_file
 
 # Four figures: the fit is good for two, and what is printed should not look better than it is.
 _DIGITS = 4
@@ -45,14 +42,12 @@ def profile_document(
             ``how`` is measured and ``date`` today's (UTC) unless given. None values are left out.
     """
     given = {key: value for key, value in source.items() if value is not None}
-    return {
-        "gpu": gpu,
-        "model": model,
-        "tensor_parallel": tensor_parallel,
-        "constants": {f"p{i}": _rounded(value) for i, value in _numbered(fit)},
-        "kv_capacity_tokens": kv_capacity_tokens,
-        "max_num_seqs": max_num_seqs,
-        "source": {
+    values = (*fit.prefill.constants, *fit.decode.constants)
+    constants = Constants(*(_rounded(value) for value in values))
+    profile = Profile(gpu, model, tensor_parallel, constants, kv_capacity_tokens, max_num_seqs)
+    return profile_file.profile_document(
+        profile,
+        {
             "how": "measured",
             "date": datetime.now(UTC).date(),
             **given,
@@ -69,32 +64,7 @@ def profile_document(
             },
             "unidentified": unidentified(fit),
         },
-    }
-
-
-def write_profile(path: Path, document: Mapping[str, Any]) -> None:
-    """Write the file in one step: whoever reads it finds the old one or the new one, whole.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    text = yaml.safe_dump(
-        _without_references(dict(document)), sort_keys=False, allow_unicode=True, width=_WIDTH
     )
-    temporary = None
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp's files are their owner's alone; a profile is no secret.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
-        raise
 
 
 def unidentified(fit: Fit) -> list[str]:
@@ -123,22 +93,6 @@ def report(fit: Fit, *, discarded: Mapping[str, int] | None = None) -> str:
     output = console.file
     assert isinstance(output, io.StringIO)
     return output.getvalue()
-
-
-def _without_references(value: Any) -> Any:
-    """``${NAME}`` would be replaced from the environment of whoever loads the file.
-
-    A model's name and an engine's version are what the engine says they are.
-    """
-    if isinstance(value, Mapping):
-        return {key: _without_references(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_references(inner) for inner in value]
-    return value.replace("${", "$ {") if isinstance(value, str) else value
-
-
-def _numbered(fit: Fit) -> list[tuple[int, float]]:
-    return list(enumerate((*fit.prefill.constants, *fit.decode.constants), start=1))
 
 
 def _rounded(value: float) -> float:
