@@ -86,7 +86,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write; 0, or an error that says what to do."""
     # Imported here so that other commands and --help stay quick.
-    from hetero_gateway.reports import page, plan_report
+    from hetero_gateway.planner.comparison import compare
+    from hetero_gateway.reports import page, plan_comparison, plan_report
     from hetero_gateway.reports.plan_document import document
     from hetero_gateway.reports.plan_table import print_plan
 
@@ -99,10 +100,12 @@ def run(args: argparse.Namespace) -> int:
     plan = _search(request)
     took_s = time.monotonic() - begin_s
     if again is not None:
-        plan, again = plan_again.compared(plan, again)
+        seen = again.seen
+        compared = compare(plan, request.question, again.present, seen.policy)
+        plan = compared.plan
     told = document(plan, request, took_s)
     if again is not None:
-        told["from_gateway"] = plan_again.comparison(plan, again)
+        told["from_gateway"] = plan_comparison.document(seen.traffic, compared)
     if args.json:
         print(json.dumps(told, allow_nan=False))
     else:
@@ -110,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         print_plan(plan)
         if again is not None:
             print()
-            plan_again.print_comparison(plan, again)
+            plan_comparison.print_comparison(seen.traffic, compared)
     if args.report is not None:
         page.write(args.report, plan_report.render(plan, request, told))
         print(f"wrote {args.report}", file=sys.stderr)

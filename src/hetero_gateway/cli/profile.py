@@ -128,7 +128,7 @@ def _recorded(args: argparse.Namespace) -> int:
 
 
 def _observed(args: argparse.Namespace) -> int:
-    from hetero_gateway.cli.admin_client import fetch_document
+    from hetero_gateway.load.admin import fetch_document
     from hetero_gateway.profiler.observed import write_observed
 
     url, key_env, instance = args.from_gateway, args.admin_key_env, args.instance

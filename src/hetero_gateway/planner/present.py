@@ -8,7 +8,7 @@ not those of another tensor parallelism on the same accelerator: these are scale
 differs from what was believed, or whatever was not tried would look better on every slow machine.
 And both deployments are simulated with the same profiles and requests.
 
-Arrays and values only; the command asks the gateway.
+Values only; ``profiler.seen`` asks the gateway.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.nearest import folded
-from hetero_gateway.deployment.instances import machine_names
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
-from hetero_gateway.planner.layouts import group_machines
+from hetero_gateway.planner.layouts import group_machines, machine_names
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.plan import (
     Candidate,
