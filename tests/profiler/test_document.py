@@ -18,9 +18,9 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.profile_file import load_profile, write_profile_file
 from hetero_gateway.profiler.document import (
     profile_document,
-    report,
     unidentified,
 )
+from hetero_gateway.reports.profile_table import report
 
 from .builders import fit_of, measured
 

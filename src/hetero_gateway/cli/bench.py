@@ -13,7 +13,6 @@ from hetero_gateway.cli.arguments import positive_float, positive_int, rate
 if TYPE_CHECKING:
     from hetero_gateway.load.client import Target
     from hetero_gateway.load.result import Summary
-    from hetero_gateway.sim.figures import Distribution
 
 _EXAMPLE = """\
 examples:
@@ -99,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
     from hetero_gateway.load.replay import ReplayOptions, replay
     from hetero_gateway.load.result import summarise
+    from hetero_gateway.reports.bench_table import print_summary
 
     target = parse_target(args.url, secret(args.api_key_env, "--api-key-env"))
     if args.requests is None:
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary.to_dict() | {"url": target.base_url, "model": maker.model}))
     else:
-        _print_tables(summary, target.base_url, maker.model)
+        print_summary(summary, target.base_url, maker.model)
     if summary.errors == summary.requests:
         kinds = ", ".join(f"{n} × {kind}" for kind, n in summary.errors_by_kind.items())
         print(f"hetero-gateway: bench: no request was answered: {kinds}", file=sys.stderr)
@@ -160,53 +160,3 @@ def _model(target: Target, wanted: str | None) -> str:
         ) from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise HeteroGatewayError(f"{url}: lists no model; give --model") from error
-
-
-def _print_tables(summary: Summary, url: str, model: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.print(f"{url}, model {model}", soft_wrap=True)
-    figures = Table(show_header=False)
-    figures.add_column()
-    figures.add_column(justify="right")
-    failed = ", ".join(f"{kind} {n}" for kind, n in summary.errors_by_kind.items())
-    figures.add_row("requests answered", f"{summary.requests - summary.errors}")
-    figures.add_row("requests failed", f"{summary.errors}" + (f" ({failed})" if failed else ""))
-    figures.add_row("duration", f"{summary.duration_s:.1f} s")
-    figures.add_row("prompt tokens", f"{summary.input_tokens}")
-    figures.add_row("output tokens", f"{summary.output_tokens}")
-    figures.add_row("throughput", f"{summary.throughput_tokens_per_s:.0f} tokens/s")
-    figures.add_row("of it output", f"{summary.output_tokens_per_s:.0f} tokens/s")
-    console.print(figures)
-
-    times = Table()
-    times.add_column("milliseconds")
-    for name in ("mean", "p50", "p90", "p99", "max"):
-        times.add_column(name, justify="right")
-    for name, distribution in (
-        ("latency", summary.latency_s),
-        ("TTFT", summary.ttft_s),
-        ("TPOT", summary.tpot_s),
-        ("sent late by", summary.send_delay_s),
-    ):
-        times.add_row(name, *_milliseconds(distribution))
-    console.print(times)
-
-    if summary.instances:
-        answered = summary.requests - summary.errors
-        shares = Table()
-        shares.add_column("instance")
-        shares.add_column("requests", justify="right")
-        shares.add_column("share", justify="right")
-        shares.add_column("last answer", justify="right")
-        for i in summary.instances:
-            share = f"{i.requests / answered:.0%}"
-            shares.add_row(i.instance_id, f"{i.requests}", share, f"{i.completion_s:.1f} s")
-        console.print(shares)
-
-
-def _milliseconds(d: Distribution) -> list[str]:
-    figures = d.scaled(1000).to_dict().values()
-    return ["–" if value is None else f"{value:.1f}" for value in figures]

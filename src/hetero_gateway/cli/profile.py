@@ -103,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _recorded(args: argparse.Namespace) -> int:
     from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
-    from hetero_gateway.profiler.document import report
     from hetero_gateway.profiler.recorded import fit_recorded
+    from hetero_gateway.reports.profile_table import report
 
     for name in ("model", "kv_capacity_tokens"):
         if getattr(args, name) is None:
@@ -223,8 +223,8 @@ def _asked(args: argparse.Namespace) -> tuple[Plan, Overrides]:
 
 
 def _tell(args: argparse.Namespace, result: Measured) -> int:
-    from hetero_gateway.profiler.document import report
     from hetero_gateway.profiler.live import samples_path
+    from hetero_gateway.reports.profile_table import report
 
     outcome = result.outcome
     if args.json:
