@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_an_emulated_deployment_reaches_the_planned_throughput() -> None:
     run = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "benchmarks" / "planned_and_measured.py")),
+            *(sys.executable, str(ROOT / "benchmarks" / "planner" / "planned_and_measured.py")),
             *("--time-scale", "2", "--attempts", "2", "--limit", "700", "--json"),
         ],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},

@@ -26,7 +26,7 @@ def test_the_same_requests_take_about_as_long_as_simulated(tmp_path: Path) -> No
     cluster.write_text(CLUSTER)
     run = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "benchmarks" / "simulated_and_measured.py")),
+            *(sys.executable, str(ROOT / "benchmarks" / "simulator" / "simulated_and_measured.py")),
             *("-c", str(cluster), "--policies", "round-robin,finish-time", "--loads", "inf"),
             *("--count", "40", "--time-scale", "2", "--attempts", "1", "--json"),
         ],

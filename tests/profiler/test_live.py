@@ -59,7 +59,7 @@ def test_a_profile_of_a_live_engine_predicts_it_and_serves(tmp_path):
         for b in (1, 2, 4)
         for i in (20, 200, 400)
     ]
-    # The machine may be busy; the accuracy itself is shown by benchmarks/profiled.py.
+    # The machine may be busy; the accuracy itself is shown by benchmarks/profiler/profiled.py.
     assert np.median(np.abs(errors)) < 0.2
     ratio = prefill_time_s(found.constants, 4, 300) / prefill_time_s(QUICK, 4, 300)
     assert 0.6 < ratio < 1.6

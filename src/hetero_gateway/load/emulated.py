@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.engines.vllm import paths
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.profile_file import load_profile, profile_document, write_profile_file
 from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
@@ -41,7 +42,7 @@ class EmulatedCluster:
     Args:
         model: the name that all instances serve.
         time_scale: virtual seconds per wall second.
-        port: the gateway's.
+        port: the gateway's; 0: a free one for each that is started.
         folder: for configuration files.
         instance_options: further options of ``emulate``, the same for all.
         gateway_config: what the gateway's configuration has beside its instances.
@@ -63,6 +64,7 @@ class EmulatedCluster:
         self._model = model
         self._time_scale = time_scale
         self._port = port
+        self._url = ""
         self._folder = folder
         self._children = children
         self._instance_options = tuple(instance_options)
@@ -73,8 +75,8 @@ class EmulatedCluster:
 
     @property
     def url(self) -> str:
-        """The gateway's."""
-        return f"http://127.0.0.1:{self._port}"
+        """Of the gateway that was started last."""
+        return self._url
 
     @property
     def emulator_pids(self) -> list[int]:
@@ -110,7 +112,7 @@ class EmulatedCluster:
             *("serve", "-c", str(self._folder / "gateway.yaml"), "--host", "127.0.0.1"),
             *("--port", str(self._port), "--policy", policy, "--log-level", "warning"),
         )
-        await self._gateway.url()
+        self._url = await self._gateway.url()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not all(i["up"] for i in await self.instances()):
@@ -140,7 +142,7 @@ class EmulatedCluster:
         total_s = 0.0
         async with httpx.AsyncClient() as client:
             for url in self._instance_urls.values():
-                text = (await client.get(f"{url}/metrics")).text
+                text = (await client.get(url + paths.METRICS)).text
                 for line in text.splitlines():
                     if line.startswith(_LOST):
                         total_s += float(line.rsplit(" ", 1)[1])
