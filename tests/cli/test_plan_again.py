@@ -18,9 +18,9 @@ import yaml
 
 from benchmarks.ports import free_port
 from hetero_gateway.cli import main
-from hetero_gateway.cli.plan_again import Seen
 from hetero_gateway.deployment.directory import write_deployment
 from hetero_gateway.files.trace import TraceRequest
+from hetero_gateway.profiler.seen import Seen
 from tests.deployment.plans import options, plan
 
 PATIENCE_S = 60.0

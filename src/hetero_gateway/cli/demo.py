@@ -194,7 +194,7 @@ class _Demo:
         self._children.check()
         summary = summarise(records)
         self._lost_s += await self._cluster.lost_s() - lost_before_s
-        self._late_s = max(self._late_s, summary.send_delay_s.p99 or 0.0)
+        self._late_s = max(self._late_s, summary.send_delay_s.to_dict()["p99"] or 0.0)
         return PolicyResult(policy, summary.scaled(TIME_SCALE))
 
     def document(self, results: list[PolicyResult]) -> dict[str, Any]:

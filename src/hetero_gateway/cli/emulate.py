@@ -7,12 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_gateway.emulator.app import EmulatedVLLM
-from hetero_gateway.emulator.lengths import LogNormalLengths, TraceLengths
-from hetero_gateway.emulator.server import Server, listen
-from hetero_gateway.emulator.settings import Settings
-from hetero_gateway.files.profile_file import load_profile
-
 if TYPE_CHECKING:
     from hetero_gateway.emulator.lengths import OutputLengths
 
@@ -95,6 +89,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
+    from hetero_gateway.emulator.app import EmulatedVLLM
+    from hetero_gateway.emulator.server import Server, listen
+    from hetero_gateway.emulator.settings import Settings
+    from hetero_gateway.files.profile_file import load_profile
+
     settings = Settings(
         profile=load_profile(args.profile),
         models=tuple(args.model or ()),
@@ -129,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lengths(args: argparse.Namespace) -> OutputLengths:
+    from hetero_gateway.emulator.lengths import LogNormalLengths, TraceLengths
+
     if args.output_lengths is not None:
         return TraceLengths.read(args.output_lengths)
     given = {

@@ -62,7 +62,7 @@ from hetero_gateway.core.instances.observation import (
     StepRow,
     seconds,
 )
-from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
+from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.types import InstanceId, Outcome, Request
 
 _STAGES = len(STAGE_TOKENS)

@@ -12,7 +12,7 @@ import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances.table import Table
-from hetero_gateway.core.lengths.predictors import ResidualLives
+from hetero_gateway.core.lengths.estimates import ResidualLives
 from hetero_gateway.core.policies.base import Backlog, Demand, Outlook, SmallView, View
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.queue import ModelQueue
