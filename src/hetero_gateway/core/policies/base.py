@@ -240,6 +240,13 @@ class Figures:
             return np.asarray(self._data[position], dtype=float)
         return np.array(self._data[position :: len(self._names)])
 
+    def at(self, name: str, candidate: int) -> float:
+        """One number of a column. ValueError: there is no such column."""
+        position = self._names.index(name)
+        if isinstance(self._data, tuple):
+            return float(self._data[position][candidate])
+        return self._data[candidate * len(self._names) + position]
+
 
 class Choice(NamedTuple):
     """A policy's answer.

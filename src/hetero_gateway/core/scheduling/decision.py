@@ -54,7 +54,7 @@ class Decision(NamedTuple):
         figures = self.choice.figures
         if "latency_s" not in figures:
             return None
-        return float(figures.column("latency_s")[self.choice.position])
+        return figures.at("latency_s", self.choice.position)
 
     def explain(self) -> list[Candidate]:
         """Every candidate's T, KV usage, w and resulting load, and why the others were excluded."""

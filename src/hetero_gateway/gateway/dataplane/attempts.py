@@ -222,7 +222,7 @@ class Attempts:
     # Understanding
 
     async def _count(self, parsed: ParsedRequest) -> None:
-        counted = await self._rooms.intake.count(parsed)
+        counted = await self._rooms.intake.count(self._inbound)
         if not self.over:
             self._describe(parsed, counted)
 

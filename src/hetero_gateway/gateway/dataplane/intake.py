@@ -17,7 +17,12 @@ from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import too_large
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import ParsedRequest, parse_body, prompt_text
+from hetero_gateway.gateway.wire.openai import (
+    ParsedRequest,
+    parse_body,
+    prompt_field,
+    prompt_text,
+)
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
 
 
@@ -107,10 +112,10 @@ class Intake:
             and inbound.work is not Work.LIGHT
         )
 
-    async def count(self, parsed: ParsedRequest) -> int | None:
+    async def count(self, inbound: Inbound) -> int | None:
         """The prompt's tokens by the tokenizer; None: there is no text in it."""
         assert self._tokenizer is not None
-        return await self._tokenizer.count(parsed.messages or parsed.prompt)
+        return await self._tokenizer.count(prompt_field(inbound.body))
 
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None = None

@@ -15,7 +15,7 @@ from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import Outcome
 from hetero_gateway.engines.vllm import tokens_of_events
 from hetero_gateway.gateway.control.history import FinishedRequest, RequestHistory
-from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.control.metrics import Metrics, Series
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed
 from hetero_gateway.gateway.dataplane.relay import Exchange
@@ -92,10 +92,11 @@ class Recorder:
         duration_s = now_s - job.inbound.received_s
         series.duration.observe(duration_s)
         if exchange.first_body_at_s is not None and exchange.status < 400:
-            self._record_tokens(job, placed, exchange, outcome, now_s)
+            self._record_tokens(series, job, placed, exchange, outcome, now_s)
 
     def _record_tokens(
         self,
+        series: Series,
         job: Job,
         placed: Placed,
         exchange: Exchange,
@@ -104,7 +105,6 @@ class Recorder:
     ) -> None:
         request, parsed = job.request, job.parsed
         metrics, instance = self._metrics, placed.instance
-        series = metrics.series(request.model, instance.id)
         first_s = exchange.first_body_at_s
         assert first_s is not None
         told_prompt, told_output = exchange.usage()
@@ -159,7 +159,7 @@ def _expected_latency_s(placed: Placed) -> float:
         return estimated_s
     assert profile is not None
     request, c = decision.request, profile.constants
-    batch = float(decision.choice.figures.column("in_flight")[decision.choice.position]) + 1
+    batch = decision.choice.figures.at("in_flight", decision.choice.position) + 1
     batch = min(batch, profile.max_num_seqs)
     result = prefill_time_s(c, 1, request.prompt_tokens)
     return result + decode_time_s(c, batch, request.prompt_tokens, request.predicted_output_tokens)

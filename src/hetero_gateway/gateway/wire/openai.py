@@ -14,13 +14,23 @@ How long a prompt is (docs/scheduling.md, "Prompt length"):
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.wire.folding import (
+    LEAST_BYTES,
+    NO_FOLD,
+    Fold,
+    count,
+    fold,
+    fold_of,
+    positions,
+)
 
 _MEDIA_PART = re.compile(
     rb'"type"\s*:\s*"(?:image_url|image|input_image|input_audio|audio_url|video_url)"'
@@ -63,8 +73,6 @@ class ParsedRequest:
     media_parts: int
     exact_prompt_tokens: int | None
     prompt_count: int
-    messages: bytes
-    prompt: bytes
 
 
 def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
@@ -77,39 +85,61 @@ def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
     if content_type.startswith(b"multipart/"):
         match = _MULTIPART_MODEL.search(body)
         model = match.group(1).decode("utf-8", "replace") if match else None
-        return ParsedRequest(model, False, None, 1, 0, 1, None, 1, b"", b"")
-    try:
-        fields = _decode_body(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal(
-            400, "invalid_json", f"The request body is not usable JSON: {error}"
-        ) from None
+        return ParsedRequest(model, False, None, 1, 0, 1, None, 1)
+    fields, fold_of = _fields(body)
     model = fields.model
     if model is not None and not isinstance(model, str):
         raise Refusal(400, "invalid_type", "`model` must be a string.", param="model")
-    prompt = bytes(fields.prompt)
-    tokens, prompts, text_bytes = _measure_prompt(prompt)
+    tokens: int | None = None
+    prompts, text_bytes = 1, 0
+    if fields.prompt:
+        prompt, left_out = bytes(fields.prompt), fold_of(fields.prompt)
+        tokens, prompts, text_bytes = _measure_prompt(prompt, left_out)
     media_parts = 0
-    for raw in (fields.messages, fields.input, fields.system, fields.instructions, fields.tools):
-        if raw:
-            raw_bytes = bytes(raw)
-            found = len(_MEDIA_PART.findall(raw_bytes))
-            text_bytes += _text_bytes(raw_bytes) - (_base64_bytes(raw_bytes) if found else 0)
+    for field in (
+        fields.messages, fields.input, fields.system, fields.instructions, fields.tools
+    ):  # fmt: skip
+        if field:
+            found, size = _measure(field, fold_of(field))
             media_parts += found
+            text_bytes += size
     return ParsedRequest(
         model=model,
         stream=fields.stream is True,
-        max_output_tokens=_positive(fields.max_completion_tokens)
-        or _positive(fields.max_tokens)
-        or _positive(fields.max_output_tokens),
-        sequences=prompts * (_positive(fields.n) or 1),
+        max_output_tokens=_limit(fields),
+        sequences=prompts if fields.n is None else prompts * (_positive(fields.n) or 1),
         text_bytes=text_bytes,
         media_parts=media_parts,
         exact_prompt_tokens=tokens,
         prompt_count=prompts,
-        messages=bytes(fields.messages),
-        prompt=prompt,
     )
+
+
+def prompt_field(body: bytes) -> bytes:
+    """The raw JSON of ``messages``, or of ``prompt`` where there are none, in a usable body."""
+    fields = _decode_body(body)
+    return bytes(fields.messages) or bytes(fields.prompt)
+
+
+def _fields(body: bytes) -> tuple[_Body, Callable[[msgspec.Raw], Fold]]:
+    """A body's fields, long ones without their middle, and what was left out of each."""
+    if len(body) >= LEAST_BYTES:
+        short, runs = fold(body)
+        if runs:
+            try:
+                return _decode_body(short), partial(fold_of, short, runs)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                pass  # the whole one has its own error, or none
+    try:
+        return _decode_body(body), _not_folded
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal(
+            400, "invalid_json", f"The request body is not usable JSON: {error}"
+        ) from None
+
+
+def _not_folded(field: msgspec.Raw) -> Fold:
+    return NO_FOLD
 
 
 def prompt_text(body: bytes) -> str:
@@ -139,24 +169,43 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(value.get("text"))
 
 
-def _measure_prompt(raw: bytes) -> tuple[int | None, int, int]:
+def _measure_prompt(raw: bytes, fold: Fold) -> tuple[int | None, int, int]:
     """(exact tokens of all prompts or None, number of prompts, text bytes) of ``prompt``."""
-    if not raw or raw[:1] == b'"' or raw == b"null":
-        return None, 1, _text_bytes(raw)
+    text_bytes = _text_bytes(raw) + fold.text_bytes
+    if raw[:1] == b'"' or raw == b"null":
+        return None, 1, text_bytes
     if _JSON_NUMBERS.match(raw):
-        return raw.count(b",") + 1, 1, 0
+        return raw.count(b",") + fold.commas + 1, 1, 0
     if _JSON_LIST_OF_NUMBERS.match(raw):
         # Every list has one number more than it has commas; one comma stands between two lists.
-        return raw.count(b",") + 1, max(1, raw.count(b"[") - 1), 0
+        return raw.count(b",") + fold.commas + 1, max(1, raw.count(b"[") - 1), 0
     try:
-        count = len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+        prompts = len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
     except msgspec.DecodeError:
-        count = 1
-    return None, max(1, count), _text_bytes(raw)
+        prompts = 1
+    return None, max(1, prompts), text_bytes
+
+
+def _measure(field: msgspec.Raw, fold: Fold) -> tuple[int, int]:
+    """(media parts, text bytes) of a field that may have both."""
+    size = memoryview(field).nbytes
+    if size < LEAST_BYTES:
+        raw = bytes(field)
+        found, text_bytes = len(_MEDIA_PART.findall(raw)), _text_bytes(raw)
+    else:
+        match = _MEDIA_PART.match
+        found = sum(match(field, at) is not None for at in positions(field, b'"t'))
+        text_bytes = size - 3 * count(field, b"\\u")
+    text_bytes += fold.text_bytes
+    if found:
+        text_bytes -= _base64_bytes(bytes(field)) + fold.base64_bytes
+    return found, text_bytes
 
 
 def _text_bytes(raw: bytes) -> int:
     # A search for one byte is many times faster than one for two, and long prompts are text.
+    if len(raw) >= LEAST_BYTES:
+        return len(raw) - 3 * count(raw, b"\\u")
     return len(raw) - (3 * raw.count(b"\\u") if b"\\" in raw else 0)
 
 
@@ -170,6 +219,14 @@ def _base64_bytes(raw: bytes) -> int:
         size += end - start
         start = raw.find(_BASE64_MARK, end)
     return size
+
+
+def _limit(fields: _Body) -> int | None:
+    """The most output tokens that the client wants, by the first name that says so."""
+    for value in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
+        if value is not None and (limit := _positive(value)):
+            return limit
+    return None
 
 
 def _positive(value: Any) -> int | None:
