@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 

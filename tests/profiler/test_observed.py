@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -14,11 +16,13 @@ import yaml
 from hetero_gateway.cli import main
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.emulator.app import EmulatedVLLM
+from hetero_gateway.emulator.server import Server
 from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.dataplane import speed
 from hetero_gateway.load.emulated import write_profile
-from tests.emulator.conftest import running
+from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import FakeInstance
 
@@ -26,10 +30,23 @@ PLANTED = Constants(8e-5, 1e-4, 0, 8e-3, 2e-7, 3e-4, 0, 1e-2)
 ENGINE = Profile("GPU", "tiny", 1, PLANTED, 64_000, 32)
 
 
-@pytest.fixture
-def engine() -> Iterator[str]:
-    with running(Settings(ENGINE, models=("m",), max_model_len=8192)) as instance:
-        yield instance.base_url
+@asynccontextmanager
+async def engine() -> AsyncIterator[FakeInstance]:
+    """An emulated engine in the test's own event loop, in the shape of a fake."""
+    # asyncio sends small writes at once only where the socket says that it is TCP.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    ready = asyncio.Event()
+    settings = Settings(ENGINE, models=("m",), max_model_len=8192)
+    server = Server(EmulatedVLLM(settings), listener, on_ready=ready.set)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.serve(sockets=[listener]))
+        await ready.wait()
+        fake = FakeInstance()
+        fake.port = listener.getsockname()[1]
+        yield fake
+        server.should_exit = True
 
 
 async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
@@ -41,7 +58,8 @@ async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
             "model": "m", "stream": True, "ignore_eos": True,
             "prompt": [7] * int(rng.integers(20, 1500)), "max_tokens": int(rng.integers(10, 120)),
         }  # fmt: skip
-        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
 
     async with asyncio.TaskGroup() as tasks:
         for k in range(round(seconds / 0.2)):
@@ -50,9 +68,7 @@ async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
             await asyncio.sleep(0.5 if k % 30 < 4 else 0.2)
 
 
-@pytest.mark.slow
 async def test_the_constants_are_found_from_live_traffic(
-    engine: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -60,12 +76,12 @@ async def test_the_constants_are_found_from_live_traffic(
     monkeypatch.setattr(speed, "INTERVAL_S", 0.4)
     wrong = Profile("GPU", "tiny", 1, PLANTED.scaled(2.5), 64_000, 32)
     write_profile(wrong, tmp_path / "wrong.yaml")
-    fake = FakeInstance()
-    fake.port = int(engine.rsplit(":", 1)[1])
     output = tmp_path / "found.yaml"
-    config = config_for([fake], profiles=(str(tmp_path / "wrong.yaml"),))
     async with (
-        running_gateway(config) as gateway,
+        engine() as instance,
+        running_gateway(
+            config_for([instance], profiles=(str(tmp_path / "wrong.yaml"),))
+        ) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
     ):
         await traffic(client, 25)
