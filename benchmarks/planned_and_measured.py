@@ -41,14 +41,23 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "hetero_gateway", *words]
 
 
+# Held as long as this process lives: the port before each row that was given out.
+_guards: list[socket.socket] = []
+
+
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that are free now."""
-    for first in range(24000, 60000, count):
-        sockets = [socket.socket() for _ in range(count)]
+    """The first of so many ports in a row, at most 32, that are free now.
+
+    Rows are given out in blocks below those of outgoing connections, and the first port of a block
+    stays bound, so that no other process which searches like this is given the same.
+    """
+    for guarded in range(20_000, 32_700, 33):
+        sockets = [socket.socket() for _ in range(1 + count)]
         try:
             for offset, each in enumerate(sockets):
-                each.bind(("127.0.0.1", first + offset))
-            return first
+                each.bind(("127.0.0.1", guarded + offset))
+            _guards.append(sockets.pop(0))
+            return guarded + 1
         except OSError:
             continue
         finally:

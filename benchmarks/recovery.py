@@ -38,7 +38,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import socket
 import statistics
 import sys
 import tempfile
@@ -158,7 +157,7 @@ def _cluster(case: Case, folder: Path, children: Children) -> EmulatedCluster:
         instances,
         MODEL,
         1.0,
-        _free_port(),
+        0,
         folder,
         children,
         instance_options=INSTANCE_OPTIONS,
@@ -205,13 +204,6 @@ def windows(records: Sequence[RequestRecord], end_s: float) -> Any:
         length_s = max(r.end_s - r.first_s, 1e-3)
         total += r.output_tokens * np.clip((edges - r.first_s) / length_s, 0.0, 1.0)
     return np.diff(total) / WINDOW_S
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def measure(seconds: float, rounds: int) -> dict[tuple[str, str], list[dict[str, Any]]]:

@@ -31,7 +31,6 @@ import contextlib
 import itertools
 import json
 import math
-import socket
 import sys
 import tempfile
 import time
@@ -136,7 +135,7 @@ class Rig:
             instances,
             MODEL,
             time_scale,
-            _free_port(),
+            0,
             folder,
             children,
             instance_options=INSTANCE_OPTIONS,
@@ -244,13 +243,6 @@ async def _alongside(*coroutines: Any) -> Any:
         yield
         for task in started:
             task.cancel()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # What came out

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = """\
 instances:
@@ -21,6 +23,8 @@ workload:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("measured")
 def test_the_same_requests_take_about_as_long_as_simulated(tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(CLUSTER)

@@ -4,7 +4,7 @@ The clock stands still while anything runs and jumps to the next timer when noth
 of six seconds costs nothing, and a machine with other work makes nothing late: what a test sees
 depends on the order of events alone. Sockets are real. What is sent over the loopback interface is
 there when ``send`` returns, or very soon after, unless Nagle's algorithm holds it back: before each
-jump a byte goes round a connection of the clock's own, and by then the bytes sent earlier are there.
+jump a byte goes round a connection of the clock's own, and by then what was sent earlier is there.
 
 What happens outside of the loop is not waited for, with one exception: while a thread of the loop's
 executor works (``asyncio.to_thread``), time passes as it does outside. Tests marked ``system`` need

@@ -22,6 +22,7 @@ from hetero_gateway.files.profile_file import load_profile, profile_document
 from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
 
 _POLL_S = 0.05
+_PROBE_TIMEOUT_S = 60.0
 _LOST = "hetero_gateway_emulator_lost_seconds"
 
 
@@ -41,7 +42,7 @@ class EmulatedCluster:
     Args:
         model: the name that all instances serve.
         time_scale: virtual seconds per wall second.
-        port: the gateway's.
+        port: the gateway's; 0: each takes a free one.
         folder: for configuration files.
         instance_options: further options of ``emulate``, the same for all.
         gateway_config: what the gateway's configuration has beside its instances.
@@ -63,6 +64,7 @@ class EmulatedCluster:
         self._model = model
         self._time_scale = time_scale
         self._port = port
+        self.url = ""  # the gateway's, from ``start_gateway`` on
         self._folder = folder
         self._children = children
         self._instance_options = tuple(instance_options)
@@ -70,11 +72,6 @@ class EmulatedCluster:
         self._instance_urls: dict[str, str] = {}
         self._emulators: list[Child] = []
         self._gateway: Child | None = None
-
-    @property
-    def url(self) -> str:
-        """The gateway's."""
-        return f"http://127.0.0.1:{self._port}"
 
     @property
     def emulator_pids(self) -> list[int]:
@@ -110,7 +107,7 @@ class EmulatedCluster:
             *("serve", "-c", str(self._folder / "gateway.yaml"), "--host", "127.0.0.1"),
             *("--port", str(self._port), "--policy", policy, "--log-level", "warning"),
         )
-        await self._gateway.url()
+        self.url = await self._gateway.url()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not all(i["up"] for i in await self.instances()):
@@ -162,6 +159,8 @@ class EmulatedCluster:
                 }
             )
         config = {
+            # An emulated instance that takes long to answer is on a busy machine, and not down.
+            "health": {"probe_timeout_s": _PROBE_TIMEOUT_S},
             **self._gateway_config,
             "server": {"shutdown_timeout_s": 1},
             "instances": instances,
