@@ -34,10 +34,6 @@ FILE = {
 SPEED = 10.0
 
 
-# One process for all of them: they share servers.
-pytestmark = pytest.mark.xdist_group("plan again")
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory) -> Iterator[str]:
     """A gateway before one emulated instance on both accelerators, after thirty requests."""

@@ -152,10 +152,6 @@ class Stack:
             yield
 
 
-# One process for all of them: they share servers.
-pytestmark = pytest.mark.xdist_group("docker")
-
-
 @pytest.fixture(scope="module")
 def stack(files, tmp_path_factory) -> Iterator[Stack]:
     services = files.compose("compose.yaml")["services"]

@@ -18,10 +18,6 @@ MODEL = "llama-3-8b"
 HELLO = [{"role": "user", "content": "Say hello"}]
 
 
-# One process for all of them: they share servers.
-pytestmark = pytest.mark.xdist_group("openai")
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     profiles = {"fast": FAST, "slow": SLOW}

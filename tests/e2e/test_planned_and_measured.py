@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("measured")
 def test_an_emulated_deployment_reaches_the_planned_throughput() -> None:
     run = subprocess.run(
         [

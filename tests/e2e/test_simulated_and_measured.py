@@ -24,7 +24,6 @@ workload:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("measured")
 def test_the_same_requests_take_about_as_long_as_simulated(tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(CLUSTER)

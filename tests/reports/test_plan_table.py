@@ -37,10 +37,6 @@ def plan(*machines: Machine, goals: Goals | None = None) -> Plan:
     )
 
 
-# One process for all of them: they share two plans.
-pytestmark = pytest.mark.xdist_group("plan table")
-
-
 @pytest.fixture(scope="module")
 def one_kind() -> Plan:
     return plan(Machine("m", "gpu", 4))

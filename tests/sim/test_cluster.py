@@ -127,7 +127,6 @@ def test_one_seed_has_one_result(policy):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("compiled")  # compiled once, and cached on disk
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")
 @pytest.mark.parametrize("policy", ["finish-time", "min-max"])
 def test_compiled_and_plain_records_are_the_same(policy):

@@ -150,7 +150,6 @@ def test_many_evictions_are_the_same():
         check(case, 1e-9)
 
 
-@pytest.mark.xdist_group("compiled")  # compiled once, and cached on disk
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")
 def test_the_compiled_kernel_gives_the_same_floats():
     jobs = [(0.03 * i, 1 + 37 * i % 300, 1 + 13 * i % 170) for i in range(300)]
@@ -198,7 +197,6 @@ def test_instances_do_not_disturb_each_other():
         assert [finish[i, number] for number in range(30)] == [job.finish_s for job in alone]
 
 
-@pytest.mark.xdist_group("compiled")  # compiled once, and cached on disk
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")
 @pytest.mark.parametrize("size", [1, 16, 61])
 def test_finish_time_compiled_estimates_the_same(size):

@@ -31,10 +31,6 @@ CHAT = "/v1/chat/completions"
 PROMPT = "seven words that nobody else may read"
 
 
-# One process for all of them: they share an installed package.
-pytestmark = pytest.mark.xdist_group("predictors")
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install_predictors(tmp_path_factory.mktemp("predictors"))
