@@ -49,16 +49,18 @@ TOGETHER = {
     # numba compiles once, and caches on disk.
     "tests/sim/test_cluster.py::test_compiled": "compiled",
     "tests/sim/test_fleet.py": "compiled",
-    # Each keeps several processes busy, and compares times.
-    "tests/e2e/test_planned_and_measured.py": "measured",
-    "tests/e2e/test_simulated_and_measured.py": "measured",
 }
+
+
+def group_of(nodeid: str) -> str:
+    return next((group for start, group in TOGETHER.items() if nodeid.startswith(start)), nodeid)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In several processes the longest come first, so that nobody waits for them at the end."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: group_of(item.nodeid) not in slow)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -68,7 +70,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            groups = (group for start, group in TOGETHER.items() if nodeid.startswith(start))
-            return next(groups, nodeid)
+            return group_of(nodeid)
 
     return Scheduling(config, log)

@@ -14,8 +14,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from real_vllm.servers import ALIASES, SERVED_NAME, Server, load_server, wait_until
 
-# Only a hang meets it. Where vLLM's kernels were slow (335 tokens/s), one prefill step took 46 s, an
-# abort waits for the step that runs, and 200 streams share those tokens.
+# Only a hang meets it. Where vLLM's kernels were slow (335 tokens/s), one prefill step took 46 s,
+# an abort waits for the step that runs, and 200 streams share those tokens.
 PATIENCE_S = 900.0
 LOAD_GAUGES = (
     "hetero_gateway_in_flight_requests",

@@ -69,6 +69,8 @@ class VirtualClock:
         monkeypatch.setattr(time, "monotonic", self.now_s)
         monkeypatch.setattr(time, "perf_counter", self.now_s)
         monkeypatch.setattr(time, "sleep", self.sleep)
+        # What runs takes no time, so it takes no CPU time either.
+        monkeypatch.setattr(time, "process_time", lambda: 0.0)
 
     def close(self) -> None:
         self._near.close()

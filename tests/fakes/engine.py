@@ -1,17 +1,18 @@
-"""An emulated engine in a thread, with the manners of engines that are not a plain vLLM."""
+"""An emulated engine with the manners of engines that are not a plain vLLM."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.emulator.app import EmulatedVLLM
 from hetero_gateway.emulator.server import Server, listen
 from hetero_gateway.emulator.settings import Settings
+from tests.fakes.emulated import serving
 
 # Steps of 3 ms and more: quick, and slow enough that the engine is what takes the time.
 QUICK = Constants(p1=2e-5, p2=1e-3, p3=1e-5, p4=1e-2, p5=1e-7, p6=1e-4, p7=1e-6, p8=3e-3)
@@ -106,20 +107,33 @@ async def _answer(send: Callable[[Any], Awaitable[None]], status: int, body: byt
     await send({"type": "http.response.body", "body": body})
 
 
+@contextlib.asynccontextmanager
+async def engine(
+    settings: Settings | None = None, **manners: Any
+) -> AsyncIterator[tuple[str, Manners]]:
+    """(its URL, its manners), in the test's event loop; ``settings`` default to quick ones."""
+    app = Manners(EmulatedVLLM(settings or _quick_settings()), **manners)
+    async with serving(app) as url:
+        yield url, app
+
+
 @contextlib.contextmanager
-def engine(settings: Settings | None = None, **manners: Any) -> Iterator[tuple[str, Manners]]:
-    """(its URL, its manners); ``settings`` default to ``quick_profile``."""
-    emulated = EmulatedVLLM(settings or Settings(quick_profile(), max_model_len=512))
-    app = Manners(emulated, **manners)
+def engine_in_thread() -> Iterator[str]:
+    """The URL of a quick one for other processes."""
+    app = EmulatedVLLM(_quick_settings())
     listener = listen("127.0.0.1", 0)
     ready = threading.Event()
-    server = Server(app, listener, on_ready=ready.set)  # type: ignore[arg-type]
+    server = Server(app, listener, on_ready=ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(60)
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
+
+
+def _quick_settings() -> Settings:
+    return Settings(quick_profile(), max_model_len=512)

@@ -54,6 +54,11 @@ class FakeInstance:
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
+    def at(self, url: str) -> FakeInstance:
+        """Stands for what listens there."""
+        self.port = int(url.rsplit(":", 1)[1])
+        return self
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -16,37 +13,17 @@ import yaml
 from hetero_gateway.cli import main
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.emulator.app import EmulatedVLLM
-from hetero_gateway.emulator.server import Server
 from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.dataplane import speed
 from hetero_gateway.load.emulated import write_profile
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
+from tests.fakes.emulated import emulated
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import FakeInstance
 
 PLANTED = Constants(8e-5, 1e-4, 0, 8e-3, 2e-7, 3e-4, 0, 1e-2)
 ENGINE = Profile("GPU", "tiny", 1, PLANTED, 64_000, 32)
-
-
-@asynccontextmanager
-async def engine() -> AsyncIterator[FakeInstance]:
-    """An emulated engine in the test's own event loop, in the shape of a fake."""
-    # asyncio sends small writes at once only where the socket says that it is TCP.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(1024)
-    ready = asyncio.Event()
-    settings = Settings(ENGINE, models=("m",), max_model_len=8192)
-    server = Server(EmulatedVLLM(settings), listener, on_ready=ready.set)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(server.serve(sockets=[listener]))
-        await ready.wait()
-        fake = FakeInstance()
-        fake.port = listener.getsockname()[1]
-        yield fake
-        server.should_exit = True
 
 
 async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
@@ -77,10 +54,11 @@ async def test_the_constants_are_found_from_live_traffic(
     wrong = Profile("GPU", "tiny", 1, PLANTED.scaled(2.5), 64_000, 32)
     write_profile(wrong, tmp_path / "wrong.yaml")
     output = tmp_path / "found.yaml"
+    fake = FakeInstance()
     async with (
-        engine() as instance,
+        emulated(Settings(ENGINE, models=("m",), max_model_len=8192)) as (url, _),
         running_gateway(
-            config_for([instance], profiles=(str(tmp_path / "wrong.yaml"),))
+            config_for([fake.at(url)], profiles=(str(tmp_path / "wrong.yaml"),))
         ) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
     ):
