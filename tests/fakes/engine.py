@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.emulator.app import EmulatedVLLM
-from hetero_gateway.emulator.server import Server, listen
 from hetero_gateway.emulator.settings import Settings
 from tests.fakes.emulated import serving
 
@@ -31,6 +31,7 @@ class Manners:
         refuse: a field and what 400 says to a request that has it.
         vocabulary: token ids from here on are refused.
         die_after: completions after which every connection is reset, and refused from then on.
+        stop_after: the completion at which the process stops itself, as by Ctrl-Z; 0: none.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Manners:
         refuse: tuple[str, str] | None = None,
         vocabulary: int | None = None,
         die_after: int | None = None,
+        stop_after: int = 0,
     ) -> None:
         self.emulated = emulated
         self.loop = emulated.loop  # what the server looks at
@@ -50,6 +52,7 @@ class Manners:
         self._refuse = refuse
         self._vocabulary = vocabulary
         self._die_after = die_after
+        self._stop_after = stop_after
         self.completions = 0
         self.keys: set[str] = set()
 
@@ -62,6 +65,8 @@ class Manners:
         if scope["method"] != "POST":
             return await self.emulated(scope, receive, send)
         self.completions += 1
+        if self.completions == self._stop_after:
+            os.kill(os.getpid(), signal.SIGSTOP)
         body = json.loads(await _read(receive))
         self.keys |= set(body)
         if (text := self._refusal(body)) is not None:
@@ -112,28 +117,6 @@ async def engine(
     settings: Settings | None = None, **manners: Any
 ) -> AsyncIterator[tuple[str, Manners]]:
     """(its URL, its manners), in the test's event loop; ``settings`` default to quick ones."""
-    app = Manners(EmulatedVLLM(settings or _quick_settings()), **manners)
+    app = Manners(EmulatedVLLM(settings or Settings(quick_profile(), max_model_len=512)), **manners)
     async with serving(app) as url:
         yield url, app
-
-
-@contextlib.contextmanager
-def engine_in_thread() -> Iterator[str]:
-    """The URL of a quick one for other processes."""
-    app = EmulatedVLLM(_quick_settings())
-    listener = listen("127.0.0.1", 0)
-    ready = threading.Event()
-    server = Server(app, listener, on_ready=ready.set)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    assert ready.wait(60)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def _quick_settings() -> Settings:
-    return Settings(quick_profile(), max_model_len=512)
