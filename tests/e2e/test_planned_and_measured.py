@@ -29,7 +29,7 @@ from tests.fakes.emulated import emulated
 from tests.fakes.running import running_gateway
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUESTS = 700
+REQUESTS = 400
 
 
 def commands(directory: Path) -> list[argparse.Namespace]:

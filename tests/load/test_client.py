@@ -3,6 +3,7 @@
 import json
 
 from hetero_gateway.load.client import LoadClient, Reply, parse_target
+from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.vllm import FakeInstance
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -81,6 +82,19 @@ def wait_for_imports(demo: subprocess.Popen[str]) -> None:
         time.sleep(0.002)
 
 
+def wait_for_load(folder: Path) -> None:
+    """Until the gateway, whose log is the third, has requests in flight."""
+    give_up_s = time.monotonic() + _DEADLINE_S
+    while True:
+        assert time.monotonic() < give_up_s
+        text = "".join(log.read_text() for log in folder.glob("hetero-gateway-demo-*/3.log"))
+        if found := re.search(r"serving on (http://[\d.:]+)", text):
+            listed = httpx.get(f"{found[1]}/admin/instances", timeout=_DEADLINE_S).json()
+            if any(instance["in_flight"] for instance in listed["instances"]):
+                return
+        time.sleep(0.05)
+
+
 def finish(demo: subprocess.Popen[str]) -> tuple[str, str]:
     try:
         return demo.communicate(timeout=_DEADLINE_S)
@@ -131,7 +145,7 @@ def test_a_signal_at_any_moment_leaves_no_process_and_no_traceback(
         wait_for_imports(demo)
     pids = wait_for_children(demo, children)
     if children == 3:
-        time.sleep(2.0)
+        wait_for_load(scratch)
         pids = children_of(demo.pid)
     demo.send_signal(number)
     _, err = finish(demo)
@@ -162,7 +176,7 @@ def test_keep_serves_until_interrupted(scratch: Path) -> None:
     )
     assert answer.status_code == 200
     assert answer.headers["x-hetero-gateway-instance"] in ("v100-tp4", "v100-tp1")
-    assert httpx.get(f"{url}/dashboard").status_code == 200
+    assert httpx.get(f"{url}/dashboard", timeout=_DEADLINE_S).status_code == 200
     demo.send_signal(signal.SIGINT)
     _, err = finish(demo)
     assert demo.returncode == 0
