@@ -12,7 +12,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataplane.cpu import MachineCpu, process_cpu_s
+from benchmarks.dataplane.cpu import MachineCpu, process_cpu_s
+from benchmarks.ports import free_port
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 
 
 class BenchError(Exception):
@@ -41,13 +41,6 @@ def cache_dir() -> Path:
 def note(text: str) -> None:
     """Progress, on standard error."""
     print(text, file=sys.stderr, flush=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def raise_file_limit() -> None:

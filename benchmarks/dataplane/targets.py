@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
-from dataplane.rig import HERE, BenchError, Rig, cache_dir, free_port, note
+from benchmarks.dataplane.rig import HERE, BenchError, Rig, cache_dir, note
+from benchmarks.ports import free_port
 
-REPOSITORY = HERE.parent.parent
+REPOSITORY = HERE.parents[1]
 # Pinned, so that figures from different days are about the same code.
 VLLM_ROUTER = "vllm-router==0.1.17"
 SGLANG_ROUTER = "sglang-router==0.3.2"
@@ -154,16 +155,19 @@ def _litellm(place: Place) -> Launch:
     return Launch([*command, "--port", str(place.port), "--telemetry", "False"], version, env)
 
 
-def _gateway(place: Place) -> Launch:
-    config = place.write("gateway.yaml.template", ".yaml")
-    command = [sys.executable, "-m", "hetero_gateway", "serve", "-c", str(config)]
-    env = {"PYTHONPATH": str(REPOSITORY / "src")}
-    done = subprocess.run(
-        ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-    )
-    return Launch(command, done.stdout.strip() or "no git", env)
+def _gateway(*options: str) -> Callable[[Place], Launch]:
+    def launch(place: Place) -> Launch:
+        config = place.write("gateway.yaml.template", ".yaml")
+        command = [sys.executable, "-m", "hetero_gateway", "serve", "-c", str(config), *options]
+        env = {"PYTHONPATH": str(REPOSITORY / "src")}
+        done = subprocess.run(
+            ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+        )
+        return Launch(command, done.stdout.strip() or "no git", env)
+
+    return launch
 
 
 def _production_stack(place: Place) -> Launch:
@@ -171,13 +175,16 @@ def _production_stack(place: Place) -> Launch:
 
 
 TARGETS: dict[str, Callable[[Place], Launch]] = {
-    "gateway": _gateway,
+    "gateway": _gateway(),  # its default policy
+    "gateway-min-max": _gateway("--policy", "min-max"),
     "nginx": _nginx,
     "haproxy": _haproxy,
     "vllm-router": _rust_router(
         VLLM_ROUTER, "vllm_router.launch_router", "warning", "--policy", "round_robin"
     ),
-    "vllm-router-default": _rust_router(VLLM_ROUTER, "vllm_router.launch_router", "warning"),
+    "vllm-router-cache-aware": _rust_router(  # its default policy
+        VLLM_ROUTER, "vllm_router.launch_router", "warning", "--policy", "cache_aware"
+    ),
     "sglang-router": _rust_router(
         SGLANG_ROUTER, "sglang_router.launch_router", "warn", "--policy", "round_robin"
     ),

@@ -3,8 +3,8 @@
     HeteroGatewayError
     ├── ConfigError      the operator's: a file, a key, a flag           exit code 2
     ├── ProfileError     constants that cannot be right                  exit code 2
-    ├── ClientError      the client's: answered with an OpenAI error body
-    └── InstanceError    an instance's: connect, time-out, broken stream
+    ├── Refusal          whoever's it is, the gateway answers with an OpenAI error body, 4xx or 5xx
+    └── InstanceError    an instance's: connect, time-out, broken stream (gateway/failures.py)
 
 Expected outcomes (no capacity, nothing fits) are values of ``core.types``, not exceptions.
 """
@@ -24,8 +24,8 @@ class ProfileError(HeteroGatewayError):
     """A profile with missing, negative or meaningless constants."""
 
 
-class ClientError(HeteroGatewayError):
-    """A request that the gateway itself answers with an error.
+class Refusal(HeteroGatewayError):
+    """A request that the gateway itself answers with an error: the client's fault or not.
 
     ``status`` is the HTTP status; ``code``, ``param`` and ``kind`` fill OpenAI's error body;
     ``retry_after_s`` becomes a Retry-After header.
@@ -48,15 +48,3 @@ class ClientError(HeteroGatewayError):
         self.param = param
         self.kind = kind
         self.retry_after_s = retry_after_s
-
-
-class InstanceError(HeteroGatewayError):
-    """An attempt on an instance failed; ``reason`` is a bounded label for metrics.
-
-    Reasons: ``connect``, ``reset`` (closed before the response was complete), ``protocol``,
-    ``first_byte_timeout``, ``idle_timeout``, ``total_timeout``, ``pool``.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason

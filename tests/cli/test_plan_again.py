@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.planned_and_measured import free_ports
+from benchmarks.ports import free_port
 from hetero_gateway.cli import main
 from hetero_gateway.cli.plan_again import Seen
 from hetero_gateway.deployment.directory import write_deployment
@@ -42,7 +42,7 @@ def url(tmp_path_factory) -> Iterator[str]:
     binary = folder / "bin" / "hetero-gateway"
     binary.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m hetero_gateway "$@"\n')
     binary.chmod(0o755)
-    port = free_ports(2)
+    port = free_port(in_a_row=2)
     running = plan({"box": ("V100-32GB-NVLink2", 2, (2,))})
     small = {
         key: dataclasses.replace(each, profile=dataclasses.replace(each.profile, max_num_seqs=4))

@@ -9,9 +9,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.core.instances.progress import SPEED, Outlook
+from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.instances.table import SPEED
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
-from hetero_gateway.core.policies import Candidates, PolicyOptions, make_policy
+from hetero_gateway.core.policies import PolicyOptions, View, make_policy
+from hetero_gateway.core.policies.base import Backlog, Demand, Outlook
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, Request
@@ -68,6 +70,21 @@ def rejected(result: Decision | Reject) -> Reject:
     return result
 
 
+def state(s: Scheduler, instance_id: str) -> InstanceState:
+    return s._table[InstanceId(instance_id)]
+
+
+def loads(s: Scheduler) -> list[float]:
+    return [s.snapshot(each.instance_id).load_s for each in s.specs()]
+
+
+def view_of(s: Scheduler, body: Request, now_s: float = 0.0) -> View:
+    """What the policy would see of a request now."""
+    eligible = s._eligible(body, ())
+    assert not isinstance(eligible, Reject)
+    return s._view(body, eligible, now_s, s._queues.get(body.model), keep=False)
+
+
 def candidates(
     load: list[float],
     request_time_s: list[float] | None = None,
@@ -76,16 +93,18 @@ def candidates(
     capacity: list[float] | None = None,
     weight: list[float] | None = None,
     theta: float = 2.0,
-) -> Candidates:
+) -> View:
     """Candidates i0, i1, … in slots 0, 1, …; what is not given is the same for all."""
     size = len(load)
 
     def array(values: list[float] | None, default: float) -> np.ndarray[Any, Any]:
         return np.array([default] * size if values is None else values, dtype=float)
 
-    return Candidates(
+    return View(
+        request(),
         tuple(InstanceId(f"i{i}") for i in range(size)),
         np.arange(size, dtype=np.intp),
+        Demand(np.full(size, 512.0), np.full(size, 768.0)),
         array(request_time_s, 1.0),
         array(load, 0.0),
         array(kv_usage, 0.0),
@@ -99,25 +118,27 @@ def candidates(
 
 def outlook(size: int) -> Outlook:
     """Equal, idle instances, and nobody in the queue."""
-    rows = np.zeros((7, size))
+    rows = np.zeros((13, size))
     rows[SPEED] = 1.0
     constants = np.array([dataclasses.astuple(FAST_CONSTANTS)] * size).T
-    stages = np.zeros((size, len(STAGE_TOKENS)))
-    residual = np.full(len(STAGE_TOKENS), 256.0)
     each = np.ones(size)
+    backlog = Backlog(
+        queued=0,
+        idle_s=0.0,
+        mean_gap_s=1.0,
+        mean_request_times_s=None,
+        typical_request_time_s=each,
+        residual=np.full(len(STAGE_TOKENS), 256.0),
+        profiled=True,
+        stands_in=False,
+    )
     return Outlook(
         constants,
         kv_capacity_tokens=each * 8e5,
         max_num_seqs=each * 256,
         rows=rows,
-        stages=stages,
-        residual=residual,
-        profiled=True,
-        typical_request_time_s=each,
-        queued=0,
-        idle_s=0.0,
-        mean_gap_s=1.0,
-        mean_request_times_s=None,
+        stages=np.zeros((len(STAGE_TOKENS), size)),
+        backlog=backlog,
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.planned_and_measured import free_ports
+from benchmarks.ports import free_port
 from hetero_gateway.deployment.directory import render_deployment, write_deployment
 from tests.deployment.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
 
@@ -136,7 +136,7 @@ def test_shellcheck_finds_nothing():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_script_starts_its_instances_and_stops_every_process_of_them(tmp_path, fakes, number):
-    port = free_ports(3)
+    port = free_port(in_a_row=3)
     directory = tmp_path / "a plan"
     nasty = '/models/it\'s a "$HOME" `model` ${X} \\ }'
     write_deployment(ONE_MACHINE, options(first_port=port, model=nasty), directory)
@@ -163,7 +163,7 @@ def test_a_script_starts_its_instances_and_stops_every_process_of_them(tmp_path,
 
 
 def test_the_model_can_be_another_one(tmp_path, fakes):
-    port = free_ports(3)
+    port = free_port(in_a_row=3)
     write_deployment(ONE_MACHINE, options(first_port=port), tmp_path / "plan")
     environment = fakes.environment | {"MODEL": "/my models/x"}
     with running(tmp_path / "plan" / "commands" / "v100-box.sh", environment, tmp_path) as process:
@@ -172,7 +172,7 @@ def test_the_model_can_be_another_one(tmp_path, fakes):
 
 
 def test_a_checkpoint_that_nobody_knows_must_be_named(tmp_path, fakes):
-    port = free_ports(3)
+    port = free_port(in_a_row=3)
     unknown = options(first_port=port, model=None, quantization="compressed-tensors")
     write_deployment(ONE_MACHINE, unknown, tmp_path / "plan")
     script = tmp_path / "plan" / "commands" / "v100-box.sh"
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_nobody_knows_must_be_named(tmp_path, fakes):
 
 
 def test_an_instance_that_does_not_start_ends_the_script_with_its_last_words(tmp_path, fakes):
-    port = free_ports(3)
+    port = free_port(in_a_row=3)
     write_deployment(ONE_MACHINE, options(first_port=port), tmp_path / "plan")
     environment = fakes.environment | {"FAKE_FAILS": str(port + 2)}
     with running(tmp_path / "plan" / "commands" / "v100-box.sh", environment, tmp_path) as process:
@@ -197,7 +197,7 @@ def test_an_instance_that_does_not_start_ends_the_script_with_its_last_words(tmp
 
 
 def test_a_second_start_is_refused_and_leaves_the_first_alone(tmp_path, fakes):
-    port = free_ports(3)
+    port = free_port(in_a_row=3)
     write_deployment(ONE_MACHINE, options(first_port=port), tmp_path / "plan")
     script = tmp_path / "plan" / "commands" / "v100-box.sh"
     with running(script, fakes.environment, tmp_path) as process:
@@ -211,7 +211,7 @@ def test_a_second_start_is_refused_and_leaves_the_first_alone(tmp_path, fakes):
 
 
 def test_an_instance_that_ends_later_is_told_and_the_others_go_on(tmp_path, fakes):
-    port = free_ports(2)
+    port = free_port(in_a_row=2)
     two = plan({"box": ("V100-32GB-NVLink2", 2, (1, 1))})
     write_deployment(two, options(first_port=port), tmp_path / "plan")
     with running(tmp_path / "plan" / "commands" / "box.sh", fakes.environment, tmp_path) as process:

@@ -24,6 +24,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.ports import free_port
+
 PATIENCE_S = 60.0
 T = TypeVar("T")
 
@@ -251,13 +253,6 @@ def test_the_vllm_configuration_is_valid(files):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class Prometheus:

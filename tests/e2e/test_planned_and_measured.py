@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planned_and_measured import simulated_output_tokens_per_s, write_plan
+from benchmarks.planner.planned_and_measured import simulated_output_tokens_per_s, write_plan
 from hetero_gateway.cli import emulate
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.trace import read_trace, schedule

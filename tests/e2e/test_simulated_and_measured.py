@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulator import simulated_and_measured as benchmark
 from hetero_gateway.files.cluster_config import load_cluster
 from hetero_gateway.sim.experiment import Experiment
 from hetero_gateway.sim.result import Slo
@@ -19,7 +20,6 @@ from hetero_gateway.sim.workload import LogNormalLengths
 from tests.fakes.children import task_children
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 
-ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = """\
 instances:
   - {id: fast, profile: V100-32GB-NVLink2/Llama-3-8B/tp4}
@@ -35,9 +35,6 @@ workload:
 async def test_the_same_requests_take_as_long_as_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import simulated_and_measured as benchmark
-
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER)
     cluster = load_cluster(path)

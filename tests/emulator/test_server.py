@@ -2,6 +2,8 @@
 
 import pytest
 
+from hetero_gateway.engines.vllm import CacheFacts, EngineMetrics, read_metrics
+
 CHAT = {"messages": [{"role": "user", "content": "def f(x): return x"}], "max_tokens": 2}
 
 
@@ -189,6 +191,10 @@ def test_metrics_have_vllms_series_and_bounds(emulate):
     assert 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0' in text
     for label in ('block_size="16"', 'num_gpu_blocks="300"', 'kv_cache_size_tokens="4800"'):
         assert label in text
+    told = read_metrics(text)
+    assert told == EngineMetrics(
+        0, 0, 0, 50, 5, 0, 0, 0, CacheFacts(4800, 16, None, "auto", prefix_caching=False)
+    )
     assert instance.metric("vllm:prompt_tokens_total") == 50
     assert instance.metric("vllm:generation_tokens_total") == 5
     assert instance.metric("vllm:num_preemptions_total") == 0

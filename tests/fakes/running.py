@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
-from hetero_gateway.core.instances.progress import SPEED
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.app import App, create_app
 from hetero_gateway.gateway.server import GatewayServer
@@ -36,20 +33,18 @@ class RunningGateway:
 
     def loads(self) -> list[tuple[float, int, int]]:
         """(load, KV tokens, in flight) of every instance."""
-        ledger = self.gateway.fleet.scheduler.ledger
-        slots = [self.gateway.fleet.scheduler.slot(i) for i in self.gateway.fleet.instances]
-        return [
-            (float(ledger.load[s]), int(ledger.kv_tokens[s]), int(ledger.in_flight[s]))
-            for s in slots
-        ]
+        scheduler = self.gateway.fleet.scheduler
+        seen = [scheduler.snapshot(i) for i in self.gateway.fleet.instances]
+        return [(each.load_s, each.kv_tokens, each.in_flight) for each in seen]
 
     def progress(self) -> list[list[float]]:
-        """Each instance's sums, as the queue's policy sees them, and its streams by stage."""
+        """Each instance's sums of sequences and tokens, as the queue's policy sees them."""
         scheduler = self.gateway.fleet.scheduler
-        slots = np.array([scheduler.slot(i) for i in self.gateway.fleet.instances], dtype=np.intp)
-        rows = scheduler.progress.rows(slots, time.monotonic())[:SPEED]
-        stages = scheduler.progress.stages(slots)
-        return np.concatenate((rows.T, stages), axis=1).tolist()  # type: ignore[no-any-return]
+        seen = [scheduler.snapshot(i) for i in self.gateway.fleet.instances]
+        return [
+            [each.waiting, each.streaming, each.waiting_prompt_tokens, each.context_tokens]
+            for each in seen
+        ]
 
     def settled(self) -> bool:
         """Every load, every count and every sum is exactly 0, and nobody waits."""

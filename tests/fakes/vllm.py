@@ -39,6 +39,7 @@ class FakeInstance:
         self.max_model_len = max_model_len
         self.healthy = True
         self.metrics = ""
+        self.models_body: bytes | None = None  # in place of the list of its models
         self.api_key: str | None = None
         self.close_after_response = False
         self.delay_s = 0.0  # between events, where the request says nothing of it
@@ -139,6 +140,8 @@ class FakeInstance:
     def _get(self, path: str) -> tuple[int, bytes]:
         if path == "/health":
             return (200 if self.healthy else 503), b""
+        if path == "/v1/models" and self.models_body is not None:
+            return 200, self.models_body
         if path == "/v1/models":
             cards = [{"id": m, "max_model_len": self.max_model_len} for m in self.models]
             return 200, json.dumps({"object": "list", "data": cards}).encode()

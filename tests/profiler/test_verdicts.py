@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hetero_gateway.core.costs.fitting import Sample
+from hetero_gateway.engines.vllm import EngineMetrics
 from hetero_gateway.profiler.batch import Shot
-from hetero_gateway.profiler.engine import Counters
 from hetero_gateway.profiler.verdicts import (
     CACHED,
     FOREIGN,
@@ -17,9 +17,9 @@ from hetero_gateway.profiler.verdicts import (
     several_steps,
 )
 
-BEFORE = Counters(0, 0, 5, 1000, 500, 64)
+BEFORE = EngineMetrics(0, 0, 5, 1000, 500, 64)
 SHOT = Shot(None, None, 0.1, 0.1, prompt_tokens=300, output_tokens=40, took_s=1.0)
-AFTER = Counters(0, 0, 5, 1300, 540, 64)
+AFTER = EngineMetrics(0, 0, 5, 1300, 540, 64)
 WHOLE = Sample(4, 100, 20, 0.5, None)
 DECODE = Sample(4, 100, 20, None, 0.8)
 
@@ -44,7 +44,7 @@ def test_each_sign_of_company_is_a_reason(change, reason):
 
 
 def test_counters_that_are_not_exported_accuse_nobody():
-    nothing = Counters(None, None, None, None, None, None)
+    nothing = EngineMetrics()
     assert disturbance(nothing, nothing, SHOT) is None
 
 

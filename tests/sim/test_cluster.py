@@ -101,8 +101,8 @@ class Witness(Scheduler):
 
 
 def is_empty(scheduler: Scheduler) -> bool:
-    ledger = scheduler.ledger
-    idle = not any(a.any() for a in (ledger.load, ledger.kv_tokens, ledger.in_flight))
+    seen = [scheduler.snapshot(spec.instance_id) for spec in scheduler.specs()]
+    idle = not any((each.load_s, each.kv_tokens, each.in_flight) != (0.0, 0, 0) for each in seen)
     return idle and scheduler.queued == 0
 
 

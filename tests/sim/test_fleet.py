@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.core.policies import finish_time
+from hetero_gateway.core.policies import estimates
 from hetero_gateway.sim import kernel
 from hetero_gateway.sim.fleet import Fleet, can_compile, jit
 from tests.sim.naive import Job, NaiveEngine
@@ -202,16 +202,17 @@ def test_instances_do_not_disturb_each_other():
 def test_finish_time_compiled_estimates_the_same(size):
     rng = np.random.default_rng(size)
     for _ in range(20):
-        rows = rng.random((10, size)) * 100
+        rows = rng.random((13, size)) * 100
         kv, max_num_seqs = 1 + rng.random(size) * 1e5, rng.integers(1, 256, size) * 1.0
         further = rng.random((2, size)) * 1e4
         times = 0.1 + rng.random((2, size))
-        args = (rng.random((8, size)) * 1e-4, rows, kv, max_num_seqs, *further, *times)
-        plain = finish_time._estimate(*args, 2.0, 300.0, 200.0)
-        compiled = jit(finish_time._estimate)(*args, 2.0, 300.0, 200.0)
+        prefill = np.full(size, 600.0)
+        args = (rng.random((8, size)) * 1e-4, rows, kv, max_num_seqs, *further, *times, prefill)
+        plain = estimates.estimates(*args, 2.0, 300.0, 200.0)
+        compiled = jit(estimates.estimates)(*args, 2.0, 300.0, 200.0)
         for one, other in zip(plain, compiled, strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-12)
-        room = finish_time._room(rows, max_num_seqs, 8)
-        assert all(map(np.array_equal, jit(finish_time._room)(rows, max_num_seqs, 8), room))
-        chosen = finish_time._cheapest(plain[3], *room)
-        assert jit(finish_time._cheapest)(plain[3], *room) == chosen
+        room = estimates.room(rows, max_num_seqs, 8)
+        assert all(map(np.array_equal, jit(estimates.room)(rows, max_num_seqs, 8), room))
+        chosen = estimates.cheapest(plain[3], *room)
+        assert jit(estimates.cheapest)(plain[3], *room) == chosen

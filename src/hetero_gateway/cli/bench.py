@@ -141,9 +141,10 @@ def _model(target: Target, wanted: str | None) -> str:
     """
     import httpx
 
+    from hetero_gateway.engines.vllm import paths, read_models
     from hetero_gateway.errors import HeteroGatewayError
 
-    url = f"{target.base_url}/v1/models"
+    url = target.base_url + paths.MODELS
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     try:
         response = httpx.get(url, headers=headers, timeout=10.0)
@@ -151,15 +152,14 @@ def _model(target: Target, wanted: str | None) -> str:
         raise HeteroGatewayError(f"{url}: no answer: {error}") from error
     if wanted is not None:
         return wanted
-    try:
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except httpx.HTTPStatusError as error:
+    if not response.is_success:
         raise HeteroGatewayError(
             f"{url}: answered {response.status_code}; give --model or --api-key-env"
-        ) from error
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise HeteroGatewayError(f"{url}: lists no model; give --model") from error
+        )
+    models = read_models(response.content)
+    if not models:
+        raise HeteroGatewayError(f"{url}: lists no model; give --model")
+    return next(iter(models))
 
 
 def _print_tables(summary: Summary, url: str, model: str) -> None:

@@ -1,19 +1,21 @@
-"""The values that pass between the core and its shells. All frozen; none does anything."""
+"""The values that pass between the core and its shells. None can be changed; none does anything."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import NewType
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, NewType
 
 from hetero_gateway.core.costs.profile import Profile
 
 InstanceId = NewType("InstanceId", str)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """What the scheduler needs to know of a request.
+
+    A tuple because one is made for every request, and a frozen dataclass costs three times as much.
 
     Args:
         model: the name that the client asked for.
@@ -21,6 +23,10 @@ class Request:
         predicted_output_tokens: Õ_r, predicted output tokens of one sequence (0 for embeddings).
         sequences: how many sequences the engine will run: prompts × ``n``.
         streams: whether its first token will be seen when it is made.
+        client: whose it is, by name; "" where nobody asks.
+        priority: a higher one goes first, for queue disciplines that look at it.
+        prefix: keys of its prompt's beginnings, for a policy that knows of prefix caches.
+        only: the one instance that can take it (what it continues lives there); None: any.
     """
 
     model: str
@@ -28,6 +34,10 @@ class Request:
     predicted_output_tokens: float
     sequences: int = 1
     streams: bool = True
+    client: str = ""
+    priority: int = 0
+    prefix: tuple[int, ...] = ()
+    only: InstanceId | None = None
 
     @property
     def kv_tokens(self) -> int:
@@ -91,6 +101,8 @@ class Candidate:
 
     ``load_s`` is the load before and ``load_after_s`` the load that it would have. Where the
     instance was ``excluded``, that says why, and every figure is None: it took no part.
+    ``room``: it may be sent a request now; None: the policy does not ask. ``estimates``: what the
+    policy expects of it, by name, where it estimates.
     """
 
     instance_id: InstanceId
@@ -101,3 +113,5 @@ class Candidate:
     load_after_s: float | None
     in_flight: int | None
     excluded: str | None
+    room: bool | None = None
+    estimates: Mapping[str, float] = field(default_factory=dict)

@@ -17,6 +17,7 @@ import yaml
 
 from hetero_gateway.deployment.command import emulate_arguments, serve_arguments
 from hetero_gateway.deployment.instances import DeployedInstance, DeploymentOptions
+from hetero_gateway.engines.vllm import paths
 
 SECRET = "hetero-gateway-keys"
 HF_TOKEN_KEY, API_KEY_KEY, ADMIN_KEY_KEY = "hf-token", "gateway-api-key", "gateway-admin-key"
@@ -193,9 +194,9 @@ def _vllm_pod(instance: DeployedInstance, options: DeploymentOptions) -> dict[st
         "ports": [{"name": "http", "containerPort": _PORT}],
         "resources": {"limits": {resource: instance.tensor_parallel}},
         "volumeMounts": mounts,
-        "startupProbe": _probe("/health", period_s=10, failures=_STARTUP_PROBES),
-        "readinessProbe": _probe("/health", period_s=5, failures=2),
-        "livenessProbe": _probe("/health", period_s=10, failures=6),
+        "startupProbe": _probe(paths.HEALTH, period_s=10, failures=_STARTUP_PROBES),
+        "readinessProbe": _probe(paths.HEALTH, period_s=5, failures=2),
+        "livenessProbe": _probe(paths.HEALTH, period_s=10, failures=6),
     }
     return {"containers": [container], "volumes": volumes}
 
@@ -209,8 +210,8 @@ def _emulated_pod(instance: DeployedInstance, options: DeploymentOptions) -> dic
         "args": [*arguments, "--host", "0.0.0.0", "--port", str(_PORT)],
         "ports": [{"name": "http", "containerPort": _PORT}],
         "volumeMounts": [{"name": "profiles", "mountPath": _ETC, "readOnly": True}],
-        "readinessProbe": _probe("/health", period_s=5, failures=2),
-        "livenessProbe": _probe("/health", period_s=10, failures=6),
+        "readinessProbe": _probe(paths.HEALTH, period_s=5, failures=2),
+        "livenessProbe": _probe(paths.HEALTH, period_s=10, failures=6),
         "securityContext": _locked(),
     }
     return {

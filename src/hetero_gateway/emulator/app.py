@@ -26,6 +26,7 @@ from hetero_gateway.emulator.other_apis import EmbeddingsReply, MessagesReply, R
 from hetero_gateway.emulator.reply import JSON, Reply, Send
 from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.emulator.text import count_chat_tokens, token_text, tokenize
+from hetero_gateway.engines.vllm import paths
 
 VERSION = "0.32.0+emulated"  # the vLLM whose behaviour is emulated
 _PROMETHEUS = b"text/plain; version=1.0.0; charset=utf-8"
@@ -55,24 +56,24 @@ class EmulatedVLLM:
         self._started = int(time.time())
         self._tasks: asyncio.TaskGroup | None = None
         self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
-            "/health": lambda: (b"", b""),
-            "/ping": lambda: (b"", b""),
-            "/version": lambda: (JSON, msgspec.json.encode({"version": VERSION})),
-            "/load": lambda: (JSON, b'{"server_load":0}'),  # as without its tracking flag
-            "/metrics": lambda: (_PROMETHEUS, self.loop.metrics.render()),
-            "/v1/models": lambda: (JSON, self._models()),
+            paths.HEALTH: lambda: (b"", b""),
+            paths.PING: lambda: (b"", b""),
+            paths.VERSION: lambda: (JSON, msgspec.json.encode({"version": VERSION})),
+            paths.LOAD: lambda: (JSON, b'{"server_load":0}'),  # as without its tracking flag
+            paths.METRICS: lambda: (_PROMETHEUS, self.loop.metrics.render()),
+            paths.MODELS: lambda: (JSON, self._models()),
         }
         self._replies: dict[str, Callable[[Json, _Context], Reply]] = {
-            "/v1/chat/completions": self._chat,
-            "/v1/completions": self._completion,
-            "/v1/responses": self._responses,
-            "/v1/messages": self._messages,
-            "/v1/embeddings": self._embeddings,
-            "/invocations": self._invocation,
+            paths.CHAT_COMPLETIONS: self._chat,
+            paths.COMPLETIONS: self._completion,
+            paths.RESPONSES: self._responses,
+            paths.MESSAGES: self._messages,
+            paths.EMBEDDINGS: self._embeddings,
+            paths.INVOCATIONS: self._invocation,
         }
         self._forms: dict[str, Callable[[Json], Json]] = {
-            "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
+            paths.TOKENIZE: self._tokenize,
+            paths.DETOKENIZE: self._detokenize,
             "/emulator/slowdown": self._slow_down,
         }
 
@@ -98,7 +99,7 @@ class EmulatedVLLM:
         path: str = scope["path"]
         try:
             self._check(scope)
-            if scope["method"] == "GET" or path == "/ping":
+            if scope["method"] == "GET" or path == paths.PING:
                 content_type, body = self._pages[path]()
                 await _respond(send, 200, body, content_type)
             elif path in self._forms:
@@ -107,7 +108,7 @@ class EmulatedVLLM:
             else:
                 await self._generate(scope, receive, send)
         except ApiError as error:
-            await _respond(send, error.status, error.body(anthropic=path == "/v1/messages"))
+            await _respond(send, error.status, error.body(anthropic=path == paths.MESSAGES))
         except DetailError as error:
             headers = [(b"allow", error.allow.encode())] if error.allow else []
             body = msgspec.json.encode({"detail": error.detail})
@@ -125,7 +126,7 @@ class EmulatedVLLM:
             expected = f"Bearer {key}".encode()
             if _header(scope, b"authorization") != expected:
                 raise PermissionError
-        if path == "/ping" and method in ("GET", "POST"):
+        if path == paths.PING and method in ("GET", "POST"):
             return
         if path in self._pages:
             allowed = "GET"

@@ -20,6 +20,8 @@ from prometheus_client.registry import Collector
 
 from hetero_gateway.emulator.reply import Choice
 from hetero_gateway.emulator.settings import BLOCK_TOKENS, Settings
+from hetero_gateway.engines.vllm import ABORT
+from hetero_gateway.engines.vllm import metrics as series
 from hetero_gateway.sim.engine import Engine
 
 # Bounds as vLLM 0.32 exports them (vllm/v1/metrics/loggers.py).
@@ -105,7 +107,7 @@ class Metrics(Collector):
             "request_generation_tokens", "Number of generation tokens processed.", tokens
         )
         # vLLM counts no client's disconnect under "abort" (seen on 0.32).
-        self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._finished = {"stop": 0, "length": 0, ABORT: 0, "error": 0}
         self.rejections = 0
         self.lost_s = 0.0
         self._registry = CollectorRegistry(auto_describe=False)
@@ -140,7 +142,9 @@ class Metrics(Collector):
             self._prompt_tokens,
             self._output_tokens,
         ):
-            family = HistogramMetricFamily(f"vllm:{histogram.name}", histogram.text, labels=names)
+            family = HistogramMetricFamily(
+                series.PREFIX + histogram.name, histogram.text, labels=names
+            )
             rows, total = histogram.buckets()
             family.add_metric(self._labels, rows, total)
             yield family
@@ -153,22 +157,22 @@ class Metrics(Collector):
         engine = self._engine
         for name, text, value in (
             (
-                "num_requests_running",
+                series.RUNNING,
                 "Number of requests in model execution batches.",
                 engine.num_running,
             ),
             (
-                "num_requests_waiting",
+                series.WAITING,
                 "Number of requests waiting to be processed.",
                 engine.num_waiting,
             ),
             (
-                "kv_cache_usage_perc",
+                series.KV_USAGE,
                 "KV-cache usage. 1 means 100 percent usage.",
                 engine.kv_usage,
             ),
         ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["engine", "model_name"])
+            gauge = GaugeMetricFamily(name, text, labels=["engine", "model_name"])
             gauge.add_metric(self._labels, value)
             yield gauge
         blocks = engine.total_blocks
@@ -183,7 +187,7 @@ class Metrics(Collector):
             "num_gpu_blocks_override": str(self._settings.num_gpu_blocks),
         }
         cache = GaugeMetricFamily(
-            "vllm:cache_config_info", "Information of the LLMEngine CacheConfig", labels=list(info)
+            series.CACHE_CONFIG, "Information of the LLMEngine CacheConfig", labels=list(info)
         )
         cache.add_metric(list(info.values()), 1.0)
         yield cache
@@ -192,29 +196,37 @@ class Metrics(Collector):
         engine = self._engine
         for name, text, value in (
             (
-                "num_preemptions",
+                series.PREEMPTIONS,
                 "Cumulative number of preemption from the engine.",
                 engine.preemptions_total,
             ),
-            ("prompt_tokens", "Number of prefill tokens processed.", engine.prompt_tokens_total),
             (
-                "generation_tokens",
+                series.PROMPT_TOKENS,
+                "Number of prefill tokens processed.",
+                engine.prompt_tokens_total,
+            ),
+            (
+                series.GENERATION_TOKENS,
                 "Number of generation tokens processed.",
                 engine.generation_tokens_total,
             ),
             # No prefix cache is emulated; a real engine without one counts 0 as well.
             (
-                "prefix_cache_queries",
+                series.PREFIX_CACHE_QUERIES,
                 "Prefix cache queries, in terms of number of queried tokens.",
                 0,
             ),
-            ("prefix_cache_hits", "Prefix cache hits, in terms of number of cached tokens.", 0),
+            (
+                series.PREFIX_CACHE_HITS,
+                "Prefix cache hits, in terms of number of cached tokens.",
+                0,
+            ),
         ):
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=["engine", "model_name"])
+            counter = CounterMetricFamily(name, text, labels=["engine", "model_name"])
             counter.add_metric(self._labels, value)
             yield counter
         success = CounterMetricFamily(
-            "vllm:request_success",
+            series.PREFIX + "request_success",
             "Count of successfully processed requests.",
             labels=["engine", "finished_reason", "model_name"],
         )
@@ -222,7 +234,7 @@ class Metrics(Collector):
             success.add_metric(["0", reason, self._labels[1]], count)
         yield success
         rejections = CounterMetricFamily(
-            "vllm:admission_rejections",
+            series.PREFIX + "admission_rejections",
             "Number of admission attempts rejected by a queue limit, by reason.",
             labels=["model_name", "reason"],
         )

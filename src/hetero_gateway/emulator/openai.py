@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from hetero_gateway.emulator.reply import DONE, FINGERPRINT, Choice, Reply
+from hetero_gateway.emulator.reply import FINGERPRINT, Choice, Reply
+from hetero_gateway.engines.vllm import DONE
 
 _FINGERPRINT = b',"system_fingerprint":"%b"' % FINGERPRINT.encode()
 _NO_DETAILS = b',"prompt_tokens_details":null,"completion_tokens_details":null}'

@@ -13,12 +13,12 @@ from typing import Any
 
 from hetero_gateway.emulator.answer import Answer
 from hetero_gateway.emulator.bodies import Ask
+from hetero_gateway.engines.vllm import ABORT
 from hetero_gateway.sim.engine import Sequence
 
 FINGERPRINT = "vllm-0.32.0-emulated"
 SSE = b"text/event-stream; charset=utf-8"
 JSON = b"application/json"
-DONE = b"data: [DONE]\n\n"
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
@@ -183,7 +183,7 @@ class Reply:
         self._opened = True
         for choice in unfinished:
             choice.pieces = [*choice.pieces[: choice.emitted], b""]
-            choice.finish_reason = "abort"
+            choice.finish_reason = ABORT
             if self.streamed:
                 data += self.last_delta(choice)
             self.unfinished -= 1

@@ -16,11 +16,19 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from hetero_gateway import __version__
-from hetero_gateway.errors import ClientError
+from hetero_gateway.engines.vllm import work_of_path
+from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control import admin
-from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
-from hetero_gateway.gateway.wire.openai import error_body, work_of_path
+from hetero_gateway.gateway.wire.downstream import (
+    Downstream,
+    Listener,
+    Receive,
+    Scope,
+    Send,
+)
+from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.openai import error_body
 from hetero_gateway.gateway.wiring import Gateway
 
 # The page shows names that clients and instances chose: nothing but its own files may run in it,
@@ -46,11 +54,22 @@ _PAGE_FILES = {
 
 
 class App:
-    """What uvicorn serves. ``gateway`` is the running state, ``control`` the FastAPI part."""
+    """What uvicorn serves. ``gateway`` is the running state, ``control`` the FastAPI part.
+
+    A ``wire.protocol.Service``, and an ASGI application for all that does not come that way.
+    """
 
     def __init__(self, gateway: Gateway, control: FastAPI) -> None:
         self.gateway = gateway
         self.control = control
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self.gateway.config.server.max_body_bytes
+
+    def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
+        """A request on an engine path, from the callbacks of the server's own protocol."""
+        return self.gateway.dataplane.open(inbound, downstream)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -80,14 +99,14 @@ def create_app(config: GatewayConfig, config_path: Path | None = None) -> App:
         lifespan=lifespan,
     )
     control.state.gateway = gateway
-    control.add_exception_handler(ClientError, _render_error)
+    control.add_exception_handler(Refusal, _render_error)
     control.include_router(admin.router)
     _add_control_paths(control, gateway)
     return App(gateway, control)
 
 
 async def _render_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ClientError)
+    assert isinstance(error, Refusal)
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return Response(error_body(error, request.url.path), error.status, headers, "application/json")
 
@@ -121,16 +140,16 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
     @control.get("/v1/models", tags=["openai"])
     async def models(request: Request) -> dict[str, Any]:
         """Every name that a live instance serves."""
-        gateway.dataplane.check_key(request.headers.raw)
+        gateway.admission.client_of(request.headers.raw)
         return {"object": "list", "data": [_card(*m) for m in gateway.fleet.models().items()]}
 
     @control.get("/v1/models/{model:path}", tags=["openai"])
     async def model(request: Request, model: str) -> dict[str, Any]:
-        gateway.dataplane.check_key(request.headers.raw)
+        gateway.admission.client_of(request.headers.raw)
         served = gateway.fleet.models()
         if model not in served:
             message = f"The model `{model}` does not exist."
-            raise ClientError(404, "model_not_found", message, param="model")
+            raise Refusal(404, "model_not_found", message, param="model")
         return _card(model, served[model])
 
     @control.get("/dashboard", tags=["dashboard"], response_class=HTMLResponse)
@@ -142,7 +161,7 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
     async def dashboard_file(name: str) -> Response:
         """The page's script, style and icon."""
         if name not in _PAGE_FILES:
-            raise ClientError(404, "not_found", f"there is no /dashboard/{name}")
+            raise Refusal(404, "not_found", f"there is no /dashboard/{name}")
         return _page_file(name)
 
 

@@ -1,4 +1,4 @@
-"""uvicorn, set up for the gateway: one process, uvloop, httptools, a long listen backlog."""
+"""uvicorn, set up for the gateway: one process, uvloop, our protocol, a long listen backlog."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import uvicorn
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.gateway.app import App
+from hetero_gateway.gateway.wire.protocol import engine_protocol
 
 # Short backlogs drop connections when hundreds of clients come at once: with 128, first tokens
 # came a second late at 512 clients.
@@ -29,7 +30,7 @@ class GatewayServer(uvicorn.Server):
                 host=server.host,
                 port=server.port,
                 loop="uvloop",
-                http="httptools",
+                http=engine_protocol(app),
                 ws="none",
                 lifespan="on",
                 backlog=_BACKLOG,

@@ -14,6 +14,7 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig, secret
+from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.placement import Placement
@@ -39,6 +40,7 @@ class Gateway:
         # None is one of them: an instance without a key.
         self.known_key_names = {None, *(i.api_key_env for i in config.instances)}
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
+        self.admission = Admission(secret(config.server.api_key_env, "server.api_key_env"))
         base_dir = config_path.parent if config_path else Path()
         self.fleet = Fleet(config, base_dir)
         scheduler = self.fleet.scheduler
@@ -76,12 +78,14 @@ class Gateway:
             self.fleet,
             self.health,
             self.metrics,
+            self.admission,
             self.predictor,
             self.bytes_per_token,
             self._tokenizer,
             deadlines,
             self.placement,
         )
+        self._stack.callback(self.dataplane.close)
         await self.health.start()
 
     async def stop(self) -> None:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from hetero_gateway.engines.vllm import ABORT, DONE
 from hetero_gateway.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 10.0
@@ -289,11 +290,11 @@ def judge(reply: Reply, *, stream: bool) -> tuple[str | None, int | None, int | 
             continue
         if document.error is not None:
             error = "stream_error"
-        elif any(choice.finish_reason == "abort" for choice in document.choices):
+        elif any(choice.finish_reason == ABORT for choice in document.choices):
             error = error or "aborted"
         if document.usage is not None:
             usage = (document.usage.prompt_tokens, document.usage.completion_tokens)
-    if error is None and stream and b"data: [DONE]" not in reply.tail[-256:]:
+    if error is None and stream and DONE.rstrip() not in reply.tail[-256:]:
         error = "incomplete"
     return error, usage[0], usage[1]
 

@@ -17,6 +17,7 @@ import httpx
 import yaml
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.engines.vllm import paths
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.profile_file import load_profile, profile_document
 from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
@@ -42,7 +43,7 @@ class EmulatedCluster:
     Args:
         model: the name that all instances serve.
         time_scale: virtual seconds per wall second.
-        port: the gateway's; 0: each takes a free one.
+        port: the gateway's; 0: a free one for each that is started.
         folder: for configuration files.
         instance_options: further options of ``emulate``, the same for all.
         gateway_config: what the gateway's configuration has beside its instances.
@@ -64,7 +65,7 @@ class EmulatedCluster:
         self._model = model
         self._time_scale = time_scale
         self._port = port
-        self.url = ""  # the gateway's, from ``start_gateway`` on
+        self._url = ""
         self._folder = folder
         self._children = children
         self._instance_options = tuple(instance_options)
@@ -72,6 +73,11 @@ class EmulatedCluster:
         self._instance_urls: dict[str, str] = {}
         self._emulators: list[Child] = []
         self._gateway: Child | None = None
+
+    @property
+    def url(self) -> str:
+        """Of the gateway that was started last."""
+        return self._url
 
     @property
     def emulator_pids(self) -> list[int]:
@@ -107,7 +113,7 @@ class EmulatedCluster:
             *("serve", "-c", str(self._folder / "gateway.yaml"), "--host", "127.0.0.1"),
             *("--port", str(self._port), "--policy", policy, "--log-level", "warning"),
         )
-        self.url = await self._gateway.url()
+        self._url = await self._gateway.url()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not all(i["up"] for i in await self.instances()):
@@ -137,7 +143,7 @@ class EmulatedCluster:
         total_s = 0.0
         async with httpx.AsyncClient() as client:
             for url in self._instance_urls.values():
-                text = (await client.get(f"{url}/metrics")).text
+                text = (await client.get(url + paths.METRICS)).text
                 for line in text.splitlines():
                     if line.startswith(_LOST):
                         total_s += float(line.rsplit(" ", 1)[1])

@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from hetero_gateway.engines.vllm import paths
+
 _WORDS = (
     "the and for you are but not all can had her was one our out day get has him his how man new "
     "now old see two way who did its let put say she too use time year work life hand part place "
@@ -35,7 +37,7 @@ class PromptKind(enum.Enum):
 
     @property
     def path(self) -> str:
-        return "/v1/chat/completions" if self is PromptKind.CHAT else "/v1/completions"
+        return paths.CHAT_COMPLETIONS if self is PromptKind.CHAT else paths.COMPLETIONS
 
 
 @dataclass(frozen=True, slots=True)

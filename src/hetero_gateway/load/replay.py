@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hetero_gateway.engines.vllm import tokens_of_events
 from hetero_gateway.files.trace import LoadRequest
 from hetero_gateway.load.client import LoadClient, Target, judge
 from hetero_gateway.load.prompts import BodyMaker
@@ -59,8 +60,7 @@ async def replay(
         finally:
             slots.release()
         error, prompt_tokens, output_tokens = judge(reply, stream=maker.stream)
-        # Without usage: the events of a stream less [DONE] and, for chat, the role chunk.
-        counted = max(0, reply.events - (2 if maker.kind.path.endswith("chat/completions") else 1))
+        counted = tokens_of_events(maker.kind.path, reply.events)  # where there is no usage
         record = RequestRecord(
             index=index,
             due_s=request.due_s,

@@ -26,7 +26,7 @@ GIB: Final = 2**30
 # 0.99, of those with GDDR6 0.95; the lower of HBM's (V100 0.985) is on the safe side of it.
 USABLE_SHARE = 0.985
 # Share of the data sheet's figures that large matrix products and streaming reads reach, fitted to
-# the built-in profiles of measured operators by benchmarks/planner_roofline.py.
+# the built-in profiles of measured operators by benchmarks/planner/roofline.py.
 COMPUTE_EFFICIENCY = 0.72
 MEMORY_EFFICIENCY = 0.78
 # Relative error of a roofline's step times: of one that was held against measured operators (the

@@ -15,7 +15,7 @@ Per accelerator, with T = max_num_batched_tokens, n = max_num_seqs, b = bytes of
 
 vLLM measures all but the weights at start-up, in one pass over T tokens and n logits; what it keeps
 has changed with its versions. The coefficients are fitted to its own logs and tested on model
-families that were left out: benchmarks/planner_memory.py, docs/planner.md. Logs were of NVIDIA's
+families that were left out: benchmarks/planner/memory.py, docs/planner.md. Logs were of NVIDIA's
 cards but for one: elsewhere the uncertainty is larger.
 """
 
@@ -38,7 +38,7 @@ Method = Literal["fitted", "paper"]
 
 # Eq. (1) as the paper sets it: δ per accelerator.
 RESERVED_BYTES = 2 * GIB
-# How far Eq. (1) was off on vLLM's logs: the root mean square in benchmarks/planner_memory.py.
+# How far Eq. (1) was off on vLLM's logs: the root mean square in benchmarks/planner/memory.py.
 PAPER_UNCERTAINTY = 0.15
 # Of a model with parts that are not modelled.
 UNMODELLED_UNCERTAINTY = 0.3
@@ -93,7 +93,7 @@ class Coefficients:
     sigma_graphs: float
 
 
-# benchmarks/planner_memory.py prints them. Not fitted: slow_link, as no log of the facts has t > 1
+# benchmarks/planner/memory.py prints them. Not fitted: slow_link, as no log of the facts has t > 1
 # over PCIe (logs in vLLM's issues say 0.05 to 0.45 GiB), and the sigmas, which are rounded up.
 FITTED = Coefficients(
     mlp=1.01,

@@ -14,7 +14,7 @@ output layer only for the b tokens that are sampled. Both are shared by t accele
 A layer also costs its many small kernels, and an all-reduce does not reach its link's figure; over
 PCIe slots, cards that share a root get less each. These shares were fitted to the built-in profiles
 that are sums of measured operators (A100, H100, H200, L40S). Its step times over those of the
-built-in ones, the mean ratio over the grid (benchmarks/planner_roofline.py prints all of them):
+built-in ones, the mean ratio over the grid (benchmarks/planner/roofline.py prints all of them):
 
     Llama-3-8B          prefill  decode
     A100-80GB-SXM  t=1  1.03     0.94

@@ -10,7 +10,7 @@
        chosen policy: everything at once for throughput, and at a rate for latencies
 
 Differs from the paper, which ranks by Algorithm 1: with grouped-query attention counted right that
-names the best configuration in 72 % of cases. benchmarks/planner_search.py compares the two.
+names the best configuration in 72 % of cases. benchmarks/planner/search.py compares the two.
 
 One seed gives one answer, whatever the order of the machines.
 """
@@ -47,7 +47,7 @@ from hetero_gateway.sim.workload import Lengths
 Key = tuple[str, int]  # accelerator, tensor parallelism
 
 # The best layout's estimate was never below 0.56 of the estimator's best in the 100 settings of
-# benchmarks/planner_search.py (unpadded); at 0.6 it was dropped in one of them.
+# benchmarks/planner/search.py (unpadded); at 0.6 it was dropped in one of them.
 KEEP = 0.5
 # The paper samples 200 requests.
 _ESTIMATE_REQUESTS = 200

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 
 from hetero_gateway.core.costs.fitting import Sample, decode_terms, fit_rows, prefill_terms
+from hetero_gateway.engines.vllm import EngineMetrics, paths
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.load.client import LoadClient, Target
 from hetero_gateway.load.replay import raise_file_limit
 from hetero_gateway.profiler.batch import BatchSender, Shot
 from hetero_gateway.profiler.chunked import KEY, record
-from hetero_gateway.profiler.engine import Counters, EngineClient, EngineFacts
+from hetero_gateway.profiler.engine import EngineClient, EngineFacts
 from hetero_gateway.profiler.grid import GRID_VERSION, Cell, Limits, cost_s, plan_cells
 from hetero_gateway.profiler.samples import append, record_of, sample_of
 from hetero_gateway.profiler.verdicts import (
@@ -149,7 +150,7 @@ class Campaign:
         """
         raise_file_limit()
         client = LoadClient(
-            self._target, "/v1/completions", stream=True, timeout_s=self._plan.timeout_s
+            self._target, paths.COMPLETIONS, stream=True, timeout_s=self._plan.timeout_s
         )
         engine = EngineClient(self._target)
         sender = BatchSender(client, self._facts.model)
@@ -293,7 +294,7 @@ class Campaign:
         await self._stop_if_hopeless(engine, verdicts)
 
     async def _judge(
-        self, engine: EngineClient, cell: Cell, shot: Shot, before: Counters | None
+        self, engine: EngineClient, cell: Cell, shot: Shot, before: EngineMetrics | None
     ) -> list[Verdict]:
         """The samples of a batch, each with None or the reason why it must not be fitted."""
         asked = Sample(cell.batch_size, cell.prompt_tokens, cell.output_tokens, None, None)
@@ -322,7 +323,9 @@ class Campaign:
             return one_step(whole, reading.decode, ragged)
         return several_steps(whole, reading.decode)
 
-    async def _settled(self, engine: EngineClient, before: Counters, shot: Shot) -> Counters:
+    async def _settled(
+        self, engine: EngineClient, before: EngineMetrics, shot: Shot
+    ) -> EngineMetrics:
         """The counters once they include the whole batch: they lag behind the stream."""
         give_up_s = time.perf_counter() + _COUNTERS_WITHIN_S
         while True:
@@ -344,13 +347,13 @@ class Campaign:
 
     # -- the engine's state
 
-    async def _counters(self, engine: EngineClient) -> Counters:
+    async def _counters(self, engine: EngineClient) -> EngineMetrics:
         try:
             return await engine.counters()
         except HeteroGatewayError as error:
             raise _Stop(f"the engine is gone: {error}") from error
 
-    async def _idle(self, engine: EngineClient) -> Counters | None:
+    async def _idle(self, engine: EngineClient) -> EngineMetrics | None:
         """Wait until nothing runs there; None without metrics."""
         if not self._facts.has_metrics:
             return None

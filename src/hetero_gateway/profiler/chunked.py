@@ -4,7 +4,8 @@ An engine that prefills at most M tokens in a step cuts a batch of b prompts of 
 ⌈b·I/M⌉ steps. Each pays p4 and, for every prompt in it, p2; and what has been prefilled decodes
 meanwhile. Eq. (3) pays p2 and p4 once, whatever b·I is. Fitted to both kinds at once, it describes
 neither: on an emulated instance whose p1..p4 all matter, it is then off by 5 % on average, and by
-14 % at worst, where Eq. (3) holds exactly (benchmarks/profiled.py); without, by 0.2 and 0.4 %.
+14 % at worst, where Eq. (3) holds exactly (benchmarks/profiler/profiled.py); without,
+by 0.2 and 0.4 %.
 
 So it is fitted to batches of one step, and to single prompts of several steps with the further
 steps' fixed part, (steps − 1)·(p2 + p4), taken off: they are what shows attention's growth with the

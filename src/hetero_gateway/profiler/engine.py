@@ -1,20 +1,19 @@
 """What a live engine says of itself: its model, its limits, its counters.
 
-``read_engine`` asks once, before anything is measured; ``read_counters`` before and after every
-batch. All of it over the HTTP paths that vLLM has: /v1/models, /version and /metrics.
+``read_engine`` asks once, before anything is measured; ``EngineClient.counters`` before and after
+every batch. What the answers mean is in engines/vllm.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import httpx
 import msgspec
 
 from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
+from hetero_gateway.engines.vllm import EngineMetrics, paths, read_metrics, read_models
+from hetero_gateway.engines.vllm.metrics import PREFIX
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.load.client import Target
 
@@ -22,8 +21,6 @@ _TIMEOUT_S = 30.0
 # Of an engine that does not say (not vLLM): short enough for every model.
 _UNKNOWN_MODEL_LEN = 2048
 _DEFAULT_BLOCK_TOKENS = 16
-_SERIES = re.compile(r"^(\w[\w:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +61,6 @@ class EngineFacts:
     kv_dtype: str | None = None
 
 
-class CacheInfo(NamedTuple):
-    """The KV cache as vllm:cache_config_info has it; None: not told."""
-
-    capacity_tokens: int | None  # over all ranks
-    block_tokens: int | None
-    utilisation: float | None
-    dtype: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """The engine's load and totals at one scrape, summed over its ranks; None: not exported."""
-
-    running: float | None
-    waiting: float | None
-    preemptions: float | None
-    prompt_tokens: float | None
-    generation_tokens: float | None
-    prefix_cache_hits: float | None
-
-
 class EngineClient:
     """GETs with the engine's key.
 
@@ -106,20 +82,21 @@ class EngineClient:
             reason = str(error) or type(error).__name__
             raise HeteroGatewayError(f"{self._base_url}{path}: no answer: {reason}") from error
 
-    async def counters(self) -> Counters:
-        response = await self.get("/metrics")
+    async def counters(self) -> EngineMetrics:
+        response = await self.get(paths.METRICS)
         if response.status_code != 200:
             raise HeteroGatewayError(
-                f"{self._base_url}/metrics: answered {response.status_code} where it had metrics"
+                f"{self._base_url}{paths.METRICS}: answered {response.status_code} where it had "
+                "metrics"
             )
-        return parse_counters(response.text)
+        return read_metrics(response.text)
 
     async def alive(self) -> bool:
-        """Whether /health, or /v1/models where there is none, answers 200."""
+        """Whether it says so; one that does not know the question must list its models."""
         try:
-            response = await self._client.get("/health", timeout=5.0)
+            response = await self._client.get(paths.HEALTH, timeout=5.0)
             if response.status_code == 404:
-                response = await self._client.get("/v1/models", timeout=5.0)
+                response = await self._client.get(paths.MODELS, timeout=5.0)
         except httpx.HTTPError:
             return False
         return response.status_code == 200
@@ -137,15 +114,15 @@ async def read_engine(client: EngineClient, target: Target, given: Overrides) ->
     """
     served = await _served(client, target)
     model = _chosen(given.model, tuple(served), target)
-    metrics = await client.get("/metrics")
-    has_metrics = metrics.status_code == 200 and "vllm:" in metrics.text
-    cache = parse_cache(metrics.text if has_metrics else "")
+    metrics = await client.get(paths.METRICS)
+    has_metrics = metrics.status_code == 200 and PREFIX in metrics.text
+    cache = read_metrics(metrics.text if has_metrics else "").cache
     capacity = given.kv_capacity_tokens or cache.capacity_tokens
     if capacity is None:
         what = "does not tell the KV capacity" if has_metrics else "has no vLLM metrics"
         raise ConfigError(
-            f"{target.base_url}/metrics {what}: give --kv-capacity-tokens (vLLM logs it when it "
-            'starts, as "GPU KV cache size: N tokens")'
+            f"{target.base_url}{paths.METRICS} {what}: give --kv-capacity-tokens (vLLM logs it "
+            'when it starts, as "GPU KV cache size: N tokens")'
         )
     return EngineFacts(
         model=model,
@@ -164,24 +141,20 @@ async def read_engine(client: EngineClient, target: Target, given: Overrides) ->
 
 async def _served(client: EngineClient, target: Target) -> dict[str, int | None]:
     """The served models, in the engine's order, with their context windows."""
-    response = await client.get("/v1/models")
-    url = f"{target.base_url}/v1/models"
+    response = await client.get(paths.MODELS)
+    url = f"{target.base_url}{paths.MODELS}"
     if response.status_code in (401, 403):
         given = "the key that it holds was refused" if target.api_key else "it wants an API key"
         raise ConfigError(
             f"{url}: {response.status_code}: {given}: name the environment variable that holds "
             "the key with --api-key-env"
         )
-    try:
-        models = {
-            str(card["id"]): _positive(card.get("max_model_len"))
-            for card in response.raise_for_status().json()["data"]
-        }
-    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError, AttributeError) as error:
+    models = read_models(response.content) if response.is_success else None
+    if models is None:
         raise HeteroGatewayError(
             f"{url}: answered {response.status_code}, not a list of models: is it an "
             "OpenAI-compatible engine?"
-        ) from error
+        )
     if not models:
         raise HeteroGatewayError(f"{url}: lists no model")
     return models
@@ -198,66 +171,8 @@ def _chosen(wanted: str | None, served: tuple[str, ...], target: Target) -> str:
 
 
 async def _version(client: EngineClient) -> str:
-    response = await client.get("/version")
+    response = await client.get(paths.VERSION)
     try:
         return str(msgspec.json.decode(response.content)["version"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return "unknown"
-
-
-def parse_cache(text: str) -> CacheInfo:
-    """What vllm:cache_config_info says; the capacities of several ranks are added up."""
-    capacity, block_tokens, utilisation, dtype = 0, None, None, None
-    for name, labels, _ in _SERIES.findall(text):
-        if name != "vllm:cache_config_info":
-            continue
-        info: Mapping[str, str] = dict(_LABEL.findall(labels))
-        block_tokens = _positive(info.get("block_size")) or block_tokens
-        utilisation = _share(info.get("gpu_memory_utilization"))
-        dtype = info.get("cache_dtype") or dtype
-        tokens = _positive(info.get("kv_cache_size_tokens"))
-        if tokens is None and (blocks := _positive(info.get("num_gpu_blocks"))) is not None:
-            tokens = blocks * (block_tokens or _DEFAULT_BLOCK_TOKENS)
-        capacity += tokens or 0
-    return CacheInfo(capacity or None, block_tokens, utilisation, dtype)
-
-
-def parse_counters(text: str) -> Counters:
-    """The few series that matter, of a Prometheus exposition."""
-    totals: dict[str, float] = {}
-    for line in text.splitlines():
-        # The exposition has 50 kB of histograms; most lines are skipped here.
-        if not line.startswith(("vllm:num_", "vllm:prompt_", "vllm:generation_", "vllm:prefix_")):
-            continue
-        name, _, rest = line.partition("{")
-        if not rest:
-            name = line.partition(" ")[0]
-        try:
-            value = float(line.rsplit(" ", 1)[1])
-        except (ValueError, IndexError):
-            continue
-        totals[name] = totals.get(name, 0.0) + value
-    return Counters(
-        running=totals.get("vllm:num_requests_running"),
-        waiting=totals.get("vllm:num_requests_waiting"),
-        preemptions=totals.get("vllm:num_preemptions_total"),
-        prompt_tokens=totals.get("vllm:prompt_tokens_total"),
-        generation_tokens=totals.get("vllm:generation_tokens_total"),
-        prefix_cache_hits=totals.get("vllm:prefix_cache_hits_total"),
-    )
-
-
-def _positive(value: object) -> int | None:
-    try:
-        number = int(str(value))
-    except ValueError:
-        return None
-    return number if number > 0 else None
-
-
-def _share(text: str | None) -> float | None:
-    try:
-        value = float(text or "")
-    except ValueError:
-        return None
-    return value if 0 < value <= 1 else None

@@ -12,19 +12,13 @@ are some tokens ahead when the last one starts. So
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_gateway.core.costs.fitting import Sample
+from hetero_gateway.engines.vllm import completion_counts_in, deltas_in
 from hetero_gateway.load.client import Reply, judge
-
-# A quote within a text is escaped in JSON, so these never match what the model wrote.
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
-_DELTA = re.compile(rb'"choices":\s*\[\s*\{')
-
 
 # Steps at which the sequences are compared.
 _CHECKS = 9
@@ -81,7 +75,7 @@ class Reading:
 
 def track(reply: Reply, asked_prompt_tokens: int) -> Track | str:
     """The tokens of one streamed reply, or what is wrong with it."""
-    error, _, total = judge(reply, stream=True)
+    error, prompt_tokens, total = judge(reply, stream=True)
     if error is not None:
         return error
     times_s, tokens, counted = _marks(reply.parts or [])
@@ -90,8 +84,8 @@ def track(reply: Reply, asked_prompt_tokens: int) -> Track | str:
     # Deltas may have merged: without counts in the stream, spread the closing count evenly.
     if not counted and total is not None and total != tokens[-1]:
         tokens = [max(1, round(t * total / tokens[-1])) for t in tokens]
-    found = _PROMPT_TOKENS.findall(reply.tail)
-    prompt_tokens = int(found[-1]) if found else asked_prompt_tokens
+    if prompt_tokens is None:
+        prompt_tokens = asked_prompt_tokens
     return Track(tuple(times_s), tuple(tokens), prompt_tokens)
 
 
@@ -106,13 +100,13 @@ def _marks(parts: Sequence[tuple[float, bytes]]) -> tuple[list[float], list[int]
         whole, end, rest = (rest + part).rpartition(b"\n\n")
         if not end:
             continue
-        new = len(_DELTA.findall(whole))
-        counts = _COMPLETION_TOKENS.findall(whole)
+        new = deltas_in(whole)
+        counts = completion_counts_in(whole)
         if deltas == 0 and new:
             # The closing usage counts too; a stream that counts does so from its first delta on.
             counted = len(counts) >= new
         deltas += new
-        now = int(counts[-1]) if counted and counts else (latest if counted else deltas)
+        now = counts[-1] if counted and counts else (latest if counted else deltas)
         if new and now > latest:
             times_s.append(time_s)
             tokens.append(now)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hetero_gateway.core.costs.fitting import Sample
+from hetero_gateway.engines.vllm import EngineMetrics
 from hetero_gateway.profiler.batch import Shot
-from hetero_gateway.profiler.engine import Counters
 
 ENGINE_ERROR = "engine error"  # what it said follows
 FOREIGN = "foreign load"
@@ -47,7 +47,7 @@ def several_steps(whole: Sample, decode: Sample | None) -> list[Verdict]:
     return [Verdict(sample, None, closes=True, beyond=whole)]
 
 
-def disturbance(before: Counters, after: Counters, shot: Shot) -> str | None:
+def disturbance(before: EngineMetrics, after: EngineMetrics, shot: Shot) -> str | None:
     """Why the engine's counters say that the batch was disturbed, or None."""
     if grown(before.preemptions, after.preemptions) > 0:
         return PREEMPTED

@@ -27,7 +27,7 @@ from hetero_gateway.core.lengths.predictors import (
     NormalPredictor,
     OutputLengthPredictor,
 )
-from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.policies import PolicyOptions, default_predictor, make_policy
 from hetero_gateway.core.policies.base import Objective
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.sim import cluster
@@ -172,9 +172,9 @@ def run_once(
 ) -> RunResult:
     """One policy at one rate with one seed. Raises KeyError for a policy that does not exist."""
     workload = make_workload(experiment, rate_per_s, seed)
-    choice = experiment.predictor
+    choice: PredictorChoice = experiment.predictor
     if choice == "auto":
-        choice = "normal" if policy == "paper" else "bucket-mean"
+        choice = default_predictor(policy)
     predictions = workload.output_tokens.astype(np.float64) if choice == "oracle" else None
     records = simulate(
         experiment.instances,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
-from hetero_gateway.core.instances.ledger import Dispatch
 from hetero_gateway.core.instances.observation import (
     MOST_ROWS,
     FirstTokenRow,
@@ -13,13 +12,20 @@ from hetero_gateway.core.instances.observation import (
     StepRow,
     seconds,
 )
-from hetero_gateway.core.instances.progress import Progress
-from hetero_gateway.core.types import InstanceId
+from hetero_gateway.core.instances.state import Dispatch, InstanceState
+from hetero_gateway.core.instances.table import Table
+from hetero_gateway.core.types import InstanceId, Outcome
 from tests.core.builders import FAST_CONSTANTS, request
 
 
-def dispatch(prompt: int, sequences: int = 1) -> Dispatch:
-    return Dispatch(request(prompt, 50.0, sequences=sequences), InstanceId("i0"), 0, 0.0)
+def fast() -> InstanceState:
+    state = Table().join(InstanceId("i0"))
+    state.set_constants(FAST_CONSTANTS)
+    return state
+
+
+def place(p: InstanceState, now_s: float, prompt: int, sequences: int = 1) -> Dispatch:
+    return p.dispatch(request(prompt, 50.0, sequences=sequences), 0.0, now_s)
 
 
 def test_a_row_of_steps_takes_what_the_cost_model_says() -> None:
@@ -56,17 +62,14 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
 
 
 def test_batch_and_context_of_a_row_are_means_over_its_time() -> None:
-    p = Progress()
-    p.open_slot(0, FAST_CONSTANTS)
-    first, second = dispatch(100), dispatch(300)
-    p.placed(first, 0.0)
-    p.placed(second, 0.0)
+    p = fast()
+    first, second = place(p, 0.0, 100), place(p, 0.0, 300)
     p.first_token(first, 1.0)
-    p.observe_steps(0, 0, 0.0, 1.0)
+    p.observe_steps(0, 0.0, 1.0)
     # Two are there for a quarter of the interval; the look itself comes after the second has gone.
     p.first_token(second, 1.5)
-    p.left(second, 1.75)
-    row = p.observe_steps(0, 0, 1.0, 2.0)
+    p.settle(second, Outcome.COMPLETED, 1.75)
+    row = p.observe_steps(0, 1.0, 2.0)
     assert row is not None
     assert row.sequences == pytest.approx(1.25)
     # No step is assumed on average: the clock ran by the model, which makes the context grow.
@@ -75,66 +78,58 @@ def test_batch_and_context_of_a_row_are_means_over_its_time() -> None:
         101 + 0.25 * 301 + steps / 2, rel=0.05
     )
     assert (row.prompts, row.prompt_tokens) == (1, 300)
-    assert p.observations(0).steps.last(1) == [row]
+    assert p.observations.steps.last(1) == [row]
 
 
 def test_first_tokens_know_what_was_there_before_them() -> None:
-    p = Progress()
-    p.open_slot(0, FAST_CONSTANTS)
-    first, second, third = dispatch(100), dispatch(200), dispatch(400, sequences=2)
-    p.placed(first, 0.0)
+    p = fast()
+    first = place(p, 0.0, 100)
     p.first_token(first, 0.5)
-    p.placed(second, 0.5)
-    p.placed(third, 0.5)
+    second, third = place(p, 0.5, 200), place(p, 0.5, 400, sequences=2)
     p.first_token(second, 0.75, seen=False)
     p.first_token(third, 1.5)
-    rows = list(p.observations(0).first_tokens)
+    rows = list(p.observations.first_tokens)
     assert rows[0] == FirstTokenRow(0.5, 1, 100, 0, 0, 0, 0)
     assert rows[1] == FirstTokenRow(1.0, 2, 800, 1, 200, 1, 101)
     assert len(rows) == 2, "a predicted first token is not an observation"
 
 
 def test_a_busy_period_that_ended_before_the_look_is_a_row_too() -> None:
-    p = Progress()
-    p.open_slot(0, FAST_CONSTANTS)
-    d = dispatch(100)
-    p.placed(d, 0.0)
+    p = fast()
+    d = place(p, 0.0, 100)
     p.first_token(d, 0.25)
-    p.left(d, 0.75)
-    row = p.observe_steps(0, 5, 0.5, 1.0)
+    p.settle(d, Outcome.COMPLETED, 0.75)
+    row = p.observe_steps(5, 0.5, 1.0)
     assert row is not None
     assert (row.sequences, row.duration_s) == (1, 0.5)
 
 
 def test_stand_ins_that_were_not_seen_have_the_lowest_speed_that_was() -> None:
-    p = Progress()
-    for slot in (0, 1, 2):
-        p.open_slot(slot, FAST_CONSTANTS, stand_in=True)
+    table = Table()
+    a, b, c = (table.join(InstanceId(name)) for name in "abc")
+    for state in (a, b, c):
+        state.set_constants(FAST_CONSTANTS, stands_in=True)
     step_s = decode_step_time_s(FAST_CONSTANTS, 1, 120)
-    assert not p.observed([0, 1, 2])
-    for slot, factor in ((0, 40.0), (1, 0.02)):
-        d = Dispatch(request(100, 50.0), InstanceId(f"i{slot}"), slot, 0.0)
-        p.placed(d, 0.0)
-        p.first_token(d, 0.0)
+    assert not any(state.observed for state in (a, b, c))
+    for state, factor in ((a, 40.0), (b, 0.02)):
+        state.first_token(place(state, 0.0, 100), 0.0)
         for i in range(1, 30):
-            p.observe_steps(slot, 40, 40 * factor * step_s, float(i))
+            state.observe_steps(40, 40 * factor * step_s, float(i))
+            table.spread_stand_in_speed()
     # Far outside of the bounds that hold where there is a profile.
-    assert p.speed(0) == pytest.approx(40, rel=0.3)
-    assert p.speed(1) == pytest.approx(0.02, rel=0.3)
-    assert p.speed(2) == p.speed(1)
-    assert p.observed([2, 0])
-    assert not p.observed([2])
+    assert a.speed == pytest.approx(40, rel=0.3)
+    assert b.speed == pytest.approx(0.02, rel=0.3)
+    assert c.speed == b.speed == table.stand_in_speed()
+    assert (a.observed, c.observed) == (True, False)
 
 
 def test_other_constants_begin_with_a_speed_factor_of_1() -> None:
-    p = Progress()
-    p.open_slot(0, FAST_CONSTANTS)
-    d = dispatch(100)
-    p.placed(d, 0.0)
+    p = fast()
+    d = place(p, 0.0, 100)
     p.first_token(d, 0.0)
-    p.observe_steps(0, 1, 1.0, 1.0)
-    assert p.speed(0) > 5
-    p.open_slot(0, FAST_CONSTANTS)
-    assert p.speed(0) > 5, "the same constants: nothing has changed"
-    p.open_slot(0, FAST_CONSTANTS.scaled(2))
-    assert p.speed(0) == 1
+    p.observe_steps(1, 1.0, 1.0)
+    assert p.speed > 5
+    p.set_constants(FAST_CONSTANTS)
+    assert p.speed > 5, "the same constants: nothing has changed"
+    p.set_constants(FAST_CONSTANTS.scaled(2))
+    assert p.speed == 1

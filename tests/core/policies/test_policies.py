@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_gateway.core.policies import POLICY_NAMES, Candidates, PolicyOptions, make_policy
+from hetero_gateway.core.policies import POLICY_NAMES, Policy, PolicyOptions, View, make_policy
 from hetero_gateway.core.types import InstanceId
-from tests.core.builders import candidates, request
+from tests.core.builders import candidates
 
 # Few distinct values, so that ties are common, and some that swallow the others.
 loads = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0, 1e3, 1e20])
@@ -24,17 +24,23 @@ usages = st.sampled_from([0.0, 0.25, 1.0, 3.0])
 rows = st.lists(st.tuples(loads, times, usages), min_size=1, max_size=7)
 
 
-def of_rows(values: list[tuple[float, float, float]]) -> Candidates:
+def of_rows(values: list[tuple[float, float, float]]) -> View:
     load, request_time_s, kv_usage = (list(column) for column in zip(*values, strict=True))
     return candidates(load, request_time_s, kv_usage)
 
 
-def choose(name: str, c: Candidates, seed: int = 0, **options: Any) -> int:
+def position(policy: Policy, c: View, rng: np.random.Generator) -> int:
+    choice = policy.choose(c, rng)
+    assert choice is not None
+    return choice.position
+
+
+def choose(name: str, c: View, seed: int = 0, **options: Any) -> int:
     policy = make_policy(name, PolicyOptions(**options))
-    return policy.choose(request(), c, np.random.default_rng(seed))
+    return position(policy, c, np.random.default_rng(seed))
 
 
-def literal_maxima(c: Candidates) -> list[float]:
+def literal_maxima(c: View) -> list[float]:
     """What each choice would make the highest load: Algorithm 2's inner loop, literally."""
     load, w = c.load.tolist(), c.workload().tolist()
     return [
@@ -45,7 +51,7 @@ def literal_maxima(c: Candidates) -> list[float]:
 def turns(name: str, weight: list[float], count: int) -> list[int]:
     policy, rng = make_policy(name), np.random.default_rng(0)
     c = candidates([0.0] * len(weight), weight=weight)
-    return [policy.choose(request(), c, rng) for _ in range(count)]
+    return [position(policy, c, rng) for _ in range(count)]
 
 
 # Algorithm 2
@@ -101,7 +107,7 @@ def test_shuffling_the_instances_changes_no_distribution(name: str) -> None:
         values = [load[i] for i in order]
         c = candidates(values, in_flight=values)
         policy, rng = make_policy(name), np.random.default_rng(1)
-        counts = Counter(order[policy.choose(request(), c, rng)] for _ in range(draws))
+        counts = Counter(order[position(policy, c, rng)] for _ in range(draws))
         assert set(counts) == {"a", "b"}
         assert abs(counts["a"] - draws / 2) < 4 * math.sqrt(draws / 4)
 
@@ -132,7 +138,9 @@ def test_memory_based_takes_every_request_time_as_one(
     ones = candidates(c.load.tolist(), None, c.kv_usage.tolist())
     own = (ones.load + ones.workload()).tolist()
     policy = make_policy("memory-based")
-    assert policy.charges(c).tolist() == ones.workload().tolist()
+    assert (
+        policy.charges(c.request_time_s, c.kv_usage, c.theta).tolist() == ones.workload().tolist()
+    )
     assert own[choose("memory-based", c)] == min(own)
 
 
@@ -142,7 +150,10 @@ def test_least_work_is_the_lowest_load_plus_request_time(
 ) -> None:
     c = of_rows(values)
     sums = (c.load + c.request_time_s).tolist()
-    assert make_policy("least-work").charges(c).tolist() == c.request_time_s.tolist()
+    assert (
+        make_policy("least-work").charges(c.request_time_s, c.kv_usage, c.theta).tolist()
+        == c.request_time_s.tolist()
+    )
     assert sums[choose("least-work", c)] == min(sums)
 
 
@@ -157,7 +168,7 @@ def test_capacity_weighted_fills_instances_in_the_ratio_of_their_capacities() ->
     in_flight = [0.0, 0.0]
     for _ in range(500):
         c = candidates([0.0, 0.0], in_flight=in_flight, capacity=[4.0, 1.0])
-        in_flight[policy.choose(request(), c, rng)] += 1
+        in_flight[position(policy, c, rng)] += 1
     assert in_flight == [400, 100]
 
 
@@ -188,7 +199,7 @@ def test_power_of_two_never_takes_the_worse_of_the_two_it_drew(
 def test_power_of_two_never_takes_the_worst_and_draws_every_pair() -> None:
     c = candidates([0.0] * 5, in_flight=[0.0, 1.0, 2.0, 3.0, 4.0])
     policy, rng, draws = make_policy("power-of-two"), np.random.default_rng(0), 4000
-    counts = Counter(policy.choose(request(), c, rng) for _ in range(draws))
+    counts = Counter(position(policy, c, rng) for _ in range(draws))
     # Of ten pairs of five, i is the better one in 4 − i.
     for i in range(5):
         share = (4 - i) / 10
@@ -232,8 +243,8 @@ def test_turns_go_on_when_an_instance_is_missing_for_a_while() -> None:
     without_one.ids = (InstanceId("i0"), InstanceId("i2"))
     without_one.slots = np.array([0, 2], dtype=np.intp)
     for _ in range(31):
-        policy.choose(request(), without_one, rng)
-    counts = Counter(policy.choose(request(), everyone, rng) for _ in range(30))
+        position(policy, without_one, rng)
+    counts = Counter(position(policy, everyone, rng) for _ in range(30))
     # The one that was away gets its share from now on, and no burst for what it missed.
     assert all(9 <= counts[i] <= 11 for i in range(3))
 
@@ -242,9 +253,9 @@ def test_a_change_of_the_weights_scale_takes_effect_within_a_round() -> None:
     # Whatever was owed in the old unit must not go to one instance in a row.
     policy, rng = make_policy("weighted-round-robin"), np.random.default_rng(0)
     for _ in range(2):
-        policy.choose(request(), candidates([0.0] * 2, weight=[4000.0, 3000.0]), rng)
+        position(policy, candidates([0.0] * 2, weight=[4000.0, 3000.0]), rng)
     c = candidates([0.0] * 2, weight=[4.0, 1.0])
-    order = [policy.choose(request(), c, rng) for _ in range(50)]
+    order = [position(policy, c, rng) for _ in range(50)]
     assert order.count(0) == pytest.approx(40, abs=5)
 
 
@@ -260,7 +271,7 @@ def test_randomised_shares_lie_within_the_binomial_bound(
 ) -> None:
     policy, rng = make_policy(name, PolicyOptions(randomised=True)), np.random.default_rng(5)
     c, draws = candidates([0.0] * 3, weight=weight), 6000
-    order = [policy.choose(request(), c, rng) for _ in range(draws)]
+    order = [position(policy, c, rng) for _ in range(draws)]
     counts = Counter(order)
     for i, share in enumerate(shares):
         assert abs(counts[i] - draws * share) < 4 * math.sqrt(draws * share * (1 - share))
@@ -291,8 +302,8 @@ def test_every_policy_returns_a_position_and_a_charge_for_each_candidate(
     c = of_rows(values)
     policy, rng = make_policy(name), np.random.default_rng(seed)
     for _ in range(3):
-        assert 0 <= policy.choose(request(), c, rng) < len(values)
-    charges = policy.charges(c)
+        assert 0 <= position(policy, c, rng) < len(values)
+    charges = policy.charges(c.request_time_s, c.kv_usage, c.theta)
     assert charges.shape == (len(values),)
     assert (charges > 0).all()
     assert np.isfinite(charges).all()
@@ -313,7 +324,7 @@ def test_no_policy_writes_to_what_it_sees(name: str) -> None:
     for array in arrays:
         array.flags.writeable = False
     policy, rng = make_policy(name), np.random.default_rng(0)
-    positions = [policy.choose(request(), c, rng) for _ in range(10)]
+    positions = [position(policy, c, rng) for _ in range(10)]
     assert all(0 <= position < 3 for position in positions)
 
 

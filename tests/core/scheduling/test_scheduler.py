@@ -26,12 +26,15 @@ from tests.core.builders import (
     FAST,
     SLOW,
     chosen,
+    loads,
     profile,
     profiles,
     rejected,
     request,
     scheduler,
     spec,
+    state,
+    view_of,
 )
 
 
@@ -68,7 +71,7 @@ def test_an_instance_has_one_load_whatever_the_name_it_was_asked_by() -> None:
     second = chosen(s.choose(request(model="lora")))
     assert second.instance_id != first.instance_id
     row = next(r for r in second.explain() if r.instance_id == first.instance_id)
-    assert row.load_s == pytest.approx(first.charge)
+    assert row.load_s == pytest.approx(first.choice.charge)
     assert row.in_flight == 1
 
 
@@ -97,9 +100,9 @@ def test_the_candidates_follow_a_change_of_names() -> None:
 def test_a_replaced_instance_keeps_its_load() -> None:
     s = scheduler(spec("a"), spec("b"))
     run(s, request(), 10)
-    before = s.ledger.load.tolist()
+    before = loads(s)
     s.replace(spec("a", SLOW, max_model_len=4096))
-    assert s.ledger.load.tolist() == before
+    assert loads(s) == before
 
 
 def test_a_removed_instance_settles_what_it_had_and_is_never_chosen_again() -> None:
@@ -122,7 +125,7 @@ def test_an_instance_in_a_removed_ones_place_starts_empty() -> None:
     row = chosen(s.choose(request())).explain()[0]
     assert (row.load_s, row.kv_usage, row.in_flight) == (0.0, 0.0, 0)
     s.settle(late, Outcome.COMPLETED)
-    assert s.ledger.load[s.slot(InstanceId("b"))] == 0.0
+    assert state(s, "b").load_s == 0.0
 
 
 def test_an_id_can_be_taken_once() -> None:
@@ -295,14 +298,14 @@ def test_every_row_of_a_decision_follows_the_equations() -> None:
     decision = chosen(s.choose(body))
     for row in decision.explain():
         p = FAST if row.instance_id == "fast" else SLOW
-        slot = s.slot(row.instance_id)
+        seen = s.snapshot(row.instance_id)
         assert row.request_time_s == pytest.approx(request_time_s(p, 1000, 128.0))
-        assert row.kv_usage == pytest.approx(s.ledger.kv_tokens[slot] / p.kv_capacity_tokens)
+        assert row.kv_usage == pytest.approx(seen.kv_tokens / p.kv_capacity_tokens)
         assert row.kv_usage > 0
         assert row.workload == pytest.approx(row.request_time_s * math.exp(1.5 * row.kv_usage))
-        assert row.load_s == s.ledger.load[slot] > 0
+        assert row.load_s == seen.load_s > 0
         assert row.load_after_s == pytest.approx(row.load_s + row.workload)
-        assert row.in_flight == s.ledger.in_flight[slot]
+        assert row.in_flight == seen.in_flight
         assert row.excluded is None
 
 
@@ -313,8 +316,7 @@ def test_the_load_after_a_decision_is_the_load_after_its_dispatch(name: str) -> 
         decision = chosen(s.choose(request()))
         row = next(r for r in decision.explain() if r.instance_id == decision.instance_id)
         s.dispatch(decision)
-        slot = s.slot(decision.instance_id)
-        assert s.ledger.load[slot] == pytest.approx(row.load_after_s, abs=1e-9)
+        assert s.snapshot(decision.instance_id).load_s == pytest.approx(row.load_after_s, abs=1e-9)
 
 
 def test_a_decision_keeps_the_figures_it_was_made_from() -> None:
@@ -345,16 +347,16 @@ def test_sequences_multiply_the_cost_and_the_tokens() -> None:
     assert four.request_time_s == pytest.approx(4 * one.request_time_s)
     assert four.workload == pytest.approx(4 * (one.workload or 0))
     s.dispatch(chosen(s.choose(request(512, 256.0, sequences=4))))
-    assert s.ledger.kv_tokens[s.slot(InstanceId("a"))] == 4 * 768
-    assert s.ledger.in_flight[s.slot(InstanceId("a"))] == 1
+    assert state(s, "a").kv_tokens == 4 * 768
+    assert state(s, "a").in_flight == 1
 
 
 def test_choosing_changes_no_load() -> None:
     s = scheduler(spec("a"), spec("b"))
     for _ in range(5):
         s.choose(request())
-    assert not s.ledger.load.any()
-    assert not s.ledger.in_flight.any()
+    assert loads(s) == [0.0, 0.0]
+    assert not s.outstanding(InstanceId("a")) | s.outstanding(InstanceId("b"))
 
 
 def test_after_everything_is_settled_every_load_is_zero() -> None:
@@ -363,11 +365,11 @@ def test_after_everything_is_settled_every_load_is_zero() -> None:
     dispatches = [
         s.dispatch(chosen(s.choose(request(int(rng.integers(1, 8000)), 500.0)))) for _ in range(500)
     ]
-    assert s.ledger.load.max() > 1e6
+    assert max(loads(s)) > 1e6
     for i in rng.permutation(500):
         assert s.settle(dispatches[i], Outcome.COMPLETED)
-    assert s.ledger.load.tolist() == [0.0] * 8
-    assert s.ledger.kv_tokens.tolist() == [0.0] * 8
+    assert loads(s) == [0.0, 0.0]
+    assert [state(s, name).kv_tokens for name in "ab"] == [0, 0]
 
 
 @given(st.lists(profiles(), min_size=1, max_size=5), st.integers(1, 100_000), st.floats(1, 5000))
@@ -484,7 +486,7 @@ def test_an_instance_too_small_for_the_reference_request_has_a_small_capacity() 
     s = scheduler(
         spec("large"), spec("small", profile(kv_capacity_tokens=500)), policy="capacity-weighted"
     )
-    c = chosen(s.choose(request(64, 64.0))).candidates
+    c = view_of(s, request(64, 64.0))
     capacity = dict(zip(c.ids, c.capacity, strict=True))
     # One at a time, it takes as long as a batch of one does.
     alone_s = request_time_s(profile(max_num_seqs=1), 512, 256)
@@ -496,7 +498,7 @@ def test_an_instance_too_small_for_the_reference_request_has_a_small_capacity() 
 
 def test_capacity_is_of_the_reference_request() -> None:
     s = scheduler(spec("a"))
-    c = chosen(s.choose(request())).candidates
+    c = view_of(s, request())
     assert c.capacity[0] == pytest.approx(1 / request_time_s(FAST, 512, 256))
 
 

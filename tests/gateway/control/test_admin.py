@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, make_policy
+from hetero_gateway.core.policies.base import PlacesAtOnce, number
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.control.reasons import decision_reason, number
 from tests.fakes.running import (
     FAST,
     SLOW,
@@ -299,22 +299,24 @@ def decision_of(policy: str, ids: str = "ab", **options: Any) -> Decision:
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_has_a_reason_of_its_own(policy: str) -> None:
     decision = decision_of(policy)
-    reason = decision_reason(policy, decision)
+    reason = decision.reason()
     assert reason.startswith(f"{decision.instance_id} got it: ")
     assert reason.endswith(".")
     assert f"policy {policy} chose it" not in reason
 
 
-def test_a_policy_that_is_not_known_here_gets_no_invented_reason() -> None:
-    decision = decision_of("min-max")
-    reason = decision_reason("some-new-one", decision)
-    assert reason == f"{decision.instance_id} got it: policy some-new-one chose it; " + (
-        f"its load would be {number(decision.charge)}."
+def test_a_policy_that_says_nothing_gets_no_invented_reason() -> None:
+    class SomeNewOne(PlacesAtOnce):
+        name = "some-new-one"
+
+    decision = decision_of("min-max")._replace(policy=SomeNewOne())
+    assert decision.reason() == f"{decision.instance_id} got it: policy some-new-one chose it; " + (
+        f"its load would be {number(decision.choice.charge)}."
     )
 
 
 def test_a_tie_is_called_a_tie() -> None:
-    reason = decision_reason("least-requests", decision_of("least-requests", "abcd"))
+    reason = decision_of("least-requests", "abcd").reason()
     assert "0 requests in flight, the fewest, as 2 others; of equals one is drawn" in reason
 
 

@@ -5,9 +5,13 @@ import shutil
 from asyncio.subprocess import PIPE, STDOUT
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.types import InstanceId, InstanceSpec
 from hetero_gateway.gateway.control.metrics import Histogram, InstanceGauges, Metrics
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
@@ -97,7 +101,9 @@ def test_buckets_are_cumulative_and_bounds_belong_to_the_lower_one() -> None:
 
 
 def test_a_forgotten_instance_leaves_no_series() -> None:
-    rows = [InstanceGauges("kept", True, 0, 0.0, 0.0, None)]
+    scheduler = Scheduler(make_policy("min-max"), np.random.default_rng(0))
+    scheduler.add(InstanceSpec(InstanceId("kept"), frozenset("m")))
+    rows = [InstanceGauges(scheduler.snapshot(InstanceId("kept")), True, None, None)]
     metrics = Metrics("min-max", lambda: rows)
     for name in ("kept", "gone"):
         metrics.series("m", name).outcomes["completed"] += 1

@@ -342,11 +342,11 @@ async def test_policies_that_do_not_ask_for_it_have_their_profiles_checked_too(p
         async with serving(config_for(fakes, scheduler={"policy": policy})) as (running, client):
             body = chat(events=60, delay_s=0.06)
             streams = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(3)]
-            fleet = running.gateway.fleet
-            await eventually(lambda: (fleet.speed(InstanceId("i0")) or 0) > 2)
+            scheduler, there = running.gateway.fleet.scheduler, InstanceId("i0")
+            await eventually(lambda: (scheduler.snapshot(there).speed_factor or 0) > 2)
             await asyncio.gather(*streams)
             await eventually(lambda: running.gateway.placement.idle)
-            assert fleet.scheduler.progress.requests(0) == 0
+            assert scheduler.snapshot(there).waiting == 0
 
 
 async def test_a_request_whose_progress_nobody_sees_spoils_no_observation() -> None:
@@ -367,8 +367,8 @@ async def test_the_speed_factor_follows_what_the_streams_show() -> None:
         body = chat(events=60, delay_s=0.06)
         streams = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(3)]
         scheduler = running.gateway.fleet.scheduler
-        slot = scheduler.slot(InstanceId("i0"))
-        await eventually(lambda: scheduler.progress.speed(slot) > 2)
+        there = InstanceId("i0")
+        await eventually(lambda: scheduler.snapshot(there).speed_factor > 2)
         row = (await client.get("/admin/instances")).json()["instances"][0]
         assert row["speed_factor"] > 2
         await asyncio.gather(*streams)
@@ -378,13 +378,13 @@ async def test_answers_shorter_than_an_interval_do_not_look_like_a_hang() -> Non
     # Always one or two streams, at the speed of the profile, and none through a whole second.
     async with fake_instances(1) as fakes, serving(config_for(fakes)) as (running, client):
         scheduler = running.gateway.fleet.scheduler
-        slot = scheduler.slot(InstanceId("i0"))
+        there = InstanceId("i0")
         body = chat(events=20, delay_s=0.012)
         streams = []
         for _ in range(16):
             streams.append(asyncio.create_task(client.post(CHAT, json=body)))
             await asyncio.sleep(0.15)
-        assert scheduler.progress.speed(slot) < 1.5
+        assert scheduler.snapshot(there).speed_factor < 1.5
         await asyncio.gather(*streams)
 
 

@@ -66,7 +66,7 @@ async def traffic(client: httpx.AsyncClient, seconds: float, delay_s: float = 0.
 
 
 def speed_of(running: RunningGateway) -> float:
-    return running.gateway.fleet.speed(I0) or 0.0
+    return running.gateway.fleet.scheduler.snapshot(I0).speed_factor or 0.0
 
 
 async def test_rows_are_told_with_their_fields_and_nothing_of_requests(quick: None) -> None:

@@ -4,16 +4,12 @@ import json
 
 import pytest
 
-from hetero_gateway.errors import ClientError
+from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.wire.openai import (
-    Work,
     error_body,
-    failed_in_tail,
     parse_body,
     prompt_text,
     sse_error_event,
-    usage_in_tail,
-    work_of_path,
 )
 
 
@@ -101,58 +97,19 @@ def test_the_model_of_a_multipart_upload_is_found() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b'{"model": 5}', b"{\xff}"])
 def test_unusable_bodies_are_the_clients_error(body: bytes) -> None:
-    with pytest.raises(ClientError) as caught:
+    with pytest.raises(Refusal) as caught:
         parse_body(body, b"")
     assert caught.value.status == 400
 
 
 def test_deeply_nested_bodies_do_no_harm() -> None:
     for opening in (b"[", b'{"a":'):
-        with pytest.raises(ClientError):
+        with pytest.raises(Refusal):
             parse_body(b'{"messages":' + opening * 200_000, b"")
 
 
-@pytest.mark.parametrize(
-    ("path", "work"),
-    [
-        ("/v1/chat/completions", Work.GENERATE),
-        ("/v1/embeddings", Work.PREFILL),
-        ("/tokenize", Work.LIGHT),
-        ("/v1/something/new", Work.PREFILL),
-        ("/v1/load_lora_adapter", None),
-        ("/reset_prefix_cache", None),
-        ("/nope", None),
-    ],
-)
-def test_paths(path: str, work: Work | None) -> None:
-    assert work_of_path(path) is work
-
-
-@pytest.mark.parametrize(
-    ("tail", "usage"),
-    [
-        (b'"usage":{"prompt_tokens":14,"total_tokens":20,"completion_tokens":6}}', (14, 6)),
-        (b'"usage": {"completion_tokens": 6, "prompt_tokens": 14}', (14, 6)),
-        (b'"usage":{"input_tokens":10,"output_tokens":5,"output_tokens_details":{}}', (10, 5)),
-        (b'"usage":{"prompt_tokens":1,"completion_tokens":1}}\n"usage":{"prompt_tokens":2,'
-         b'"completion_tokens":3}}', (2, 3)),
-        (b'"usage":null', (None, None)),
-        (b'{"content":"\\"usage\\":{\\"prompt_tokens\\":9}"}', (None, None)),
-        (b"", (None, None)),
-    ],
-)  # fmt: skip
-def test_usage_is_read_from_the_tail(tail: bytes, usage: tuple[int | None, int | None]) -> None:
-    assert usage_in_tail(tail) == usage
-
-
-def test_an_engines_failure_is_seen_and_a_clients_text_is_not() -> None:
-    assert failed_in_tail(b'data: {"error": {"code": 500}}\n\ndata: [DONE]\n\n')
-    assert failed_in_tail(b'"finish_reason":"abort"')
-    assert not failed_in_tail(b'data: {"content":"data: {\\"error\\""}\n\n')
-
-
 def test_errors_have_openais_shape_and_anthropics_where_that_is_spoken() -> None:
-    error = ClientError(502, "upstream_error", "it broke", kind="server_error")
+    error = Refusal(502, "upstream_error", "it broke", kind="server_error")
     assert json.loads(error_body(error)) == {
         "error": {
             "message": "it broke", "type": "server_error", "param": None, "code": "upstream_error",

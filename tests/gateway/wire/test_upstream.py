@@ -8,8 +8,8 @@ import httpx
 import pytest
 import trustme
 
-from hetero_gateway.errors import InstanceError
 from hetero_gateway.files.gateway_config import PoolConfig
+from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.wire.upstream import InstancePool, ResponseHead
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
@@ -66,6 +66,24 @@ async def test_raw_and_decoded_bytes_agree() -> None:
         assert decoded.body.endswith(b"data: [DONE]\n\n")
         assert b"\r\n" not in decoded.body
         assert len(fake.peers) == 1
+        pool.close()
+
+
+async def test_a_connection_that_was_paused_at_the_end_answers_the_next_request() -> None:
+    async with fake_instances(1) as [fake]:
+        pool = InstancePool(fake.url, PoolConfig(), 1)
+        connection = await pool.connect()
+
+        class Slow(Collector):
+            def on_data(self, data: bytes) -> None:
+                connection.pause_reading()
+
+        sink = Slow()
+        connection.send(request(), sink)
+        await asyncio.wait_for(sink.ended.wait(), 5)
+        assert pool.take_idle() is connection
+        pool.release(connection)
+        assert (await answer_to(pool)).body
         pool.close()
 
 

@@ -1,14 +1,15 @@
 """The policies, by the names that a configuration uses, behind one signature.
 
-A policy sees arrays with one entry per eligible instance and returns a position in them. It does
-no I/O, reads no clock, and draws only from the generator that it is given.
+A policy sees arrays with one entry per eligible instance and returns its choice with the figures
+that it was made from. It does no I/O, reads no clock, and draws only from the generator that it is
+given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from hetero_gateway.core.policies.base import Candidates, Policy, PolicyOptions
+from hetero_gateway.core.policies.base import DefaultPredictor, Policy, PolicyOptions, View
 from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
 from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, WeightedRoundRobin
@@ -36,4 +37,9 @@ def make_policy(name: str, options: PolicyOptions | None = None) -> Policy:
     return _POLICIES[name](options or PolicyOptions())
 
 
-__all__ = ["POLICY_NAMES", "Candidates", "Policy", "PolicyOptions", "make_policy"]
+def default_predictor(name: str) -> DefaultPredictor:
+    """The predictor that a policy is used with where none is configured. KeyError: no such name."""
+    return make_policy(name).default_predictor
+
+
+__all__ = ["POLICY_NAMES", "Policy", "PolicyOptions", "View", "default_predictor", "make_policy"]

@@ -1,19 +1,32 @@
-"""What every policy shares: its Protocol, the arrays it sees, and how ties are broken."""
+"""What every policy shares: its Protocol, what it sees, what it answers, and how ties are broken.
+
+A policy is asked with a ``View``: the eligible instances of one request, as arrays. It answers with
+a ``Choice``, which carries the figures that it was made from; the sentence that explains them is
+the policy's, too. It writes to nothing that it was given. A policy may have a second form for small
+pools, where plain floats are faster than numpy: ``choose_small``, with the same result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.cost_model import FloatArray, workload, workloads
-from hetero_gateway.core.instances.progress import Estimates, Outlook
+from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.types import InstanceId, Request
 
+if TYPE_CHECKING:
+    from hetero_gateway.core.scheduling.decision import Decision
+
 Objective = Literal["latency", "makespan"]
+# The predictors of output lengths that a policy may want by default.
+DefaultPredictor = Literal["bucket-mean", "normal"]
 # Compiles a function, as numba.njit does.
 Jit = Callable[[Any], Any]
 
@@ -36,25 +49,78 @@ class PolicyOptions:
     prefill_depth: int = 8
 
 
-class Candidates:
-    """The eligible instances of one request, one array entry each.
+Numbers = TypeVar("Numbers", FloatArray, list[float])
 
-    ``slots``: the instance's place in the ledger. ``request_time_s``: T_r^s. ``load``: outstanding
-    charges. ``kv_usage``: Eq. (8). ``in_flight``: outstanding requests. ``capacity``: fitted
-    requests/s. ``weight``: as configured. ``ids``: instance ids. Policies must not write to them.
 
-    ``outlook`` is there for policies that say they use it; such a policy leaves its ``estimates``.
+class Demand(NamedTuple, Generic[Numbers]):
+    """What a request would take of each candidate, one entry each; equal for all today.
+
+    ``prefill_tokens``: prompt tokens to compute, of all its sequences. ``kv_tokens``: tokens that
+    it will hold in the KV cache at its end.
+    """
+
+    prefill_tokens: Numbers
+    kv_tokens: Numbers
+
+
+class Backlog(NamedTuple):
+    """What a policy that queues knows of those that wait in the gateway, and of what arrives.
+
+    Args:
+        queued: requests that wait, this one included.
+        idle_s: since the last arrival; ``mean_gap_s``: between the arrivals before.
+        mean_request_times_s: computes T of the mean queued request on each candidate, s; None:
+            nobody waits.
+        typical_request_time_s: T of a request of the lengths that arrive on average, by candidate.
+        residual: expected further output by stage (tokens).
+        profiled: some candidate has constants of its own, or was observed.
+        stands_in: some candidate's constants are not its own, so its times come from its observed
+            speed.
+    """
+
+    queued: int
+    idle_s: float
+    mean_gap_s: float
+    mean_request_times_s: Callable[[], FloatArray] | None
+    typical_request_time_s: FloatArray
+    residual: FloatArray
+    profiled: bool
+    stands_in: bool
+
+
+class Outlook(NamedTuple):
+    """How far the instances' requests are; arrays of one entry per candidate in the last axis.
+
+    ``constants`` are p1..p8 as rows, ``rows`` those of ``instances/table.py``, ``stages`` the
+    streaming sequences by stage.
+    """
+
+    constants: FloatArray
+    kv_capacity_tokens: FloatArray
+    max_num_seqs: FloatArray
+    rows: FloatArray
+    stages: FloatArray
+    backlog: Backlog
+
+
+class View:
+    """The eligible instances of one request, one array entry each. Nobody may write to it.
+
+    ``slots``: the instance's place in ``Table``. ``request_time_s``: T_r^s. ``load``: outstanding
+    charges, s. ``kv_usage``: Eq. (8). ``in_flight``: outstanding requests. ``capacity``: fitted
+    requests/s. ``weight``: as configured. ``outlook``: for policies that ``queues``.
     """
 
     __slots__ = (
         "_workload",
         "capacity",
-        "estimates",
+        "demand",
         "ids",
         "in_flight",
         "kv_usage",
         "load",
         "outlook",
+        "request",
         "request_time_s",
         "slots",
         "theta",
@@ -63,8 +129,10 @@ class Candidates:
 
     def __init__(
         self,
+        request: Request,
         ids: tuple[InstanceId, ...],
         slots: NDArray[np.intp],
+        demand: Demand[FloatArray],
         request_time_s: FloatArray,
         load: FloatArray,
         kv_usage: FloatArray,
@@ -74,8 +142,10 @@ class Candidates:
         theta: float,
         outlook: Outlook | None = None,
     ) -> None:
+        self.request = request
         self.ids = ids
         self.slots = slots
+        self.demand = demand
         self.request_time_s = request_time_s
         self.load = load
         self.kv_usage = kv_usage
@@ -84,7 +154,6 @@ class Candidates:
         self.weight = weight
         self.theta = theta
         self.outlook = outlook
-        self.estimates: Estimates | None = None
         self._workload: FloatArray | None = None
 
     def workload(self) -> FloatArray:
@@ -102,29 +171,128 @@ class Candidates:
         )
 
 
+class Member(NamedTuple):
+    """What never changes of an instance in a pool: p1..p8 and capacities.
+
+    ``kv_capacity_tokens`` is what usage is measured by; where nobody knows it, it is assumed.
+    ``kv_limit_tokens`` is what a request has to fit, without a limit where nobody knows one.
+    """
+
+    p1: float
+    p2: float
+    p3: float
+    p4: float
+    p5: float
+    p6: float
+    p7: float
+    p8: float
+    kv_capacity_tokens: float
+    kv_limit_tokens: float
+    max_num_seqs: float
+    weight: float
+
+
+class SmallView(NamedTuple):
+    """The same as a ``View``, of a small pool: states and plain numbers, by candidate."""
+
+    request: Request
+    ids: tuple[InstanceId, ...]
+    states: Sequence[InstanceState]
+    members: Sequence[Member]
+    demand: Demand[list[float]]
+    theta: float
+    now_s: float
+    backlog: Backlog
+
+
+class Figures:
+    """What a choice was made from, kept small: named columns of one number per candidate.
+
+    Hundreds of decisions are kept, so those of small pools lie in one flat array, candidate by
+    candidate.
+    """
+
+    __slots__ = ("_data", "_names", "by_speed", "size")
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        size: int,
+        data: array[float] | tuple[NDArray[Any], ...],
+        *,
+        by_speed: bool = False,
+    ) -> None:
+        """``by_speed``: some candidate's times come from its observed speed alone."""
+        self._names = names
+        self.size = size
+        self._data = data
+        self.by_speed = by_speed
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def column(self, name: str) -> FloatArray:
+        """One number per candidate. KeyError: there is no such column."""
+        if name not in self._names:
+            raise KeyError(name)
+        position = self._names.index(name)
+        if isinstance(self._data, tuple):
+            return np.asarray(self._data[position], dtype=float)
+        return np.array(self._data[position :: len(self._names)])
+
+
+class Choice(NamedTuple):
+    """A policy's answer.
+
+    Args:
+        position: of the chosen candidate.
+        charge: what its load grows by, s.
+        figures: what it was chosen from. There are always ``COLUMNS``.
+        waits: it would be the best, but cannot be sent a request now (only where ``queues``).
+        ttft_s: predicted time to the first token, s; None: not estimated.
+    """
+
+    position: int
+    charge: float
+    figures: Figures
+    waits: bool = False
+    ttft_s: float | None = None
+
+
+# What every choice tells of each candidate.
+COLUMNS = ("request_time_s", "kv_usage", "load_s", "in_flight")
+
+
 class Policy(Protocol):
     """What chooses."""
 
-    @property
-    def queues(self) -> bool:
-        """Whether requests wait in the gateway for it, and it wants ``Candidates.outlook``."""
+    # The name in a configuration.
+    name: str
+    # Requests wait in the gateway for it, and it wants ``View.outlook``.
+    queues: bool
+    # The predictor of output lengths that it is used with where none is configured.
+    default_predictor: DefaultPredictor
+    # It has ``choose_small``.
+    has_small_form: bool
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice | None:
+        """The chosen candidate; there is at least one. None: none of them now (if ``queues``)."""
         ...
 
-    def choose(
-        self, request: Request, candidates: Candidates, rng: np.random.Generator
-    ) -> int | None:
-        """The position of the chosen instance; there is at least one candidate.
-
-        None: none of them now (only where ``queues``).
-        """
+    def choose_small(self, view: SmallView, rng: np.random.Generator) -> Choice | None:
+        """The same for a small pool; called only where ``has_small_form``."""
         ...
 
-    def charges(self, candidates: Candidates) -> FloatArray:
-        """What each candidate's load would grow by if it were chosen."""
+    def would_choose(self, view: View, rng: np.random.Generator) -> Choice:
+        """The same for an explanation: where it is None, what is best and has to be waited for."""
         ...
 
-    def charge(self, candidates: Candidates, position: int) -> float:
-        """The same for one candidate alone."""
+    def charges(self, request_time_s: FloatArray, kv_usage: FloatArray, theta: float) -> FloatArray:
+        """What each candidate's load would grow by if it were chosen, s."""
+        ...
+
+    def because(self, decision: Decision) -> str:
+        """Why it chose what it chose, as the end of a sentence."""
         ...
 
     def compile(self, jit: Jit) -> None:
@@ -133,22 +301,45 @@ class Policy(Protocol):
 
 
 class PlacesAtOnce:
-    """A policy that sends every request on as it comes."""
+    """A policy that sends every request on as it comes. It says which ``position`` it takes."""
 
+    name: str
     queues = False
+    default_predictor: DefaultPredictor = "bucket-mean"
+    has_small_form = False
+
+    def position(self, view: View, rng: np.random.Generator) -> int:
+        """The chosen candidate's."""
+        raise NotImplementedError
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        position = self.position(view, rng)
+        return Choice(position, self.charge(view, position), self.figures(view))
+
+    def choose_small(self, view: SmallView, rng: np.random.Generator) -> Choice | None:
+        raise NotImplementedError  # it has none
+
+    def would_choose(self, view: View, rng: np.random.Generator) -> Choice:
+        return self.choose(view, rng)
+
+    def figures(self, view: View) -> Figures:
+        data = (view.request_time_s, view.kv_usage, view.load, view.in_flight)
+        return Figures(COLUMNS, len(view.ids), data)
+
+    def charge(self, view: View, position: int) -> float:
+        """What the chosen candidate's load grows by: the common w_r^s, so that a load means the
+        same under each policy."""
+        return view.workload_at(position)
+
+    def charges(self, request_time_s: FloatArray, kv_usage: FloatArray, theta: float) -> FloatArray:
+        return workloads(request_time_s, kv_usage, theta)
+
+    def because(self, decision: Decision) -> str:
+        after = float(decision.loads_after[decision.choice.position])
+        return f"policy {self.name} chose it; its load would be {number(after)}"
 
     def compile(self, jit: Jit) -> None:
         pass
-
-
-class WorkloadCharge(PlacesAtOnce):
-    """The common charge: w_r^s, so that ``instance_workload`` means the same under each policy."""
-
-    def charges(self, candidates: Candidates) -> FloatArray:
-        return candidates.workload()
-
-    def charge(self, candidates: Candidates, position: int) -> float:
-        return candidates.workload_at(position)
 
 
 def argmin_with_random_ties(scores: FloatArray, rng: np.random.Generator) -> int:
@@ -162,3 +353,41 @@ def argmin_with_random_ties(scores: FloatArray, rng: np.random.Generator) -> int
     if ties.size > 1:
         position = int(ties[int(rng.random() * ties.size)])
     return position
+
+
+# Sentences
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A figure to read: so many digits that count, never an exponent."""
+    exponent = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{min(12, max(0, digits - 1 - exponent))}f}"
+
+
+def lowest(
+    decision: Decision,
+    scores: FloatArray,
+    ours: str,
+    theirs: str,
+    *,
+    tie: str = "of equals one is drawn at random",
+    whole: bool = False,
+) -> str:
+    """The sentence of a rule that takes the lowest of ``scores``, beside the nearest other one."""
+    chosen = decision.choice.position
+    mine = float(scores[chosen])
+    others = scores.copy()
+    others[chosen] = math.inf
+    nearest = int(others.argmin())
+    other = float(others[nearest])
+    digits = 3
+    # Two figures that look the same would explain nothing.
+    while digits < 12 and mine != other and number(mine, digits) == number(other, digits):
+        digits += 1
+    shown = [str(int(v)) if whole else number(v, digits) for v in (mine, other)]
+    if mine == other:
+        level = int((scores == mine).sum()) - 1
+        return f"{ours.format(shown[0])}, as {level} other{'s' * (level > 1)}; {tie}"
+    name = decision.ids[nearest]
+    who = name if scores.size == 2 else f"the next, {name},"
+    return f"{ours.format(shown[0])}; {theirs.format(who, shown[1])}"

@@ -12,66 +12,62 @@ a request suits an instance next to what else comes: a long one is dearer on a s
 counts as the instance's memory fills, by the square of its usage, and is in units of the lowest
 latency on offer.
 
-    symbol  here                         unit
-    n       sequences there              sequences
-    tok     context they will hold       tokens
-    b_cap   most that run at once        sequences
-    step    one decode step              s
-    lat     latency_s                    s
-    ext     delay_s                      s
-    price   memory_price_s               s
-
-The figures come from ``core/instances/progress.py``.
+The arithmetic is in ``estimates.py``; here are the rules.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+import math
+from array import array
+from typing import TYPE_CHECKING
 
-from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.instances.progress import (
-    CONTEXT,
-    SILENT_S,
-    SPEED,
-    STREAMING,
-    WAITING,
-    WAITING_OUTPUT,
-    WAITING_PROMPT,
-    Estimates,
-    Outlook,
-)
+import numpy as np
+
+from hetero_gateway.core.costs.cost_model import FloatArray, workload
+from hetero_gateway.core.instances.state import NO_PEERS
+from hetero_gateway.core.instances.table import SPEED, STREAMING, WAITING
+from hetero_gateway.core.policies import estimates as arithmetic
 from hetero_gateway.core.policies.base import (
-    Candidates,
+    COLUMNS,
+    Backlog,
+    Choice,
+    Figures,
     Jit,
     Objective,
+    Outlook,
+    PlacesAtOnce,
     PolicyOptions,
-    WorkloadCharge,
+    SmallView,
+    View,
     argmin_with_random_ties,
+    lowest,
+    number,
 )
-from hetero_gateway.core.types import Request
+from hetero_gateway.core.policies.estimates import (
+    MOST_PATIENCE_S,
+    WORTH_WAITING,
+    BoolArray,
+    Terms,
+    estimate,
+    room_of,
+)
 
-BoolArray = NDArray[np.bool_]
+if TYPE_CHECKING:
+    from hetero_gateway.core.scheduling.decision import Decision
 
-# Sent beyond max_num_seqs, so that the engine has the next request at hand when one finishes.
-_BEYOND_MAX_NUM_SEQS = 8
-# Prompt tokens without a first token that are always allowed: two steps of vLLM's default budget
-# (vllm/engine/arg_utils.py). One is being computed, one must lie ready: where prompts are short, a
-# few requests are not enough for that.
-_PREFILL_TOKENS = 4096
-# An instance that has slots, but too many prompts to begin with, will take the next one within a
-# few steps. It is worth that wait when the best of the others would cost so many times more.
-_WORTH_WAITING = 1.25
-# But not when it has been silent for so long: an engine that hangs must not hold everybody up.
-MOST_PATIENCE_S = 1.0
 # The drain rule: what waits is the end of a batch when nothing has arrived for so many mean gaps
 # between arrivals, within these bounds (s). Poisson arrivals pause that long once in 20 000.
 _GAPS_BEFORE_DRAIN = 10.0
 _IDLE_BOUNDS_S = (0.02, 2.0)
 # Of the wait that draining the queue takes, how much later than elsewhere a request may finish.
 _DRAIN_FACTOR = 2.0
-# The predicted usage may be far above 1; how far is noise, that it is above is what counts.
-_MOST_USAGE = 1.5
+
+# What its choices tell of each candidate; without any constants the cost is a count.
+_ESTIMATES = ("latency_s", "delay_s", "memory_price_s", "cost_s", "ttft_s", "room")
+_NAMES = (*COLUMNS, *_ESTIMATES)
+_NAMES_OF_COUNTS = (*COLUMNS, "cost_s", "room")
+
+__all__ = ["MOST_PATIENCE_S", "FinishTime", "idle_before_drain_s"]
 
 
 def idle_before_drain_s(mean_gap_s: float) -> float:
@@ -80,7 +76,7 @@ def idle_before_drain_s(mean_gap_s: float) -> float:
     return min(high, max(low, _GAPS_BEFORE_DRAIN * mean_gap_s))
 
 
-class FinishTime(WorkloadCharge):
+class FinishTime(PlacesAtOnce):
     """Section "finish-time" of docs/scheduling.md.
 
     Args:
@@ -88,165 +84,252 @@ class FinishTime(WorkloadCharge):
             has arrived for ``idle_before_drain_s``; and ``prefill_depth``.
     """
 
+    name = "finish-time"
     queues = True
+    has_small_form = True
 
     def __init__(self, options: PolicyOptions) -> None:
         self._objective: Objective = options.objective
         self._prefill_depth = options.prefill_depth
-        self._room = _room
-        self._estimate = _estimate
-        self._cheapest = _cheapest
+        self._room = arithmetic.room
+        self._estimates = arithmetic.estimates
+        self._cheapest = arithmetic.cheapest
 
     def compile(self, jit: Jit) -> None:
-        self._room, self._estimate, self._cheapest = jit(_room), jit(_estimate), jit(_cheapest)
+        self._room = jit(arithmetic.room)
+        self._estimates = jit(arithmetic.estimates)
+        self._cheapest = jit(arithmetic.cheapest)
 
-    def choose(
-        self, request: Request, candidates: Candidates, rng: np.random.Generator
-    ) -> int | None:
-        outlook = candidates.outlook
+    # In arrays
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice | None:  # type: ignore[override]
+        outlook = view.outlook
         assert outlook is not None
         slots, room = self._room(outlook.rows, outlook.max_num_seqs, self._prefill_depth)
-        if outlook.profiled:
-            output = float(request.predicted_output_tokens)
-            estimates = Estimates(
-                *self._estimate(
-                    outlook.constants,
-                    outlook.rows,
-                    outlook.kv_capacity_tokens,
-                    outlook.max_num_seqs,
-                    outlook.stages.dot(outlook.residual),
-                    outlook.stages.dot(np.minimum(outlook.residual, output)),
-                    candidates.request_time_s,
-                    outlook.typical_request_time_s,
-                    float(request.sequences),
-                    float(request.prompt_tokens),
-                    output,
-                ),
-                room,
-            )
+        if not room.any():
+            return None
+        choice = self._choose(view, outlook, slots, room, rng)
+        return None if choice.waits else choice
+
+    def would_choose(self, view: View, rng: np.random.Generator) -> Choice:
+        outlook = view.outlook
+        assert outlook is not None
+        slots, room = self._room(outlook.rows, outlook.max_num_seqs, self._prefill_depth)
+        return self._choose(view, outlook, slots, room, rng)
+
+    def _choose(
+        self,
+        view: View,
+        outlook: Outlook,
+        slots: BoolArray,
+        room: BoolArray,
+        rng: np.random.Generator,
+    ) -> Choice:
+        backlog = outlook.backlog
+        told = (view.request_time_s, view.kv_usage, view.load, view.in_flight)
+        if not backlog.profiled:
+            rows = outlook.rows
+            # Without constants: the sequences there per weight, in place of seconds.
+            cost: FloatArray = (rows[WAITING] + rows[STREAMING] + 1) / view.weight
+            # As seconds they are wrong, but they let go of those whose first token nobody sees.
+            latency_s = ttft_s = cost
+            figures = Figures(_NAMES_OF_COUNTS, cost.size, (*told, cost, room))
         else:
-            estimates = _counts(candidates, outlook, room)
-        candidates.estimates = estimates
-        if self._drains(outlook):
-            slots &= _worth_it(outlook, estimates)
-        position, tied = self._cheapest(estimates.cost_s, slots, room)
-        if tied:
-            cost = estimates.cost_s
-            ties = (slots & room & (cost == cost[position])).nonzero()[0]
-            position = int(ties[argmin_with_random_ties(estimates.latency_s[ties], rng)])
-        return None if position < 0 else position
+            output = float(view.request.predicted_output_tokens)
+            latency_s, delay_s, price_s, cost, ttft_s = self._estimates(
+                outlook.constants,
+                outlook.rows,
+                outlook.kv_capacity_tokens,
+                outlook.max_num_seqs,
+                backlog.residual.dot(outlook.stages),
+                np.minimum(backlog.residual, output).dot(outlook.stages),
+                view.request_time_s,
+                backlog.typical_request_time_s,
+                view.demand.prefill_tokens,
+                float(view.request.sequences),
+                float(view.request.prompt_tokens),
+                output,
+            )
+            data = (*told, latency_s, delay_s, price_s, cost, ttft_s, room)
+            figures = Figures(_NAMES, cost.size, data, by_speed=backlog.stands_in)
+        if self._drains(backlog):
+            slots = slots & self._worth_it(outlook, backlog, latency_s)
+            room = room & slots
+        position, tied = self._cheapest(cost, slots, room)
+        waits = position < 0
+        if waits:
+            position = int(cost.argmin())
+        elif tied:
+            ties = (room & (cost == cost[position])).nonzero()[0]
+            position = int(ties[argmin_with_random_ties(latency_s[ties], rng)])
+        return Choice(
+            position,
+            view.workload_at(position),
+            figures,
+            waits,
+            float(ttft_s[position]),
+        )
 
-    def _drains(self, outlook: Outlook) -> bool:
-        if outlook.mean_request_times_s is None:
+    def _drains(self, backlog: Backlog) -> bool:
+        if backlog.mean_request_times_s is None:
             return False
-        idle_s = idle_before_drain_s(outlook.mean_gap_s)
-        return self._objective == "makespan" or outlook.idle_s >= idle_s
+        return self._objective == "makespan" or backlog.idle_s >= idle_before_drain_s(
+            backlog.mean_gap_s
+        )
+
+    def _worth_it(self, outlook: Outlook, backlog: Backlog, latency_s: FloatArray) -> BoolArray:
+        """The drain rule: not where the fastest is done sooner after the queue is drained."""
+        drain_s = _drain_s(backlog, outlook.rows[SPEED])
+        result: BoolArray = _DRAIN_FACTOR * (latency_s - latency_s.min()) <= drain_s
+        return result
+
+    # In plain floats
+
+    def choose_small(self, view: SmallView, rng: np.random.Generator) -> Choice | None:
+        depth, now_s, backlog = self._prefill_depth, view.now_s, view.backlog
+        rooms = [
+            room_of(state, member.max_num_seqs, depth, now_s)
+            for state, member in zip(view.states, view.members, strict=True)
+        ]
+        if (True, True) not in rooms:
+            return None
+        if not backlog.profiled:
+            return self._count_small(view, rooms, rng)
+        request = view.request
+        output = float(request.predicted_output_tokens)
+        terms = Terms(float(request.sequences), float(request.prompt_tokens), output)
+        residual: list[float] = backlog.residual.tolist()
+        shared = [left if left < output else output for left in residual]
+        typical = backlog.typical_request_time_s.tolist()
+        found = [
+            estimate(state, member, prefill, terms, residual, shared, typical_s, now_s)
+            for state, member, prefill, typical_s in zip(
+                view.states, view.members, view.demand.prefill_tokens, typical, strict=True
+            )
+        ]
+        latencies = [e.latency_s for e in found]
+        soonest_s = min(latencies)
+        costs: list[float] = []
+        told: list[float] = []
+        for (time_s, usage, load_s, in_flight, lat_s, delay_s, price, ttft_s), (_, room) in zip(
+            found, rooms, strict=True
+        ):
+            price_s = price * soonest_s
+            cost_s = lat_s + delay_s + price_s
+            costs.append(cost_s)
+            told += (
+                time_s, usage, load_s, in_flight, lat_s, delay_s, price_s, cost_s, ttft_s, room,
+            )  # fmt: skip
+        latest_s = math.inf
+        if self._drains(backlog):
+            speeds = np.array([state.speed for state in view.states])
+            latest_s = soonest_s + _drain_s(backlog, speeds) / _DRAIN_FACTOR
+        position = _cheapest_small(costs, rooms, latencies, latest_s, rng)
+        if position is None:
+            return None
+        best = found[position]
+        return Choice(
+            position,
+            workload(best.request_time_s, best.kv_usage, view.theta),
+            Figures(_NAMES, len(costs), array("d", told), by_speed=backlog.stands_in),
+            ttft_s=best.ttft_s,
+        )
+
+    def _count_small(
+        self, view: SmallView, rooms: list[tuple[bool, bool]], rng: np.random.Generator
+    ) -> Choice | None:
+        """Without constants: the sequences there per weight, in place of seconds."""
+        request = view.request
+        terms = Terms(
+            float(request.sequences),
+            float(request.prompt_tokens),
+            float(request.predicted_output_tokens),
+        )
+        none = [0.0] * len(view.backlog.residual)
+        costs, told = [], []
+        for state, member, prefill in zip(
+            view.states, view.members, view.demand.prefill_tokens, strict=True
+        ):
+            peers = state.peers or NO_PEERS
+            there = state.waiting + state.streaming + peers.waiting + peers.streaming
+            costs.append((there + 1) / member.weight)
+            told.append(estimate(state, member, prefill, terms, none, none, 1.0, view.now_s))
+        latest = math.inf
+        if self._drains(view.backlog):
+            speeds = np.array([state.speed for state in view.states])
+            latest = min(costs) + _drain_s(view.backlog, speeds) / _DRAIN_FACTOR
+        position = _cheapest_small(costs, rooms, costs, latest, rng)
+        if position is None:
+            return None
+        data = array("d")
+        for row, cost, (_, has_room) in zip(told, costs, rooms, strict=True):
+            data.extend((*row[: len(COLUMNS)], cost, has_room))
+        charge = workload(told[position].request_time_s, told[position].kv_usage, view.theta)
+        figures = Figures(_NAMES_OF_COUNTS, len(costs), data)
+        return Choice(position, charge, figures, ttft_s=costs[position])
+
+    # In words
+
+    def because(self, decision: Decision) -> str:
+        figures, position = decision.choice.figures, decision.choice.position
+        room, costs = figures.column("room") > 0, figures.column("cost_s")
+        if not room.any():
+            return "no instance has room"
+        if room.sum() == 1 and room[position]:
+            return "no other instance has room"
+        cost = np.where(room, costs, math.inf)
+        if "latency_s" not in figures:
+            ours = "it would have {} sequences for its weight, the fewest"
+            return lowest(decision, cost, ours, "{} would have {}")
+        if cost.min() < cost[position]:
+            late = decision.ids[int(cost.argmin())]
+            return f"it will be done soonest; {late} is left out, as the end of a batch is near"
+        mine_s = number(float(figures.column("latency_s")[position]))
+        delay_s = number(float(figures.column("delay_s")[position]))
+        price_s = float(figures.column("memory_price_s")[position])
+        memory = f", with {number(price_s)} s for scarce memory," if price_s else ""
+        ours = (
+            f"done in {mine_s} s and holding others up for {delay_s} s{memory} costs {{}} s, "
+            "the lowest"
+        )
+        told = lowest(decision, cost, ours, "{} would cost {} s")
+        if figures.by_speed:
+            told += " (where there is no profile, by observed speed)"
+        return told
 
 
-def _worth_it(outlook: Outlook, estimates: Estimates) -> BoolArray:
-    """The drain rule: not where the fastest would be done sooner after the queue is drained."""
-    assert outlook.mean_request_times_s is not None
-    times = outlook.rows[SPEED] * outlook.mean_request_times_s()
-    drain_s = outlook.queued / float((1 / times).sum())
-    later_s = estimates.latency_s - estimates.latency_s.min()
-    result: BoolArray = _DRAIN_FACTOR * later_s <= drain_s
-    return result
+def _drain_s(backlog: Backlog, speeds: FloatArray) -> float:
+    """How long the queue would take at full speed, s."""
+    assert backlog.mean_request_times_s is not None
+    times = speeds * backlog.mean_request_times_s()
+    return backlog.queued / float((1 / times).sum())
 
 
-# The next three are the arithmetic of a decision: pure functions of arrays with one entry per
-# instance, which run as they are written, or compiled by numba, with the same results to the bit.
-
-
-def _room(
-    rows: FloatArray, max_num_seqs: FloatArray, prefill_depth: int
-) -> tuple[BoolArray, BoolArray]:
-    """Who is worth waiting for, and who of them may be sent a request now."""
-    waiting = rows[WAITING]
-    slots = waiting + rows[STREAMING] < max_num_seqs + _BEYOND_MAX_NUM_SEQS
-    room = slots & ((waiting < prefill_depth) | (rows[WAITING_PROMPT] < _PREFILL_TOKENS))
-    return slots & (room | (rows[SILENT_S] < MOST_PATIENCE_S)), room
-
-
-def _cheapest(cost_s: FloatArray, slots: BoolArray, room: BoolArray) -> tuple[int, bool]:
-    """The cheapest instance with room, and whether others cost the same.
-
-    -1: none, or one of ``slots`` that lacks room is worth waiting for.
-    """
-    cost = np.where(slots, cost_s, np.inf)
-    lowest = cost[cost.argmin()]
-    cost = np.where(room, cost, np.inf)
-    position = int(cost.argmin())
-    best = cost[position]
-    if best == np.inf or best > _WORTH_WAITING * lowest:
-        return -1, False
-    return position, bool(np.count_nonzero(cost == best) > 1)
-
-
-def _estimate(
-    constants: FloatArray,
-    rows: FloatArray,
-    kv: FloatArray,
-    max_num_seqs: FloatArray,
-    remaining: FloatArray,
-    shared: FloatArray,
-    request_time_s: FloatArray,
-    typical_request_time_s: FloatArray,
-    n_r: float,
-    prompt_tokens: float,
-    output: float,
-) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    """lat, ext, price, their sum, and the time to the first token, s.
-
-    Args:
-        constants, rows, kv, max_num_seqs: as in ``Outlook``.
-        remaining: output tokens that those that stream have still to come.
-        shared: how many of them come before the request is done.
-        request_time_s, typical_request_time_s: T of the request, and of the typical one.
-        n_r, prompt_tokens, output: its sequences, and the tokens of each.
-    """
-    p1, p2, p4, p5 = constants[0], constants[1], constants[3], constants[4]
-    p6, p7, p8 = constants[5], constants[6], constants[7]
-    waiting, waiting_prompt, waiting_output = (
-        rows[WAITING],
-        rows[WAITING_PROMPT],
-        rows[WAITING_OUTPUT],
-    )
-    f = rows[SPEED]
-    prompt = n_r * prompt_tokens
-    n = waiting + rows[STREAMING]
-    joined = n + n_r
-    tokens = rows[CONTEXT] + 0.5 * remaining + waiting_prompt + 0.5 * waiting_output
-    tokens += prompt + 0.5 * n_r * output
-    batch_cap = np.maximum(np.minimum(max_num_seqs, kv * joined / tokens), 1.0)
-    batch = np.minimum(joined, batch_cap)
-    held = np.minimum(tokens, kv)
-    step_s = f * (p6 * batch + p8 + p5 * held + p7 * held / batch)
-    ttft_s = f * (p1 * (waiting_prompt + prompt) + p2 * (waiting + n_r) + p4)
-    queued = joined > batch_cap
-    if queued.any():
-        # It waits in the engine until so many of those before it are done.
-        turn_s = f * (p1 * waiting_prompt / np.maximum(waiting, 1) + p2)
-        turn_s += (remaining + waiting_output) / np.maximum(n, 1) * step_s / batch_cap
-        in_turn_s = (joined - batch_cap) * turn_s + f * (p1 * prompt + p4)
-        ttft_s = np.where(queued, in_turn_s, ttft_s)
-    latency_s = ttft_s + output * step_s
-    # Each step that they share gets longer by what this sequence adds to it, and its prefill
-    # stops them all once.
-    shared = shared + np.minimum(n_r * output, waiting_output)
-    delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
-    delay_s += n * f * (p1 * prompt + p2 * n_r)
-    usage = np.minimum((tokens - prompt - 0.5 * n_r * output) / kv, _MOST_USAGE)
-    price_s = request_time_s / typical_request_time_s
-    price_s *= usage * usage * latency_s[latency_s.argmin()]
-    return latency_s, delay_s, price_s, latency_s + delay_s + price_s, ttft_s
-
-
-def _counts(
-    candidates: Candidates,
-    outlook: Outlook,
-    room: BoolArray,
-) -> Estimates:
-    """Without constants: the sequences there per weight, in place of seconds."""
-    after: FloatArray = (outlook.rows[WAITING] + outlook.rows[STREAMING] + 1) / candidates.weight
-    none = np.zeros(after.size)
-    return Estimates(after, none, none, after, none, room)
+def _cheapest_small(
+    costs: list[float],
+    rooms: list[tuple[bool, bool]],
+    latencies: list[float],
+    latest_s: float,
+    rng: np.random.Generator,
+) -> int | None:
+    """``estimates.cheapest`` with its ties drawn, for a few; not where it is done too late."""
+    lowest_cost = best = math.inf
+    ties: list[int] = []
+    for i, (slot, room) in enumerate(rooms):
+        if not slot or latencies[i] > latest_s:
+            continue
+        cost = costs[i]
+        if cost < lowest_cost:
+            lowest_cost = cost
+        if not room:
+            continue
+        if cost < best:
+            best, ties = cost, [i]
+        elif cost == best:
+            ties.append(i)
+    if not ties or best > WORTH_WAITING * lowest_cost:
+        return None
+    if len(ties) > 1:
+        least_s = min(latencies[i] for i in ties)
+        ties = [i for i in ties if latencies[i] == least_s]
+    return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.policies.base import Candidates, PolicyOptions, WorkloadCharge
-from hetero_gateway.core.types import Request
+from hetero_gateway.core.policies.base import PlacesAtOnce, PolicyOptions, View
+
+if TYPE_CHECKING:
+    from hetero_gateway.core.scheduling.decision import Decision
 
 
-class RoundRobin(WorkloadCharge):
+class RoundRobin(PlacesAtOnce):
     """Turns of equal weight, or, randomised, a draw with equal probability as the paper says."""
+
+    name = "round-robin"
 
     def __init__(self, options: PolicyOptions) -> None:
         self._randomised = options.randomised
@@ -22,22 +28,22 @@ class RoundRobin(WorkloadCharge):
         self._weights: FloatArray = np.zeros(0)
         self._total = 0.0
 
-    def weights(self, candidates: Candidates) -> FloatArray:
+    def weights(self, view: View) -> FloatArray:
         """Relative shares, all above 0."""
-        return np.ones(candidates.slots.size)
+        return np.ones(view.slots.size)
 
-    def choose(self, request: Request, candidates: Candidates, rng: np.random.Generator) -> int:
+    def position(self, view: View, rng: np.random.Generator) -> int:
         if self._randomised:
-            cumulative = self.weights(candidates).cumsum()
+            cumulative = self.weights(view).cumsum()
             return int(cumulative.searchsorted(rng.random() * cumulative[-1], side="right"))
-        if candidates.slots is not self._slots:
-            self._meet(candidates)
-        return self._take_turn(candidates.slots)
+        if view.slots is not self._slots:
+            self._meet(view)
+        return self._take_turn(view.slots)
 
-    def _meet(self, candidates: Candidates) -> None:
-        self._slots, self._weights = candidates.slots, self.weights(candidates)
+    def _meet(self, view: View) -> None:
+        self._slots, self._weights = view.slots, self.weights(view)
         self._total = float(self._weights.sum())
-        size = int(candidates.slots.max()) + 1
+        size = int(view.slots.max()) + 1
         if size > self._owed.size:
             self._owed = np.concatenate((self._owed, np.zeros(size - self._owed.size)))
 
@@ -53,21 +59,31 @@ class RoundRobin(WorkloadCharge):
         self._owed[slots] = owed
         return position
 
+    def because(self, decision: Decision) -> str:
+        return f"{self.name} does not look at the load"
+
 
 class WeightedRoundRobin(RoundRobin):
     """Turns by the configured weights."""
 
-    def weights(self, candidates: Candidates) -> FloatArray:
-        return candidates.weight
+    name = "weighted-round-robin"
+
+    def weights(self, view: View) -> FloatArray:
+        return view.weight
 
 
-class SingleInstance(WorkloadCharge):
+class SingleInstance(PlacesAtOnce):
     """Everything to one instance; to the first candidate while that one cannot take it."""
+
+    name = "single-instance"
 
     def __init__(self, options: PolicyOptions) -> None:
         self._instance_id = options.single_instance
 
-    def choose(self, request: Request, candidates: Candidates, rng: np.random.Generator) -> int:
-        if self._instance_id is not None and self._instance_id in candidates.ids:
-            return candidates.ids.index(self._instance_id)
+    def position(self, view: View, rng: np.random.Generator) -> int:
+        if self._instance_id is not None and self._instance_id in view.ids:
+            return view.ids.index(self._instance_id)
         return 0
+
+    def because(self, decision: Decision) -> str:
+        return "single-instance sends everything to one instance"

@@ -1,48 +1,122 @@
-"""Where a request goes, with what it was decided from."""
+"""Where a request goes, with what it was decided from; explained when somebody asks."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.policies import Candidates, Policy
+from hetero_gateway.core.costs.cost_model import FloatArray, workloads
+from hetero_gateway.core.policies.base import Choice, Policy, number
 from hetero_gateway.core.types import Candidate, InstanceId, InstanceSpec, Request
+
+# Shorter waits in the gateway are not worth a word.
+_NO_WAIT_S = 0.01
+_MOST_NAMED = 3
 
 
 class Decision(NamedTuple):
-    """Where a request goes. The reason is kept as the arrays it was made from; see ``explain``."""
+    """Where a request goes. The reason is kept as the figures it was made from; see ``explain``.
+
+    ``prefill_tokens`` and ``kv_tokens``: what the instance is charged, as in ``Demand``.
+    ``ids``: the candidates, in the order of the figures. ``excluded``: those that took no part.
+    """
 
     instance_id: InstanceId
     request: Request
-    position: int
-    charge: float
-    candidates: Candidates
+    choice: Choice
+    prefill_tokens: float
+    kv_tokens: int
+    ids: tuple[InstanceId, ...]
+    theta: float
     policy: Policy
     excluded: tuple[tuple[InstanceSpec, str], ...]
-    waits: bool = False  # it would get the request, but not now
+
+    @property
+    def waits(self) -> bool:
+        """It would get the request, but not now."""
+        return self.choice.waits
 
     @property
     def charges(self) -> FloatArray:
-        """What each candidate's load would have grown by."""
-        return self.policy.charges(self.candidates)
+        """What each candidate's load would have grown by, s."""
+        figures = self.choice.figures
+        return self.policy.charges(
+            figures.column("request_time_s"), figures.column("kv_usage"), self.theta
+        )
+
+    @property
+    def loads_after(self) -> FloatArray:
+        """What each candidate's load would have been with the request, s."""
+        after: FloatArray = self.choice.figures.column("load_s") + self.charges
+        return after
+
+    def expected_latency_s(self) -> float | None:
+        """The policy's own estimate for the chosen instance; None: it makes none."""
+        figures = self.choice.figures
+        if "latency_s" not in figures:
+            return None
+        return float(figures.column("latency_s")[self.choice.position])
 
     def explain(self) -> list[Candidate]:
         """Every candidate's T, KV usage, w and resulting load, and why the others were excluded."""
-        c, charges, w = self.candidates, self.charges, self.candidates.workload()
+        figures, after = self.choice.figures, self.loads_after
+        times, usage = figures.column("request_time_s"), figures.column("kv_usage")
+        load, in_flight = figures.column("load_s"), figures.column("in_flight")
+        w = workloads(times, usage, self.theta)
+        estimates = [
+            (name, figures.column(name))
+            for name in ("latency_s", "delay_s", "memory_price_s", "cost_s")
+            if name in figures
+        ]
+        room = figures.column("room") > 0 if "room" in figures else None
         rows = [
             Candidate(
                 instance_id=instance_id,
-                request_time_s=float(c.request_time_s[i]),
-                kv_usage=float(c.kv_usage[i]),
+                request_time_s=float(times[i]),
+                kv_usage=float(usage[i]),
                 workload=float(w[i]),
-                load_s=float(c.load[i]),
-                load_after_s=float(c.load[i] + charges[i]),
-                in_flight=int(c.in_flight[i]),
+                load_s=float(load[i]),
+                load_after_s=float(after[i]),
+                in_flight=int(in_flight[i]),
                 excluded=None,
+                room=None if room is None else bool(room[i]),
+                estimates={name: float(column[i]) for name, column in estimates},
             )
-            for i, instance_id in enumerate(c.ids)
+            for i, instance_id in enumerate(self.ids)
         ]
         return rows + [
             Candidate(spec.instance_id, None, None, None, None, None, None, why)
             for spec, why in self.excluded
         ]
+
+    # In one plain sentence. Each policy looks at something else, so it says what it looked at.
+
+    def reason(self, got: str = "got it", waited_s: float = 0.0) -> str:
+        """Why the policy chose what it chose; ``got`` is its verb.
+
+        ``waited_s``: how long the request was in the gateway's queue before.
+        """
+        after = f" after {number(waited_s)} s in the queue" if waited_s >= _NO_WAIT_S else ""
+        return f"{self.instance_id} {got}{after}: {self._because()}."
+
+    def waiting_reason(self, waiting: int) -> str:
+        """Why it would wait in the gateway; ``waiting``: how many do now."""
+        figures = self.choice.figures
+        if self.waits and not figures.column("room").any():
+            why = "no instance has room now"
+        elif self.waits:
+            why = "no instance that has room would be done as soon as one that has none"
+        else:
+            why = f"{waiting} request{'s' * (waiting != 1)} came before it"
+        return f"It would wait: {why}; {self.instance_id} is the best for it as things are."
+
+    def _because(self) -> str:
+        if len(self.ids) > 1:
+            return self.policy.because(self)
+        out = [f"{spec.instance_id}: {why}" for spec, why in self.excluded]
+        more = f" and {len(out) - _MOST_NAMED} more" if len(out) > _MOST_NAMED else ""
+        left_out = f" ({'; '.join(out[:_MOST_NAMED])}{more})" if out else ""
+        return f"no other instance can take the request{left_out}"
+
+    def __repr__(self) -> str:
+        verb = "waits for" if self.waits else "goes to"
+        return f"<Decision: {self.request.model} {verb} {self.instance_id} of {len(self.ids)}>"

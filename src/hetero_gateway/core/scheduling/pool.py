@@ -1,7 +1,7 @@
 """What serves one model name, as arrays: constants, capacities, contexts; and who fits a request.
 
-A pool is immutable. The scheduler builds one on first use and throws it away when the membership
-changes. Loads are not here: an instance has one load, whatever names it serves.
+The scheduler builds a pool on first use and throws it away when the membership changes; all that it
+shows stays as it is. Loads are not here: an instance has one load, whatever names it serves.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.cost_model import FloatArray, ProfileTable, request_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.instances.table import Slots
+from hetero_gateway.core.policies.base import Member
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason, Request
 
 UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody knows
@@ -24,12 +28,23 @@ UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody
 _GENERIC = Constants(5e-5, 0, 0, 1e-2, 8e-8, 1e-4, 0, 1e-2)
 
 
+class Eligible(NamedTuple):
+    """Who may get a request: a judgement that holds while its pool does.
+
+    ``kept``: positions in the pool; None: all. ``excluded``: the others, and why.
+    """
+
+    pool: Pool
+    kept: list[int] | None
+    excluded: tuple[tuple[InstanceSpec, str], ...]
+
+
 class Pool:
-    """The available instances of one model, as arrays; what it shows never changes."""
+    """The available instances of one model, as arrays."""
 
     def __init__(
         self,
-        members: list[tuple[InstanceSpec, int]],
+        members: list[tuple[InstanceSpec, InstanceState]],
         absent: Iterable[tuple[InstanceSpec, str]],
         reference: tuple[float, float],
         stand_ins: Mapping[InstanceId, Constants] | None = None,
@@ -38,7 +53,10 @@ class Pool:
         self.specs = tuple(spec for spec, _ in members)
         self.ids = tuple(spec.instance_id for spec in self.specs)
         self.absent = tuple(absent)
-        self.slots: NDArray[np.intp] = np.array([slot for _, slot in members], dtype=np.intp)
+        self.states = tuple(state for _, state in members)
+        self.slots: NDArray[np.intp] = np.array([s.slot for s in self.states], dtype=np.intp)
+        self.where = _where(self.slots)
+        self.ones = np.ones(len(self.specs))
         self.weight = np.array([spec.weight for spec in self.specs])
         profiles = _effective_profiles(self.specs, stand_ins)
         distinct = list(dict.fromkeys(profiles))
@@ -54,6 +72,18 @@ class Pool:
         constants = np.array([dataclasses.astuple(p.constants) for p in profiles])
         self.constants = np.ascontiguousarray(constants.T)
         self.max_num_seqs = np.array([float(p.max_num_seqs) for p in profiles])
+        self.members = tuple(
+            Member(
+                *(
+                    *dataclasses.astuple(p.constants),
+                    float(capacity),
+                    float(p.kv_capacity_tokens),
+                    float(p.max_num_seqs),
+                    spec.weight,
+                )
+            )
+            for spec, p, capacity in zip(self.specs, profiles, self.kv_capacity_tokens, strict=True)
+        )
         self._typical_lengths = (0.0, 0.0)
         self._typical_times_s = np.ones(len(profiles))
         self.profiled = any(spec.profile is not None for spec in self.specs)
@@ -67,6 +97,7 @@ class Pool:
             for s, p in zip(self.specs, profiles, strict=True)
         ]
         self.longest_request_tokens = max(largest, default=0)
+        self._all = Eligible(self, None, self.absent)
 
     def request_times_s(
         self, prompt_tokens: float, output_tokens: float, *, as_if_it_fitted: bool = False
@@ -77,32 +108,39 @@ class Pool:
         )
         return times if self.profile_of is None else times[self.profile_of]
 
-    def typical_request_time_s(self, prompt_tokens: float, output_tokens: float) -> FloatArray:
-        """T of a typical request, as if it fitted; kept until the lengths move by a twentieth."""
+    def typical_request_time_s(
+        self, prompt_tokens: float, output_tokens: float, *, keep: bool
+    ) -> FloatArray:
+        """T of a typical request, as if it fitted; the same until the lengths move by a twentieth.
+
+        ``keep``: it is the typical one from now on.
+        """
         old_prompt, old_output = self._typical_lengths
         if (
-            abs(prompt_tokens - old_prompt) > old_prompt / 20
-            or abs(output_tokens - old_output) > old_output / 20
+            abs(prompt_tokens - old_prompt) <= old_prompt / 20
+            and abs(output_tokens - old_output) <= old_output / 20
         ):
+            return self._typical_times_s
+        times = self.request_times_s(prompt_tokens, output_tokens, as_if_it_fitted=True)
+        times = np.maximum(times, 1e-9)
+        if keep:
             self._typical_lengths = (prompt_tokens, output_tokens)
-            times = self.request_times_s(prompt_tokens, output_tokens, as_if_it_fitted=True)
-            self._typical_times_s = np.maximum(times, 1e-9)
-        return self._typical_times_s
+            self._typical_times_s = times
+        return times
 
-    def takes_all(self, request: Request, exclude: Collection[InstanceId]) -> bool:
-        """Whether the request fits every instance, and none was tried: the common case."""
+    def eligible(self, request: Request, exclude: Collection[InstanceId] = ()) -> Eligible | Reject:
+        """Who may get the request: it fits, was not tried there, and is not bound elsewhere."""
         tokens = request.prompt_tokens + request.predicted_output_tokens
-        return not exclude and not (
-            request.prompt_tokens >= self.shortest_context_tokens
-            or tokens > self.table.smallest_capacity_tokens
-        )
+        if (
+            request.prompt_tokens < self.shortest_context_tokens
+            and tokens <= self.table.smallest_capacity_tokens
+            and not exclude
+            and request.only is None
+        ):
+            return self._all  # the common case
+        return self._judge(request, exclude)
 
-    def eligible(
-        self,
-        request: Request,
-        exclude: Collection[InstanceId],
-    ) -> tuple[list[int], tuple[tuple[InstanceSpec, str], ...]] | Reject:
-        """The positions that the request fits and that were not tried, and why others are out."""
+    def _judge(self, request: Request, exclude: Collection[InstanceId]) -> Eligible | Reject:
         # The context must hold one output token, too, where any is generated.
         shortest_tokens = request.prompt_tokens + (request.predicted_output_tokens > 0)
         times = self.request_times_s(request.prompt_tokens, request.predicted_output_tokens)
@@ -111,6 +149,8 @@ class Pool:
         for i, spec in enumerate(self.specs):
             if spec.instance_id in exclude:
                 excluded.append((spec, "tried already"))
+            elif request.only is not None and spec.instance_id != request.only:
+                excluded.append((spec, f"what it continues is on {request.only}"))
             elif shortest_tokens > self.max_model_len[i]:
                 excluded.append((spec, f"context of {spec.max_model_len} tokens is too short"))
             elif not math.isfinite(times[i]):
@@ -119,15 +159,25 @@ class Pool:
             else:
                 kept.append(i)
         if kept:
-            return kept, tuple(excluded)
+            everybody = len(kept) == len(self.specs)
+            return Eligible(self, None if everybody else kept, self.absent + tuple(excluded))
         if any(why == "tried already" for _, why in excluded):
             return Reject(RejectReason.NO_AVAILABLE_INSTANCE, "every instance was tried")
+        if request.only is not None and request.only not in self.ids:
+            detail = f"what the request continues is on {request.only}, which is not available"
+            return Reject(RejectReason.NO_AVAILABLE_INSTANCE, detail)
         return Reject(
             RejectReason.FITS_NO_INSTANCE,
             f"This model's maximum context length is {int(self.longest_request_tokens)} tokens. "
             f"However, your prompt has about {request.prompt_tokens} tokens, and no instance can "
             f"hold it and an output of about {round(request.predicted_output_tokens)}.",
         )
+
+
+def _where(slots: NDArray[np.intp]) -> Slots:
+    if slots.size and (np.diff(slots) == 1).all():
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return slots
 
 
 def stand_in(spec: InstanceSpec, others: Iterable[InstanceSpec]) -> Constants:

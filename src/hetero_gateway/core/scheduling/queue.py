@@ -1,17 +1,19 @@
-"""Requests that wait in the gateway for an instance: first in, first out, one queue per model.
+"""Requests that wait in the gateway for an instance: a queue per model, behind one Protocol.
 
 Models do not block each other. A ticket can leave from the middle (its client went away), which
-costs as much as from the head. The sums that a policy wants to know are kept beside.
+costs as much as from the head. Who is next is the discipline's business; the sums and means that a
+policy wants to know are kept beside it, by ``ModelQueue``.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Protocol
 
-from hetero_gateway.core.instances.ledger import Dispatch
+from hetero_gateway.core.instances.state import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.types import InstanceId, Reject, Request
 
 # What is typical of a model's requests changes over minutes, not from one to the next.
@@ -24,22 +26,93 @@ class Ticket:
     """One request waiting for an instance, or placed on one. Changed by the scheduler alone.
 
     ``exclude``: instances it was tried on. ``owner``: whatever the shell wants to find again.
-    When it leaves the queue by ``pump``, it has either ``decision`` and ``dispatch``, or
-    ``rejected``.
+    ``eligible``: who may get it, as judged in its model's present pool. When it leaves the queue
+    by being placed or refused, it has either ``decision`` and ``dispatch``, or ``rejected``.
     """
 
-    __slots__ = ("decision", "dispatch", "enqueued_s", "exclude", "owner", "rejected", "request")
+    __slots__ = (
+        "decision",
+        "dispatch",
+        "eligible",
+        "enqueued_s",
+        "exclude",
+        "owner",
+        "rejected",
+        "request",
+    )
 
     def __init__(
-        self, request: Request, enqueued_s: float, exclude: Collection[InstanceId], owner: Any
+        self,
+        request: Request,
+        enqueued_s: float,
+        exclude: Collection[InstanceId],
+        owner: Any,
+        eligible: Eligible,
     ) -> None:
         self.request = request
         self.enqueued_s = enqueued_s
         self.exclude = exclude
         self.owner = owner
+        self.eligible = eligible
         self.decision: Decision | None = None
         self.dispatch: Dispatch | None = None
         self.rejected: Reject | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Nothing has become of it yet."""
+        return self.dispatch is None and self.rejected is None
+
+    def __repr__(self) -> str:
+        if self.rejected is not None:
+            state = f"rejected: {self.rejected.reason.value}"
+        else:
+            state = "waiting" if self.dispatch is None else f"placed: {self.dispatch!r}"
+        return f"<Ticket {self.request.model} since {self.enqueued_s:.3f} s, {state}>"
+
+
+class QueueDiscipline(Protocol):
+    """Who is next among those that wait for one model."""
+
+    def __len__(self) -> int: ...
+
+    def head(self) -> Ticket:
+        """The one whose turn it is; there must be one."""
+        ...
+
+    def put(self, ticket: Ticket, *, first: bool) -> None:
+        """Add one; ``first``: it has waited before (a retry) and goes ahead of the others."""
+        ...
+
+    def drop(self, ticket: Ticket) -> bool:
+        """Take one out, wherever it stands; False when it is not there."""
+        ...
+
+
+class Fifo:
+    """First in, first out."""
+
+    __slots__ = ("_tickets",)
+
+    def __init__(self) -> None:
+        self._tickets: OrderedDict[Ticket, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def head(self) -> Ticket:
+        return next(iter(self._tickets))
+
+    def put(self, ticket: Ticket, *, first: bool) -> None:
+        self._tickets[ticket] = None
+        if first:
+            self._tickets.move_to_end(ticket, last=False)
+
+    def drop(self, ticket: Ticket) -> bool:
+        if ticket not in self._tickets:
+            return False
+        del self._tickets[ticket]
+        return True
 
 
 class ModelQueue:
@@ -60,8 +133,8 @@ class ModelQueue:
         "prompt_tokens",
     )
 
-    def __init__(self) -> None:
-        self._tickets: OrderedDict[Ticket, None] = OrderedDict()
+    def __init__(self, discipline: QueueDiscipline) -> None:
+        self._tickets = discipline
         self.prompt_tokens = 0
         self.output_tokens = 0.0
         self.last_arrival_s = 0.0
@@ -73,16 +146,17 @@ class ModelQueue:
     def __len__(self) -> int:
         return len(self._tickets)
 
+    def __repr__(self) -> str:
+        return f"<ModelQueue of {len(self)}, mean gap {self.mean_gap_s:.3g} s>"
+
     def head(self) -> Ticket:
         """The one whose turn it is; there must be one."""
-        return next(iter(self._tickets))
+        return self._tickets.head()
 
     def put(self, ticket: Ticket, *, first: bool) -> None:
-        """Add at the end, or, ``first``, at the head (a retry has waited before)."""
-        self._tickets[ticket] = None
-        if first:
-            self._tickets.move_to_end(ticket, last=False)
-        else:
+        """Add a request that arrived, or, ``first``, one that has waited before (a retry)."""
+        self._tickets.put(ticket, first=first)
+        if not first:
             self._note_arrival(ticket)
         self.prompt_tokens += ticket.request.prompt_tokens
         self.output_tokens += ticket.request.predicted_output_tokens
@@ -101,9 +175,8 @@ class ModelQueue:
 
     def drop(self, ticket: Ticket) -> bool:
         """Take one out, wherever it stands; False when it is not there."""
-        if ticket not in self._tickets:
+        if not self._tickets.drop(ticket):
             return False
-        del self._tickets[ticket]
         if self._tickets:
             self.prompt_tokens -= ticket.request.prompt_tokens
             self.output_tokens -= ticket.request.predicted_output_tokens

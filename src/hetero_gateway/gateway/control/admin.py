@@ -26,14 +26,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
+from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.core.types import Request as CoreRequest
-from hetero_gateway.errors import ClientError, ConfigError
+from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.gateway_config import InstanceConfig, load_gateway_config
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.control.history import as_trace
-from hetero_gateway.gateway.control.reasons import decision_reason, waiting_reason
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wiring import Gateway
 
@@ -75,17 +75,17 @@ async def _check_access(request: Request) -> None:
         # Header values are bytes; starlette shows them as latin-1.
         right = hmac.compare_digest(given.encode("latin-1"), gateway.admin_key.encode())
         if scheme.lower() != "bearer" or not right:
-            raise ClientError(401, "invalid_api_key", "The admin key is missing or wrong.")
+            raise Refusal(401, "invalid_api_key", "The admin key is missing or wrong.")
         return
     if not is_loopback(gateway.config.server.host):
-        raise ClientError(
+        raise Refusal(
             403, "admin_off", "/admin is off: set server.admin_key_env, or listen on loopback."
         )
     host, origin = headers.get("host", ""), headers.get("origin")
     # A proxy on this machine would let everyone in.
     proxied = "forwarded" in headers or "x-forwarded-for" in headers
     if proxied or not _names_loopback(host) or (origin and urlsplit(origin).netloc != host):
-        raise ClientError(
+        raise Refusal(
             403,
             "admin_off",
             "/admin without a key answers only to this machine, by a loopback name and not "
@@ -112,7 +112,7 @@ class _Route(APIRoute):
             except RequestValidationError as error:
                 first = error.errors()[0]
                 name = str(first["loc"][-1])
-                raise ClientError(
+                raise Refusal(
                     400, "invalid_parameter", f"{name}: {first['msg']}", param=name
                 ) from error
 
@@ -151,7 +151,7 @@ async def add_instance(request: Request) -> Response:
             raise ConfigError("body: api_key_env: only a name that the configuration file uses")
         instance = gateway.add_instance(config)
     except ConfigError as error:
-        raise ClientError(409 if conflict else 400, "invalid_instance", str(error)) from error
+        raise Refusal(409 if conflict else 400, "invalid_instance", str(error)) from error
     return _json(describe_instance(gateway, instance), 201)
 
 
@@ -168,9 +168,9 @@ async def change_instance(request: Request, instance_id: str) -> Response:
     try:
         patch = parse_model(InstancePatch, data, "body")
     except ConfigError as error:
-        raise ClientError(400, "invalid_instance", str(error)) from error
+        raise Refusal(400, "invalid_instance", str(error)) from error
     if patch.recalibrated and not gateway.config.scheduler.recalibrate:
-        raise ClientError(400, "invalid_instance", "recalibrated: scheduler.recalibrate is off")
+        raise Refusal(400, "invalid_instance", "recalibrated: scheduler.recalibrate is off")
     if patch.recalibrated is not None:
         gateway.fleet.set_recalibrated(instance, patch.recalibrated)
     if patch.draining is not None:
@@ -202,7 +202,7 @@ async def explain(
         served = gateway.fleet.models()
         if len(served) != 1:
             names = ", ".join(served) or "none"
-            raise ClientError(400, "missing_model", f"say which model; served: {names}")
+            raise Refusal(400, "missing_model", f"say which model; served: {names}")
         model = next(iter(served))
     predicted = gateway.predict_output_tokens(model, prompt_tokens, max_tokens)
     scheduler = gateway.fleet.scheduler
@@ -222,9 +222,9 @@ async def explain(
     waiting = scheduler.queued_for(model)
     waits = result.waits or waiting > 0
     if waits:
-        reason = waiting_reason(policy, result, waiting)
+        reason = result.waiting_reason(waiting)
     else:
-        reason = decision_reason(policy, result, "would get it")
+        reason = result.reason("would get it")
     document |= {"chosen": result.instance_id, "reason": reason, "waits": waits}
     return _json(document | {"candidates": describe_decision(result)})
 
@@ -247,7 +247,7 @@ async def list_observations(request: Request, instance: str) -> Response:
             "profile": None if profile is None else describe_profile(profile),
             "stand_in": None if profile else dataclasses.asdict(scheduler.stand_in(known.id)),
             "kv_capacity_tokens": known.engine_kv_capacity_tokens,
-            "drift": _describe_drift(gateway, known),
+            "drift": _describe_drift(scheduler.snapshot(known.id)),
             "observed_s": observations.observed_s,
             "step_fields": StepRow._fields,
             "steps": list(observations.steps),
@@ -288,7 +288,7 @@ async def list_decisions(
                 "predicted_output_tokens": wanted.predicted_output_tokens,
                 "sequences": wanted.sequences,
                 "chosen": decision.instance_id,
-                "reason": decision_reason(policy, decision, waited_s=record.waited_s),
+                "reason": decision.reason(waited_s=record.waited_s),
                 "waited_s": record.waited_s,
             }
             | ({"candidates": describe_decision(decision)} if candidates else {})
@@ -311,11 +311,11 @@ async def reload(request: Request) -> Response:
     gateway = _gateway(request)
     path = gateway.config_path
     if path is None:
-        raise ClientError(409, "no_file", "the gateway was not started from a file")
+        raise Refusal(409, "no_file", "the gateway was not started from a file")
     try:
         return _json(gateway.apply(load_gateway_config(path)))
     except ConfigError as error:
-        raise ClientError(400, "invalid_configuration", str(error)) from error
+        raise Refusal(400, "invalid_configuration", str(error)) from error
 
 
 def describe_decision(decision: Decision) -> list[dict[str, Any]]:
@@ -324,7 +324,8 @@ def describe_decision(decision: Decision) -> list[dict[str, Any]]:
     A policy that estimates (finish-time) adds its estimates; without any profile they are no
     times, and of them only the cost is told: sequences per weight.
     """
-    rows = [
+    estimates, missing = "room" in decision.choice.figures, dict.fromkeys(_ESTIMATES)
+    return [
         {
             "instance": row.instance_id,
             "request_time_s": row.request_time_s,
@@ -335,22 +336,9 @@ def describe_decision(decision: Decision) -> list[dict[str, Any]]:
             "in_flight": row.in_flight if row.excluded is None else None,
             "excluded": row.excluded,
         }
+        | (missing | dict(row.estimates) | {"room": row.room} if estimates else {})
         for row in decision.explain()
     ]
-    estimates, outlook = decision.candidates.estimates, decision.candidates.outlook
-    if estimates is None or outlook is None:
-        return rows
-    for i, row in enumerate(rows):
-        figures: dict[str, Any] = dict.fromkeys(_ESTIMATES)
-        if i < len(decision.candidates.ids):
-            if outlook.profiled:
-                figures["latency_s"] = float(estimates.latency_s[i])
-                figures["delay_s"] = float(estimates.delay_s[i])
-                figures["memory_price_s"] = float(estimates.memory_price_s[i])
-            figures["cost_s"] = float(estimates.cost_s[i])
-            figures["room"] = bool(estimates.room[i])
-        row |= figures
-    return rows
 
 
 def _refusals(gateway: Gateway, model: str) -> list[dict[str, Any]]:
@@ -384,11 +372,8 @@ def describe_profile(profile: Profile) -> dict[str, Any]:
 
 def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
     """An instance as JSON; never its key."""
-    ledger, progress = gateway.fleet.scheduler.ledger, gateway.fleet.scheduler.progress
-    queues = gateway.placement.queues
-    slot = gateway.fleet.scheduler.slot(instance.id)
     profile = gateway.fleet.scheduler.spec(instance.id).profile
-    kv_tokens = int(ledger.kv_tokens[slot])
+    seen = gateway.fleet.scheduler.snapshot(instance.id)
     return {
         "id": instance.id,
         "base_url": instance.config.base_url,
@@ -397,35 +382,34 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "recalibrated": instance.calibrated is not None,
         "profile_source": profile.source.get("how") if profile else None,
         "profile_age_s": instance.profile_age_s(),
-        "drift": _describe_drift(gateway, instance),
+        "drift": _describe_drift(seen),
         "max_model_len": instance.max_model_len,
         "weight": instance.weight,
         "up": instance.up,
         "draining": instance.draining,
         "down_reason": None if instance.up else _without_key(instance),
-        "in_flight": int(ledger.in_flight[slot]),
-        "workload": float(ledger.load[slot]),
-        "kv_tokens": kv_tokens,
-        "kv_capacity_tokens": profile.kv_capacity_tokens if profile else None,
-        "kv_usage": kv_tokens / profile.kv_capacity_tokens if profile else None,
+        "in_flight": seen.in_flight,
+        "workload": seen.load_s,
+        "kv_tokens": seen.kv_tokens,
+        "kv_capacity_tokens": seen.kv_capacity_tokens,
+        "kv_usage": seen.kv_usage,
         "engine_kv_usage": instance.engine_kv_usage,
-        "speed_factor": gateway.fleet.speed(instance.id),
-        "waiting_first_token": progress.waiting(slot) if queues else None,
+        "speed_factor": seen.speed_factor,
+        "waiting_first_token": seen.waiting_first_token,
         "connections": instance.pool.open_connections,
         "requests": gateway.metrics.decisions[instance.id],
     }
 
 
-def _describe_drift(gateway: Gateway, instance: Instance) -> dict[str, Any] | None:
-    drift = gateway.fleet.scheduler.drift(instance.id)
-    if drift is None:
+def _describe_drift(seen: InstanceSnapshot) -> dict[str, Any] | None:
+    if not seen.profiled:
         return None
-    told, since_s = drift.verdict(), drift.since_s
+    told, since_s = seen.drift, seen.drifted_since_s
     return {
         "decode": told.decode,
         "prefill": told.prefill,
         "spread": told.spread,
-        "drifted": drift.drifted,
+        "drifted": seen.drifted,
         "since": None if since_s is None else time.time() - (time.monotonic() - since_s),
     }
 
@@ -439,21 +423,21 @@ def _without_key(instance: Instance) -> str:
 def _known(gateway: Gateway, instance_id: str) -> Instance:
     instance = gateway.fleet.instances.get(InstanceId(instance_id))
     if instance is None:
-        raise ClientError(404, "instance_not_found", f"there is no instance {instance_id!r}")
+        raise Refusal(404, "instance_not_found", f"there is no instance {instance_id!r}")
     return instance
 
 
 async def _read_json(request: Request) -> Any:
-    """The body. Raises ClientError: too large, or not JSON."""
+    """The body. Raises Refusal: too large, or not JSON."""
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > _MAX_BODY_BYTES:
-            raise ClientError(413, "request_too_large", f"at most {_MAX_BODY_BYTES} bytes")
+            raise Refusal(413, "request_too_large", f"at most {_MAX_BODY_BYTES} bytes")
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ClientError(400, "invalid_json", f"The body is not JSON: {error}") from error
+        raise Refusal(400, "invalid_json", f"The body is not JSON: {error}") from error
 
 
 def _json(document: dict[str, Any], status: int = 200) -> Response:

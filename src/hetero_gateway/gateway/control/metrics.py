@@ -34,6 +34,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from hetero_gateway import __version__
+from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 
 PREFIX = "hetero_gateway_"
 
@@ -103,17 +104,10 @@ class Series:
 class InstanceGauges:
     """An instance as a scrape sees it; None: unknown, and no series is shown."""
 
-    instance_id: str
+    snapshot: InstanceSnapshot
     up: bool
-    in_flight: int
-    workload: float
-    kv_usage_estimated: float | None
     kv_usage_engine: float | None
-    speed_factor: float | None = None
-    waiting_first_token: int | None = None
-    drift_decode: float | None = None
-    drift_prefill: float | None = None
-    profile_age_s: float | None = None
+    profile_age_s: float | None
 
 
 class Metrics(Collector):
@@ -246,23 +240,22 @@ class Metrics(Collector):
             labels=["instance"],
         )
         for gauges in self._gauges():
-            up.add_metric([gauges.instance_id], float(gauges.up))
-            in_flight.add_metric([gauges.instance_id], gauges.in_flight)
-            load.add_metric([gauges.instance_id], gauges.workload)
-            if gauges.kv_usage_estimated is not None:
-                kv.add_metric((gauges.instance_id, "estimated"), gauges.kv_usage_estimated)
-            if gauges.kv_usage_engine is not None:
-                kv.add_metric((gauges.instance_id, "engine"), gauges.kv_usage_engine)
-            if gauges.speed_factor is not None:
-                speed.add_metric([gauges.instance_id], gauges.speed_factor)
-            if gauges.waiting_first_token is not None:
-                unseen.add_metric([gauges.instance_id], gauges.waiting_first_token)
-            if gauges.drift_decode is not None:
-                drift.add_metric((gauges.instance_id, "decode"), gauges.drift_decode)
-            if gauges.drift_prefill is not None:
-                drift.add_metric((gauges.instance_id, "prefill"), gauges.drift_prefill)
-            if gauges.profile_age_s is not None:
-                age.add_metric([gauges.instance_id], gauges.profile_age_s)
+            seen = gauges.snapshot
+            name = seen.instance_id
+            up.add_metric([name], float(gauges.up))
+            in_flight.add_metric([name], seen.in_flight)
+            load.add_metric([name], seen.load_s)
+            for family, labels, value in (
+                (kv, (name, "estimated"), seen.kv_usage),
+                (kv, (name, "engine"), gauges.kv_usage_engine),
+                (speed, (name,), seen.speed_factor),
+                (unseen, (name,), seen.waiting_first_token),
+                (drift, (name, "decode"), seen.drift.decode),
+                (drift, (name, "prefill"), seen.drift.prefill),
+                (age, (name,), gauges.profile_age_s),
+            ):
+                if value is not None:
+                    family.add_metric(labels, value)
         yield from (up, in_flight, load, kv, speed, unseen, drift, age)
 
     def _gateway_families(self) -> Iterator[Metric]:

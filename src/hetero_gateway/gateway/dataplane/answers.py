@@ -6,7 +6,8 @@ What an instance answers passes unchanged and is none of this.
 from __future__ import annotations
 
 from hetero_gateway.core.types import Reject, RejectReason
-from hetero_gateway.errors import ClientError, InstanceError
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.openai import error_body
@@ -14,46 +15,44 @@ from hetero_gateway.gateway.wire.openai import error_body
 _RETRY_AFTER_S = 2
 
 
-def too_large(limit: int) -> ClientError:
+def too_large(limit: int) -> Refusal:
     """A body above the limit, in bytes."""
-    return ClientError(413, "request_too_large", f"The request body is larger than {limit} bytes.")
+    return Refusal(413, "request_too_large", f"The request body is larger than {limit} bytes.")
 
 
-def rejection(reject: Reject, failure: InstanceError | None, path: str) -> ClientError:
-    """The client's error for a request that no instance can take."""
+def rejection(reject: Reject, error: InstanceError | None, path: str) -> Refusal:
+    """What the client is told where no instance can take its request; ``error``: the last one's."""
     if reject.reason is RejectReason.UNKNOWN_MODEL:
-        return ClientError(404, "model_not_found", reject.detail, param="model")
+        return Refusal(404, "model_not_found", reject.detail, param="model")
     if reject.reason is RejectReason.FITS_NO_INSTANCE:
         param = "prompt" if path == "/v1/completions" else "messages"
-        return ClientError(400, "context_length_exceeded", reject.detail, param=param)
-    if failure is not None and failure.reason != "connect":
-        return ClientError(502, "upstream_error", f"{failure}", kind="server_error")
+        return Refusal(400, "context_length_exceeded", reject.detail, param=param)
+    if error is not None and error.failure is not Failure.CONNECT:
+        return Refusal(502, "upstream_error", f"{error}", kind="server_error")
     return _unavailable("no_healthy_instance", reject.detail)
 
 
-def client_error(failure: InstanceError, instance: Instance) -> ClientError:
-    """The client's error for an attempt that failed and is not tried again."""
-    message = f"instance {instance.id}: {failure}"
-    if failure.reason.endswith("_timeout"):
-        return ClientError(504, "upstream_timeout", message, kind="server_error")
-    if failure.reason == "pool":
-        return _unavailable("no_free_connection", message)
-    if failure.reason == "connect":
-        return _unavailable("no_healthy_instance", message)
-    return ClientError(502, "upstream_error", message, kind="server_error")
+def refusal_of(error: InstanceError, instance: Instance) -> Refusal:
+    """What the client is told of an attempt that failed and is not tried again."""
+    failure, message = error.failure, f"instance {instance.id}: {error}"
+    if failure.status == 503:
+        return _unavailable(failure.code, message)
+    return Refusal(failure.status, failure.code, message, kind="server_error")
 
 
-def _unavailable(code: str, message: str) -> ClientError:
-    return ClientError(503, code, message, kind="server_error", retry_after_s=_RETRY_AFTER_S)
+def _unavailable(code: str, message: str) -> Refusal:
+    return Refusal(503, code, message, kind="server_error", retry_after_s=_RETRY_AFTER_S)
 
 
-def shutting_down() -> ClientError:
+def shutting_down() -> Refusal:
     """For what was not served before the gateway ended."""
     return _unavailable("shutting_down", "The gateway is shutting down.")
 
 
-def answer(downstream: Downstream, error: ClientError, path: str, request_id: bytes) -> None:
+def answer(downstream: Downstream, error: Refusal, path: str, request_id: bytes) -> None:
     """Answer a request with an error; cuts a response that has begun."""
+    if downstream.gone:
+        return
     if downstream.started:
         downstream.cut()  # a second head would be taken for a part of the body
         return

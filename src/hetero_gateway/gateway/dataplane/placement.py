@@ -1,13 +1,15 @@
 """Where a request goes and when: the gateway's driver of the scheduler and of its queue.
 
-A policy that places at once costs one ``choose`` and one ``dispatch``; nothing here is awaited and
-no timer runs. Under one that ``queues`` (finish-time), a request's coroutine sleeps on its client's
-connection until it is placed, refused, out of time, or left alone by its client.
+``submit`` is synchronous: where nobody waits and an instance has room it returns the request's
+place, with no coroutine, future or timer. Under a policy that ``queues`` (finish-time) it may
+return a ticket instead; whoever has one waits with it, asleep on a ``Sleeper``, until it is placed,
+refused, out of time, or left alone by its client. What a sleeper is, a client's connection or a
+worker in another process, is not known here.
 
 ``Scheduler.pump`` has to follow everything that may make room. What happens in callbacks (a first
 token, a settlement, a change of an instance) only asks for a pump in the same turn of the event
 loop, so that many of them cost one, and nothing can be entered twice: a pump only sets flags and
-wakes coroutines. A timer stands in for what nobody sees, and only while requests wait.
+wakes sleepers. A timer stands in for what nobody sees, and only while requests wait.
 """
 
 from __future__ import annotations
@@ -15,23 +17,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
-from hetero_gateway.core.instances.ledger import Dispatch
+from hetero_gateway.core.instances.state import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
-from hetero_gateway.errors import ClientError
+from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import QueueConfig
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.answers import shutting_down
-from hetero_gateway.gateway.dataplane.relay import Exchange
-from hetero_gateway.gateway.dataplane.speed import StepWatch
+from hetero_gateway.gateway.dataplane.speed import StepWatch, WatchedStream
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.fleet.recalibration import Recalibration
-from hetero_gateway.gateway.wire.downstream import Downstream
 
 # OpenAI's clients obey a Retry-After of up to 60 s.
 _RETRY_AFTER_BOUNDS_S = (1, 60)
@@ -39,8 +38,8 @@ _RETRY_AFTER_BOUNDS_S = (1, 60)
 _TIMER_GRAIN_S = 0.001
 
 
-class ClientGone(Exception):
-    """The client left before its request was sent on."""
+class SleeperGone(Exception):
+    """A sleeper was gone before its request was placed."""
 
 
 class Placed(NamedTuple):
@@ -53,21 +52,41 @@ class Placed(NamedTuple):
     waited_s: float
 
 
+class Sleeper(Protocol):
+    """Who waits with a ticket."""
+
+    @property
+    def gone(self) -> bool:
+        """Nobody wants the place any more."""
+        ...
+
+    def wake(self) -> None:
+        """End the current or the next ``wait``. Must not enter the placement again."""
+        ...
+
+    async def wait(self) -> None:
+        """Return after ``wake``, when it is gone, or at times for no reason."""
+        ...
+
+
 class _Waiter:
-    """A ticket's owner: whom to wake, and what was found for it."""
+    """A waiting ticket's owner: whom to wake, and what was found for it."""
 
-    __slots__ = ("asleep", "downstream", "instance", "out_of_time", "placed_s")
+    __slots__ = ("instance", "out_of_time", "placed_s", "sleeper")
 
-    def __init__(self, downstream: Downstream) -> None:
-        self.downstream = downstream
-        self.asleep = False
+    def __init__(self) -> None:
+        self.sleeper: Sleeper | None = None  # until it sleeps
         self.out_of_time = False
         self.instance: Instance | None = None
         self.placed_s = 0.0
 
+    def wake(self) -> None:
+        if self.sleeper is not None:
+            self.sleeper.wake()
+
     def expire(self) -> None:
         self.out_of_time = True
-        self.downstream.wake()
+        self.wake()
 
 
 class Placement:
@@ -108,6 +127,10 @@ class Placement:
         timers = (self._soon, self._timer)
         return not self._waiting and self._steps.idle and timers == (None, None)
 
+    def knows(self, model: str) -> bool:
+        """Whether any instance, available or not, serves the model."""
+        return self._scheduler.knows(model)
+
     def oldest_wait_s(self) -> float:
         """How long the one that came first has been waiting, in seconds; 0 when nobody waits."""
         first = next(iter(self._waiting), None)
@@ -123,88 +146,105 @@ class Placement:
                 handle.cancel()
         self._soon = self._timer = None
         for waiter in self._waiting.values():
-            waiter.downstream.wake()
+            waiter.wake()
 
     # Placing
 
-    def place_now(self, request: Request, exclude: list[InstanceId]) -> Placed | Reject:
-        """Choose and dispatch at once, without regard to who waits."""
-        started_s = time.perf_counter()
-        decision = self._scheduler.choose(request, exclude, time.monotonic())
-        self._metrics.decision_s.observe(time.perf_counter() - started_s)
-        if isinstance(decision, Reject):
-            return decision
-        now_s = time.monotonic()
-        instance = self._fleet.instances[decision.instance_id]
-        return Placed(instance, decision, self._scheduler.dispatch(decision, now_s), now_s, 0.0)
-
-    async def place(
-        self,
-        request: Request,
-        exclude: list[InstanceId],
-        downstream: Downstream,
-        deadline_s: float,
-    ) -> Placed | Reject:
-        """Place a request, when there is room for it.
+    def submit(
+        self, request: Request, exclude: Sequence[InstanceId], *, waits: bool = True
+    ) -> Placed | Ticket | Reject:
+        """The request's place, or a ticket to ``wait`` with.
 
         Args:
             exclude: where it was tried before; such a request waits at the head of the queue.
-            downstream: of its client, which may leave meanwhile.
-            deadline_s: monotonic; of the whole exchange.
+            waits: False: it is placed at once, without regard to who waits.
 
         Raises:
-            ClientGone: it left the queue, too.
-            ClientError: 429 for a full queue or a wait that was too long, 504 after the deadline,
-                503 when the gateway ends.
+            Refusal: 429 for a full queue.
         """
         now_s = time.monotonic()
-        waiter = _Waiter(downstream)
-        ticket = self._scheduler.submit(
-            request, now_s, tuple(exclude), owner=waiter, first=bool(exclude)
-        )
+        if self.queues and not waits:
+            return self._place_now(request, exclude, now_s)
+        scheduler = self._scheduler
+        began_s = time.perf_counter()
+        ticket = scheduler.place(request, now_s, tuple(exclude), first=bool(exclude))
         if isinstance(ticket, Reject):
             if ticket.reason is RejectReason.QUEUE_FULL:
                 raise self._refused("queue_full", request.model, ticket.detail)
             return ticket
-        self._pump(now_s)
-        if _waits(ticket):
-            await self._wait(ticket, waiter, deadline_s)
+        if ticket.waits:
+            waiter = ticket.owner = _Waiter()
+            self._waiting[ticket] = waiter
+            if scheduler.queued > 1:
+                self._pump(now_s)  # others wait, so that it was not tried
+            else:
+                self._metrics.decision_s.observe(time.perf_counter() - began_s)
+                self._arm(now_s)
+            if ticket.waits:
+                return ticket
+            del self._waiting[ticket]
+        else:
+            self._metrics.decision_s.observe(time.perf_counter() - began_s)
+        if ticket.rejected is not None:
+            return ticket.rejected
+        decision, dispatch = ticket.decision, ticket.dispatch
+        assert decision is not None
+        assert dispatch is not None
+        if self.queues:
+            self._metrics.queue_wait_s.observe(0.0)
+        return Placed(self._fleet.instances[decision.instance_id], decision, dispatch, now_s, 0.0)
+
+    def _place_now(
+        self, request: Request, exclude: Sequence[InstanceId], now_s: float
+    ) -> Placed | Reject:
+        started_s = time.perf_counter()
+        decision = self._scheduler.choose(request, exclude, now_s)
+        self._metrics.decision_s.observe(time.perf_counter() - started_s)
+        if isinstance(decision, Reject):
+            return decision
+        instance = self._fleet.instances[decision.instance_id]
+        return Placed(instance, decision, self._scheduler.dispatch(decision, now_s), now_s, 0.0)
+
+    async def wait(self, ticket: Ticket, sleeper: Sleeper, deadline_s: float) -> Placed | Reject:
+        """What becomes of a ticket that ``submit`` returned. To be called once for each.
+
+        Args:
+            deadline_s: monotonic; of the whole exchange.
+
+        Raises:
+            SleeperGone: it has left the queue, too.
+            Refusal: 429 for a wait that was too long, 504 after the deadline, 503 when the gateway
+                ends. The ticket has left the queue.
+        """
+        waiter = self._waiting[ticket]
+        limit_s = min(ticket.enqueued_s + self._timeout_s, deadline_s)
+        timer = self._loop.call_later(max(0.0, limit_s - time.monotonic()), waiter.expire)
+        waiter.sleeper = sleeper
+        served = False
+        try:
+            while not sleeper.gone and ticket.waits:
+                if self._closed:
+                    raise shutting_down()
+                if waiter.out_of_time:
+                    raise self._too_long(ticket, limit_s == deadline_s)
+                await sleeper.wait()
+            if sleeper.gone:
+                raise SleeperGone
+            served = True
+        finally:
+            waiter.sleeper = None
+            timer.cancel()
+            del self._waiting[ticket]
+            if not served:
+                self._leave(ticket)
         if ticket.rejected is not None:
             return ticket.rejected
         assert ticket.dispatch is not None
         assert ticket.decision is not None
         assert waiter.instance is not None
-        waited_s = waiter.placed_s - now_s
+        waited_s = waiter.placed_s - ticket.enqueued_s
         self._metrics.queue_wait_s.observe(waited_s)
         return Placed(waiter.instance, ticket.decision, ticket.dispatch, waiter.placed_s, waited_s)
-
-    async def _wait(self, ticket: Ticket, waiter: _Waiter, deadline_s: float) -> None:
-        """Return when the ticket is placed or rejected; on anything else it has left the queue."""
-        downstream = waiter.downstream
-        limit_s = min(ticket.enqueued_s + self._timeout_s, deadline_s)
-        delay_s = max(0.0, limit_s - ticket.enqueued_s)
-        timer = self._loop.call_later(delay_s, waiter.expire)
-        self._waiting[ticket] = waiter
-        waiter.asleep = True
-        served = False
-        try:
-            while _waits(ticket):
-                await downstream.wait()
-                if downstream.disconnected:
-                    raise ClientGone
-                if not _waits(ticket):
-                    break
-                if self._closed:
-                    raise shutting_down()
-                if waiter.out_of_time:
-                    raise self._too_long(ticket, limit_s == deadline_s)
-            served = True
-        finally:
-            waiter.asleep = False
-            timer.cancel()
-            del self._waiting[ticket]
-            if not served:
-                self._leave(ticket)
 
     def _leave(self, ticket: Ticket) -> None:
         """Give up a ticket, whether it still waits or was placed a moment ago."""
@@ -212,42 +252,39 @@ class Placement:
             self.settle(ticket.dispatch, Outcome.CLIENT_DISCONNECTED)
         self.pump_soon()
 
-    def _too_long(self, ticket: Ticket, deadline: bool) -> ClientError:
+    def _too_long(self, ticket: Ticket, deadline: bool) -> Refusal:
         waited_s = time.monotonic() - ticket.enqueued_s
         message = f"no instance had room for the request in {waited_s:.3g} s"
         if deadline:
-            return ClientError(504, "upstream_timeout", message, kind="server_error")
+            return Refusal(504, "upstream_timeout", message, kind="server_error")
         return self._refused("queue_timeout", ticket.request.model, message)
 
-    def _refused(self, code: str, model: str, message: str) -> ClientError:
+    def _refused(self, code: str, model: str, message: str) -> Refusal:
         self._metrics.queue_rejections[code] += 1
         low, high = _RETRY_AFTER_BOUNDS_S
         drain_s = self._scheduler.drain_time_s(model)
         after_s = min(high, max(low, math.ceil(min(drain_s, high))))
-        return ClientError(429, code, message, kind="rate_limit_error", retry_after_s=after_s)
+        return Refusal(429, code, message, kind="rate_limit_error", retry_after_s=after_s)
 
     # Afterwards
 
-    def watch(self, placed: Placed) -> Callable[[Exchange], None] | None:
-        """What an exchange is to call when its stream begins; None: the core predicts it."""
-        if not placed.dispatch.request.streams:
-            return None
-        return partial(self._stream_began, placed.dispatch)
-
-    def _stream_began(self, dispatch: Dispatch, exchange: Exchange) -> None:
+    def stream_began(self, dispatch: Dispatch, stream: WatchedStream) -> None:
+        """The first bytes of an answer are here, and its first token, if the core asks for it."""
+        if not dispatch.request.streams:
+            return
         now_s = time.monotonic()
         self._scheduler.first_token(dispatch, now_s)
-        self._steps.add(exchange, dispatch, now_s)
+        self._steps.add(stream, dispatch, now_s)
         self.pump_soon()
 
     def settle(
-        self, dispatch: Dispatch, outcome: Outcome, exchange: Exchange | None = None
+        self, dispatch: Dispatch, outcome: Outcome, stream: WatchedStream | None = None
     ) -> None:
         """Take a dispatch off, and give its room to the next at the end of this turn."""
         now_s = time.monotonic()
         self._scheduler.settle(dispatch, outcome, now_s)
-        if exchange is not None:
-            self._steps.discard(exchange, now_s)
+        if stream is not None:
+            self._steps.discard(stream, now_s)
         self.pump_soon()
 
     # Pumping
@@ -265,11 +302,9 @@ class Placement:
             now_s = time.monotonic()
         started_s = time.perf_counter()
         done = self._scheduler.pump(now_s)
-        if done:
-            each_s = (time.perf_counter() - started_s) / len(done)
-            for ticket in done:
-                self._metrics.decision_s.observe(each_s)
-                self._deliver(ticket, now_s)
+        self._metrics.decision_s.observe(time.perf_counter() - started_s)
+        for ticket in done:
+            self._deliver(ticket, now_s)
         self._arm(now_s)
 
     def _deliver(self, ticket: Ticket, now_s: float) -> None:
@@ -278,8 +313,7 @@ class Placement:
             # Kept now: the instance may be removed before the owner runs.
             waiter.instance = self._fleet.instances[ticket.decision.instance_id]
             waiter.placed_s = now_s
-        if waiter.asleep:
-            waiter.downstream.wake()
+        waiter.wake()
 
     def _arm(self, now_s: float) -> None:
         """Keep the timer at the scheduler's next wake-up, while anybody waits."""
@@ -303,7 +337,3 @@ class Placement:
         if not self.queues:
             return None
         return {"waiting": self._scheduler.queued, "oldest_wait_s": self.oldest_wait_s()}
-
-
-def _waits(ticket: Ticket) -> bool:
-    return ticket.dispatch is None and ticket.rejected is None

@@ -25,6 +25,7 @@ from hetero_gateway.core.lengths.predictors import (
     NormalPredictor,
     OutputLengthPredictor,
 )
+from hetero_gateway.core.policies import default_predictor
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig, predictor_entry_points
 from hetero_gateway.files.length_model_file import read_length_model
@@ -116,7 +117,7 @@ def make_predictor(
         ConfigError: the file of a trained one is not good, or a foreign one cannot be made.
     """
     settings = config.scheduler.predictor
-    kind = settings.kind or ("normal" if config.scheduler.policy == "paper" else "bucket-mean")
+    kind = settings.kind or default_predictor(config.scheduler.policy)
     bucket_mean = BucketMeanPredictor(settings.mean_tokens, settings.prior_requests)
     if kind == "bucket-mean":
         return bucket_mean

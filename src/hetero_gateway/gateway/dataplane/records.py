@@ -6,31 +6,24 @@ Once per attempt, after it is settled; the last one of a request is ``final`` an
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.lengths.predictors import (
     BytesPerToken,
-    LengthFeatures,
     OutputLengthPredictor,
 )
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.types import Outcome, Request
+from hetero_gateway.core.types import Outcome
+from hetero_gateway.engines.vllm import tokens_of_events
 from hetero_gateway.gateway.control.history import FinishedRequest, RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed
 from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.failures import Failure, InstanceError, Suspicion
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.gateway.wire.downstream import Downstream
-from hetero_gateway.gateway.wire.openai import ParsedRequest
-
-_OUTCOME_BY_ERROR = {
-    "first_byte_timeout": Outcome.TIMED_OUT,
-    "idle_timeout": Outcome.TIMED_OUT,
-    "total_timeout": Outcome.TIMED_OUT,
-}
 
 
 class DecisionRecord(NamedTuple):
@@ -40,22 +33,6 @@ class DecisionRecord(NamedTuple):
     request_id: str
     decision: Decision
     waited_s: float
-
-
-@dataclass(slots=True)
-class Job:
-    """One client's request, through all of its attempts."""
-
-    path: str
-    target: bytes
-    headers: list[tuple[bytes, bytes]]
-    request_id: bytes
-    body: bytes
-    parsed: ParsedRequest
-    request: Request
-    features: LengthFeatures | None
-    queues: bool
-    received_s: float
 
 
 class Recorder:
@@ -98,14 +75,13 @@ class Recorder:
         if self._fleet.instances.get(instance.id) is not instance:
             return  # removed meanwhile: its series are gone for good
         error = exchange.error
+        if error is None and outcome is Outcome.UPSTREAM_ERROR:
+            error = InstanceError(Failure.ENGINE, "its engine broke off")
         if error is not None:
             metrics.upstream_errors[instance.id, error.reason] += 1
-            if error.reason in ("connect", "reset", "first_byte_timeout"):
-                self._health.suspect(instance, str(error), down=error.reason == "connect")
-        elif outcome is Outcome.UPSTREAM_ERROR:
-            # The stream ended well in HTTP, but its server said that the engine is gone.
-            metrics.upstream_errors[instance.id, "engine"] += 1
-            self._health.suspect(instance, "its engine broke off", down=False)
+            suspicion = error.failure.suspicion
+            if suspicion is not Suspicion.NONE:
+                self._health.suspect(instance, str(error), down=suspicion is Suspicion.DOWN)
         if not final:
             return
         series = metrics.series(job.request.model, instance.id)
@@ -115,7 +91,7 @@ class Recorder:
         series.outcomes[label] += 1
         if outcome is Outcome.CLIENT_DISCONNECTED:
             metrics.client_disconnects[instance.id] += 1
-        duration_s = now_s - job.received_s
+        duration_s = now_s - job.inbound.received_s
         series.duration.observe(duration_s)
         if exchange.first_body_at_s is not None and exchange.status < 400:
             self._record_tokens(job, placed, exchange, outcome, now_s)
@@ -134,12 +110,13 @@ class Recorder:
         first_s = exchange.first_body_at_s
         assert first_s is not None
         told_prompt, told_output = exchange.usage()
-        # Without usage: the events, less the role chunk and [DONE].
-        output = told_output if told_output is not None else max(0, exchange.events - 2)
+        output = told_output
+        if output is None:
+            output = tokens_of_events(job.inbound.path, exchange.events)
         series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
         series.output_tokens += output
         if parsed.stream:
-            series.ttft.observe(first_s - job.received_s)
+            series.ttft.observe(first_s - job.inbound.received_s)
             per_sequence = output / request.sequences
             if per_sequence > 1:
                 series.tpot.observe((now_s - first_s) / (per_sequence - 1))
@@ -166,7 +143,7 @@ class Recorder:
             prompt_tokens = max(1, round(told_prompt / parsed.prompt_count))
         self._history.append(
             FinishedRequest(
-                job.received_s,
+                job.inbound.received_s,
                 request.model,
                 prompt_tokens,
                 max(1, round(output_tokens)),
@@ -176,24 +153,15 @@ class Recorder:
         )
 
 
-def outcome_of(exchange: Exchange, downstream: Downstream) -> Outcome:
-    """How an attempt ended."""
-    if exchange.error is not None:
-        return _OUTCOME_BY_ERROR.get(exchange.error.reason, Outcome.UPSTREAM_ERROR)
-    if not exchange.complete:
-        return Outcome.CLIENT_DISCONNECTED
-    return Outcome.UPSTREAM_ERROR if exchange.engine_failed() else Outcome.COMPLETED
-
-
 def _expected_latency_s(placed: Placed) -> float:
     """How long a profiled instance was to take: the policy's own estimate, or the cost model's."""
     decision, profile = placed.decision, placed.instance.profile
-    estimates = decision.candidates.estimates
-    if estimates is not None:
-        return float(estimates.latency_s[decision.position])
+    estimated_s = decision.expected_latency_s()
+    if estimated_s is not None:
+        return estimated_s
     assert profile is not None
     request, c = decision.request, profile.constants
-    batch = float(decision.candidates.in_flight[decision.position]) + 1
+    batch = float(decision.choice.figures.column("in_flight")[decision.choice.position]) + 1
     batch = min(batch, profile.max_num_seqs)
     result = prefill_time_s(c, 1, request.prompt_tokens)
     return result + decode_time_s(c, batch, request.prompt_tokens, request.predicted_output_tokens)

@@ -1,8 +1,8 @@
 """One response on its way from an instance to a client.
 
-An ``Exchange`` is fed by an upstream connection and writes to a downstream; its coroutine only
-sleeps until there is something to decide (the end, an error, a slow or vanished client). Per chunk
-it writes the bytes, counts the events in them and remembers the last few reads; nothing is parsed.
+An ``Exchange`` is fed by an upstream connection and writes to a downstream, all in callbacks. Per
+chunk it writes the bytes, counts the events in them and remembers the last few reads; nothing is
+parsed. When it is over, one way or another, its owner hears of it, once.
 
 ``Deadlines`` watches all exchanges with one timer: a first-byte, an idle and a total time-out.
 """
@@ -12,32 +12,36 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
-from hetero_gateway.errors import ClientError, InstanceError
+from hetero_gateway.engines.vllm import failed_in_tail, usage_in_tail
+from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import TimeoutsConfig
+from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.downstream import Downstream
-from hetero_gateway.gateway.wire.openai import failed_in_tail, sse_error_event, usage_in_tail
-from hetero_gateway.gateway.wire.upstream import Headers, ResponseHead, UpstreamConnection
+from hetero_gateway.gateway.wire.headers import NOT_TO_CLIENTS, Headers
+from hetero_gateway.gateway.wire.openai import sse_error_event
+from hetero_gateway.gateway.wire.upstream import ResponseHead, UpstreamConnection
 
 # The closing usage, ``[DONE]`` and the last chunk may come in reads of their own.
 _TAIL_READS = 6
 _TAIL_BYTES = 8192
-# Hop-by-hop (RFC 9110, 7.6.1), written anew for the client's connection, or replaced by ours.
-_DROPPED_RESPONSE_HEADERS = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"x-request-id",
-        b"x-hetero-gateway-instance",
-    )
-)
+
+
+class ExchangeOwner(Protocol):
+    """Whose exchange it is. Called from the event loop's callbacks; must not raise."""
+
+    def stream_began(self, exchange: Exchange) -> None:
+        """A good stream's first bytes are here. Called at most once."""
+        ...
+
+    def ended(self, exchange: Exchange) -> None:
+        """It is ``complete``, or it failed: ``error``."""
+        ...
+
+    def broke(self, error: Exception) -> None:
+        """Something here has a bug."""
+        ...
 
 
 class Exchange:
@@ -46,12 +50,15 @@ class Exchange:
     Times are of the monotonic clock, in seconds, and None until they happen (uvloop's own clock has
     milliseconds only).
 
+    After ``ended`` exactly one of ``complete`` and ``error`` says how; who leaves it by ``abort``
+    hears nothing more.
+
     Args:
         downstream: where the response goes.
         path: the request's; errors look different on some.
         extra_headers: added to the response's.
         total_deadline_s: monotonic.
-        on_stream: called once, with the exchange, when a good stream's first bytes are here.
+        owner: hears of its events.
     """
 
     __slots__ = (
@@ -59,7 +66,7 @@ class Exchange:
         "_downstream",
         "_extra_headers",
         "_flow",
-        "_on_stream",
+        "_owner",
         "_path",
         "_pending",
         "_rechunk",
@@ -86,10 +93,10 @@ class Exchange:
         path: str,
         extra_headers: Headers,
         total_deadline_s: float,
-        on_stream: Callable[[Exchange], None] | None = None,
+        owner: ExchangeOwner,
     ) -> None:
         self._downstream = downstream
-        self._on_stream = on_stream
+        self._owner = owner
         # Bound once: they are used for every chunk.
         self._write = downstream.write
         self._flow = downstream.flow
@@ -125,7 +132,7 @@ class Exchange:
             name = pair[0]
             if name == b"content-type":
                 self.content_type = pair[1]
-            elif name in _DROPPED_RESPONSE_HEADERS:
+            elif name in NOT_TO_CLIENTS:
                 continue
             headers.append(pair)
         headers += self._extra_headers
@@ -151,15 +158,14 @@ class Exchange:
             self.first_body_at_s = time.monotonic()
             data = self._pending + data
             self._pending = b""
-            if self._on_stream is not None and self.streams and self.status < 400:
-                self._on_stream(self)
+            if self.streams and self.status < 400:
+                self._owner.stream_began(self)
         self._write(data)
         if self._flow.write_paused and not self.congested:
             # The client is slow: stop reading, so that the instance's socket fills in turn.
             self.congested = True
             if self.connection is not None:
                 self.connection.pause_reading()
-            self._downstream.wake()
 
     def on_complete(self) -> None:
         self._flush_head()  # where there was no body
@@ -167,34 +173,39 @@ class Exchange:
             self._write(b"0\r\n\r\n")
         self.complete = True
         self._downstream.finish()
+        self._owner.ended(self)
 
     def on_error(self, error: InstanceError) -> None:
         if self.error is None and not self.complete:
             self.error = error
-            self._downstream.wake()
+            self._owner.ended(self)
 
-    # The coroutine
+    def on_bug(self, error: Exception) -> None:
+        self._owner.broke(error)
 
-    async def run(self, connection: UpstreamConnection, request: bytes) -> None:
-        """Send the request and return when it is over, one way or another.
+    # What the owner calls
 
-        Afterwards exactly one of ``complete``, ``error`` and ``downstream.disconnected`` says how,
-        and the upstream connection is closed unless the response is complete.
-        """
+    def begin(self, connection: UpstreamConnection, request: bytes) -> None:
+        """Send the request; whatever comes of it comes by callbacks."""
         self.connection = connection
         connection.send(request, self)
-        downstream = self._downstream
-        try:
-            while not self.complete and self.error is None and not downstream.disconnected:
-                await downstream.wait()
-                if self.congested:
-                    await downstream.drain()
-                    self.congested = False
-                    self.active = True
-                    connection.resume_reading()
-        finally:
-            if not self.complete:
-                connection.abort()
+
+    def begin_again(self) -> None:
+        """Forget an error that came of a connection which was stale: nothing has happened."""
+        self.error = self.connection = None
+
+    def caught_up(self) -> None:
+        """The client has read what was written: go on reading."""
+        if self.congested:
+            self.congested = False
+            self.active = True
+            if self.connection is not None:
+                self.connection.resume_reading()
+
+    def abort(self) -> None:
+        """Leave it: the instance's connection is closed, and nobody hears of it."""
+        if self.connection is not None:
+            self.connection.abort()
 
     @property
     def streams(self) -> bool:
@@ -203,11 +214,11 @@ class Exchange:
 
     def fail(self, error: InstanceError) -> None:
         """End the exchange from outside: a time-out."""
-        if self.connection is not None:
-            self.connection.abort()
-        self.on_error(error)
+        if not self.complete and self.error is None:
+            self.abort()
+            self.on_error(error)
 
-    def break_off(self, error: ClientError) -> None:
+    def break_off(self, error: Refusal) -> None:
         """Tell a client in mid-response that it is broken, and close its connection.
 
         A stream gets an SSE error event where a chunk may begin, and never a ``[DONE]`` or a last
@@ -224,6 +235,17 @@ class Exchange:
         downstream.cut()
 
     # Afterwards
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            state = f"failed: {self.error.reason}"
+        elif self.complete:
+            state = "complete"
+        elif self.head_sent:
+            state = "congested" if self.congested else "streaming"
+        else:
+            state = "connecting" if self.connection is None else "sent"
+        return f"<Exchange {self._path} {state}, status {self.status}, {self.events} events>"
 
     def tail(self) -> bytes:
         """The last bytes of the body, framing and all."""
@@ -277,12 +299,14 @@ class Deadlines:
                 exchange.last_active_s = now_s
             silent_s = now_s - exchange.last_active_s
             if now_s >= exchange.total_deadline_s:
-                exchange.fail(InstanceError("total_timeout", f"not done in {config.total_s:g} s"))
+                exchange.fail(
+                    InstanceError(Failure.TOTAL_TIMEOUT, f"not done in {config.total_s:g} s")
+                )
             elif not exchange.head_sent:
                 if silent_s >= config.first_byte_s:
                     message = f"no answer in {config.first_byte_s:g} s"
-                    exchange.fail(InstanceError("first_byte_timeout", message))
+                    exchange.fail(InstanceError(Failure.FIRST_BYTE_TIMEOUT, message))
             elif silent_s >= config.idle_s and not exchange.congested:
                 message = f"no bytes for {config.idle_s:g} s"
-                exchange.fail(InstanceError("idle_timeout", message))
+                exchange.fail(InstanceError(Failure.IDLE_TIMEOUT, message))
         self._timer = self._loop.call_later(self._tick_s, self._check) if self._exchanges else None

@@ -20,17 +20,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from hetero_gateway.core.instances.ledger import Dispatch
+from hetero_gateway.core.instances.state import Dispatch
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.engines.vllm import CLOSING_EVENTS
 from hetero_gateway.gateway.fleet.instances import Fleet
 
 INTERVAL_S = 1.0
 # A shorter part of a stream says too little: a few steps, and the jitter of the network.
 _LEAST_S = 0.1
-# The events that end a stream and are no tokens: usage and [DONE].
-_CLOSING_EVENTS = 2
 # From so many events on, one more or less at either end does not matter to the tokens per event.
 _MANY_EVENTS = 32
 # Nearer to 1 than this is such an event; above, no engine is known to go.
@@ -38,6 +37,29 @@ _ONE_EACH, _MOST_TOKENS = 1.1, 16.0
 _KEEP = 0.8
 
 _log = logging.getLogger(__name__)
+
+
+class WatchedStream(Protocol):
+    """A stream as seen from here. Must be hashable."""
+
+    @property
+    def events(self) -> int:
+        """Server-sent events so far."""
+        ...
+
+    @property
+    def congested(self) -> bool:
+        """Its client reads too slowly, and holds it up."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """It came to its regular end."""
+        ...
+
+    def usage(self) -> tuple[int | None, int | None]:
+        """(prompt tokens, output tokens) that its end stated."""
+        ...
 
 
 class _Stream:
@@ -67,7 +89,7 @@ class StepWatch:
         self._fleet = fleet
         self._on_look = on_look
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[Exchange, _Stream] = {}
+        self._streams: dict[WatchedStream, _Stream] = {}
         self._ended: dict[InstanceId, _Parts] = {}
         self._tokens_per_event: dict[InstanceId, float] = {}
         self._sampled: set[InstanceId] = set()
@@ -78,23 +100,23 @@ class StepWatch:
         """No stream is watched and no timer runs."""
         return not self._streams and self._timer is None
 
-    def add(self, exchange: Exchange, dispatch: Dispatch, now_s: float) -> None:
+    def add(self, stream: WatchedStream, dispatch: Dispatch, now_s: float) -> None:
         """A stream began."""
-        self._streams[exchange] = _Stream(dispatch, exchange.events, now_s)
+        self._streams[stream] = _Stream(dispatch, stream.events, now_s)
         if self._timer is None:
             self._timer = self._loop.call_later(INTERVAL_S, self._look)
 
-    def discard(self, exchange: Exchange, now_s: float) -> None:
+    def discard(self, stream: WatchedStream, now_s: float) -> None:
         """It is over; unknown ones are ignored."""
-        stream = self._streams.pop(exchange, None)
-        if stream is None or not exchange.complete:
+        begun = self._streams.pop(stream, None)
+        if begun is None or not stream.complete:
             return
-        instance_id = stream.dispatch.instance_id
-        events = exchange.events - _CLOSING_EVENTS
+        instance_id = begun.dispatch.instance_id
+        events = stream.events - CLOSING_EVENTS
         if events >= _MANY_EVENTS and instance_id not in self._sampled:
             self._sampled.add(instance_id)
-            self._learn(instance_id, events, exchange.usage()[1])
-        self._part(self._ended, stream, events, now_s)
+            self._learn(instance_id, events, stream.usage()[1])
+        self._part(self._ended, begun, events, now_s)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -124,13 +146,13 @@ class StepWatch:
         now_s = time.monotonic()
         seen, self._ended = self._ended, {}
         self._sampled.clear()
-        for exchange, stream in self._streams.items():
-            if exchange.congested or stream.dispatch.outcome is not None:
-                stream.since_s = None
+        for stream, last in self._streams.items():
+            if stream.congested or last.dispatch.outcome is not None:
+                last.since_s = None
                 continue
-            self._part(seen, stream, exchange.events, now_s)
-            if stream.since_s is None or now_s - stream.since_s >= _LEAST_S:
-                stream.events, stream.since_s = exchange.events, now_s
+            self._part(seen, last, stream.events, now_s)
+            if last.since_s is None or now_s - last.since_s >= _LEAST_S:
+                last.events, last.since_s = stream.events, now_s
         for instance_id in self._tokens_per_event.keys() - self._fleet.instances.keys():
             del self._tokens_per_event[instance_id]
         for instance_id in self._fleet.instances:

@@ -9,44 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from typing import Any
+from collections.abc import Mapping
 
 import httpx
 
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.engines.vllm import paths, read_metrics, read_models
 from hetero_gateway.files.gateway_config import HealthConfig
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 
 _log = logging.getLogger(__name__)
-
-# A few lines out of 50 KB; a full parse of the exposition would hold the event loop for 10 ms.
-_KV_USAGE = re.compile(r"^vllm:(?:kv|gpu)_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-_CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-
-def kv_usage_in_metrics(text: str) -> float | None:
-    """Engine-told KV usage, 0 to 1: the mean over data-parallel engines; None where not told."""
-    values = [float(value) for value in _KV_USAGE.findall(text)]
-    return sum(values) / len(values) if values else None
-
-
-def kv_capacity_in_metrics(text: str) -> int | None:
-    """Engine-told KV capacity in tokens: its own figure, or blocks × block size."""
-    match = _CACHE_CONFIG.search(text)
-    if match is None:
-        return None
-    labels = dict(_LABEL.findall(match.group(1)))
-    for product in (("kv_cache_size_tokens",), ("num_gpu_blocks", "block_size")):
-        factors = [labels.get(name, "") for name in product]
-        if all(factor.isdigit() and factor != "0" for factor in factors):
-            capacity = 1
-            for factor in factors:
-                capacity *= int(factor)
-            return capacity
-    return None
 
 
 class HealthMonitor:
@@ -128,10 +101,10 @@ class HealthMonitor:
 
     async def _probe(self, instance: Instance, client: httpx.AsyncClient) -> None:
         try:
-            response = await client.get("/health")
-            problem = "" if response.is_success else f"/health answered {response.status_code}"
+            answer = await client.get(paths.HEALTH)
+            problem = "" if answer.is_success else f"{paths.HEALTH} answered {answer.status_code}"
         except httpx.HTTPError as error:
-            problem = f"/health: {type(error).__name__}: {error}".rstrip(": ")
+            problem = f"{paths.HEALTH}: {type(error).__name__}: {error}".rstrip(": ")
         if not problem:
             if not instance.up:
                 # Before it opens: it may have been started anew, with other models.
@@ -146,29 +119,29 @@ class HealthMonitor:
     async def _scrape(self, instance: Instance, client: httpx.AsyncClient) -> None:
         """Read models and engine facts; an engine without them is served all the same."""
         try:
-            models = await client.get("/v1/models")
-            if models.is_success:
-                self._read_models(instance, models.json())
+            answer = await client.get(paths.MODELS)
+            models = read_models(answer.content) if answer.is_success else None
+            if models is not None:
+                _note_models(instance, models)
             elif not instance.models:
-                _log.warning("instance %s: /v1/models answered %d", instance.id, models.status_code)
-            metrics = await client.get("/metrics")
-            if metrics.is_success:
-                instance.engine_kv_usage = kv_usage_in_metrics(metrics.text)
-                instance.engine_kv_capacity_tokens = (
-                    kv_capacity_in_metrics(metrics.text) or instance.engine_kv_capacity_tokens
+                _log.warning(
+                    "instance %s: %s answered %d", instance.id, paths.MODELS, answer.status_code
                 )
-        except (httpx.HTTPError, ValueError) as error:
+            metrics = await client.get(paths.METRICS)
+            if metrics.is_success:
+                told = read_metrics(metrics.text)
+                instance.engine_kv_usage = told.kv_usage
+                if told.cache.capacity_tokens is not None:
+                    instance.engine_kv_capacity_tokens = told.cache.capacity_tokens
+        except httpx.HTTPError as error:
             _log.debug("instance %s: scrape failed: %s", instance.id, error)
         self._fleet.publish(instance)
 
-    def _read_models(self, instance: Instance, document: Any) -> None:
-        cards = [card for card in document.get("data", []) if isinstance(card.get("id"), str)]
-        if not instance.config.models:
-            instance.models = frozenset(card["id"] for card in cards)
-        lengths = [
-            card["max_model_len"]
-            for card in cards
-            if isinstance(card.get("max_model_len"), int) and card["id"] in instance.models
-        ]
-        if lengths:
-            instance.max_model_len = max(lengths)
+
+def _note_models(instance: Instance, models: Mapping[str, int | None]) -> None:
+    """Which of these it serves, where the configuration does not say, and its context window."""
+    if not instance.config.models:
+        instance.models = frozenset(models)
+    lengths = [length for name, length in models.items() if length and name in instance.models]
+    if lengths:
+        instance.max_model_len = max(lengths)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.core.instances.drift import Verdict
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec
@@ -219,38 +218,17 @@ class Fleet:
     def _live(self) -> Iterable[Instance]:
         return (i for i in self.instances.values() if i.up and not i.draining)
 
-    def speed(self, instance_id: InstanceId) -> float | None:
-        """Observed over modelled step time; None: nothing is modelled."""
-        modelled = self.queues or self.scheduler.spec(instance_id).profile is not None
-        slot = self.scheduler.slot(instance_id)
-        return self.scheduler.progress.speed(slot) if modelled else None
-
     def gauges(self) -> list[InstanceGauges]:
         """Every instance as metrics show it."""
-        ledger, progress = self.scheduler.ledger, self.scheduler.progress
-        result = []
-        for instance in self.instances.values():
-            slot = self.scheduler.slot(instance.id)
-            profile = self.scheduler.spec(instance.id).profile
-            tokens = float(ledger.kv_tokens[slot])
-            drift = self.scheduler.drift(instance.id)
-            told = Verdict(None, None, None) if drift is None else drift.verdict()
-            result.append(
-                InstanceGauges(
-                    instance_id=instance.id,
-                    up=instance.up,
-                    in_flight=int(ledger.in_flight[slot]),
-                    workload=float(ledger.load[slot]),
-                    kv_usage_estimated=tokens / profile.kv_capacity_tokens if profile else None,
-                    kv_usage_engine=instance.engine_kv_usage,
-                    speed_factor=self.speed(instance.id),
-                    waiting_first_token=progress.waiting(slot) if self.queues else None,
-                    drift_decode=told.decode,
-                    drift_prefill=told.prefill,
-                    profile_age_s=instance.profile_age_s(),
-                )
+        return [
+            InstanceGauges(
+                snapshot=self.scheduler.snapshot(instance.id),
+                up=instance.up,
+                kv_usage_engine=instance.engine_kv_usage,
+                profile_age_s=instance.profile_age_s(),
             )
-        return result
+            for instance in self.instances.values()
+        ]
 
     def close(self) -> None:
         for instance in self.instances.values():

@@ -1,7 +1,7 @@
 """The wire: what the gateway reads from a request and a response, and the errors it makes itself.
 
 A request's body is passed on byte for byte; only the few fields that scheduling needs are looked
-at, with the prompt left as raw JSON. A response is never parsed: its usage is found in its tail.
+at, with the prompt left as raw JSON. What an engine's paths and answers mean is in engines/vllm.
 
 How long a prompt is (docs/scheduling.md, "Prompt length"):
 
@@ -13,7 +13,6 @@ How long a prompt is (docs/scheduling.md, "Prompt length"):
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,70 +20,15 @@ from typing import Any
 
 import msgspec
 
-from hetero_gateway.errors import ClientError
+from hetero_gateway.errors import Refusal
 
 _MEDIA_PART = re.compile(
     rb'"type"\s*:\s*"(?:image_url|image|input_image|input_audio|audio_url|video_url)"'
 )
 _BASE64_MARK = b";base64,"
-_USAGE_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
-_USAGE_OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
 _MULTIPART_MODEL = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n')
 _JSON_NUMBERS = re.compile(rb"\[\s*\d")
 _JSON_LIST_OF_NUMBERS = re.compile(rb"\[\s*\[")
-
-
-class Work(enum.Enum):
-    """What a path makes the engine do."""
-
-    GENERATE = "generate"  # prefill and decode
-    PREFILL = "prefill"  # embeddings, scores: no output tokens
-    LIGHT = "light"  # tokenize and the like: no step of the engine
-
-
-_WORK_BY_PATH = {
-    "/v1/chat/completions": Work.GENERATE,
-    "/v1/completions": Work.GENERATE,
-    "/v1/responses": Work.GENERATE,
-    "/v1/messages": Work.GENERATE,
-    "/v1/chat/completions/batch": Work.GENERATE,
-    "/inference/v1/generate": Work.GENERATE,
-    "/generative_scoring": Work.PREFILL,
-    "/invocations": Work.GENERATE,
-    "/tokenize": Work.LIGHT,
-    "/detokenize": Work.LIGHT,
-    "/v1/messages/count_tokens": Work.LIGHT,
-    "/v1/completions/render": Work.LIGHT,
-    "/v1/chat/completions/render": Work.LIGHT,
-    "/v1/embeddings": Work.PREFILL,
-    "/pooling": Work.PREFILL,
-    "/classify": Work.PREFILL,
-    "/score": Work.PREFILL,
-    "/v1/score": Work.PREFILL,
-    "/rerank": Work.PREFILL,
-    "/v1/rerank": Work.PREFILL,
-    "/v2/rerank": Work.PREFILL,
-    "/v1/audio/transcriptions": Work.GENERATE,
-    "/v1/audio/translations": Work.GENERATE,
-    "/v1/audio/speech": Work.GENERATE,
-    "/v1/images/generations": Work.GENERATE,
-    "/v1/moderations": Work.PREFILL,
-}
-# They change one engine's state: sent to an instance of the policy's choice they would do harm.
-_NOT_ROUTED = frozenset(
-    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/files", "/v1/batches")
-)
-
-
-def work_of_path(path: str) -> Work | None:
-    """What a POST to this path is, or None when it is not an engine path.
-
-    Paths of newer engines under /v1/ are treated as prefill-only work rather than refused.
-    """
-    work = _WORK_BY_PATH.get(path)
-    if work is None and path.startswith("/v1/") and path not in _NOT_ROUTED:
-        return Work.PREFILL
-    return work
 
 
 class _Body(msgspec.Struct):
@@ -127,7 +71,7 @@ def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
     """Read what scheduling needs from a request's body.
 
     Raises:
-        ClientError: 400 for broken JSON, a body that is not an object, a ``model`` that is no
+        Refusal: 400 for broken JSON, a body that is not an object, a ``model`` that is no
             string. Everything else is the engine's to judge.
     """
     if content_type.startswith(b"multipart/"):
@@ -137,12 +81,12 @@ def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
     try:
         fields = _decode_body(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClientError(
+        raise Refusal(
             400, "invalid_json", f"The request body is not usable JSON: {error}"
         ) from None
     model = fields.model
     if model is not None and not isinstance(model, str):
-        raise ClientError(400, "invalid_type", "`model` must be a string.", param="model")
+        raise Refusal(400, "invalid_type", "`model` must be a string.", param="model")
     prompt = bytes(fields.prompt)
     tokens, prompts, text_bytes = _measure_prompt(prompt)
     media_parts = 0
@@ -232,31 +176,7 @@ def _positive(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
-    """(prompt tokens, output tokens) of the last ``usage`` object in a response's tail."""
-    start = tail.rfind(b'"usage"')
-    if start < 0:
-        return None, None
-    prompt = _USAGE_PROMPT.search(tail, start)
-    output = _USAGE_OUTPUT.search(tail, start)
-    return int(prompt[1]) if prompt else None, int(output[1]) if output else None
-
-
-def failed_in_tail(tail: bytes) -> bool:
-    """Whether a stream that ended well in HTTP says that the engine failed.
-
-    A killed engine sends an error event and then ``[DONE]`` under status 200; one that is stopped
-    may end its streams with finish_reason "abort".
-    """
-    return (
-        b'data: {"error"' in tail
-        or b"event: error" in tail
-        or b'"finish_reason":"abort"' in tail
-        or b'"finish_reason": "abort"' in tail
-    )
-
-
-def error_body(error: ClientError, path: str = "") -> bytes:
+def error_body(error: Refusal, path: str = "") -> bytes:
     """OpenAI's error body (Anthropic's on /v1/messages, as vLLM answers there)."""
     if path.startswith("/v1/messages"):
         return msgspec.json.encode(
@@ -274,7 +194,7 @@ def error_body(error: ClientError, path: str = "") -> bytes:
     )
 
 
-def sse_error_event(error: ClientError, path: str = "") -> bytes:
+def sse_error_event(error: Refusal, path: str = "") -> bytes:
     """The event that ends a broken stream; no ``[DONE]`` follows."""
     prefix = b"event: error\n" if path.startswith(("/v1/messages", "/v1/responses")) else b""
     return prefix + b"data: " + error_body(error, path) + b"\n\n"

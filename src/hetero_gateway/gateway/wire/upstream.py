@@ -5,7 +5,7 @@ body and end are (httptools), and hands the raw bytes on: who relays them decide
 them verbatim or decoded. It never half-closes, because vLLM takes that for a disconnect.
 
 httpx is used for probes and scrapes only: per request it costs twenty times what this does
-(benchmarks/dataplane.py).
+(benchmarks/dataplane/proxies.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from hetero_gateway.errors import InstanceError
 from hetero_gateway.files.gateway_config import PoolConfig
-
-Headers = list[tuple[bytes, bytes]]
+from hetero_gateway.gateway.failures import Failure, InstanceError
+from hetero_gateway.gateway.wire.headers import Headers
 
 
 class ResponseHead:
@@ -64,6 +63,10 @@ class ResponseSink(Protocol):
 
     def on_error(self, error: InstanceError) -> None: ...
 
+    def on_bug(self, error: Exception) -> None:
+        """The sink itself raised. The connection is closed; nothing more comes."""
+        ...
+
 
 class _BodyDecoder:
     """Takes the framing off a body, for the few exchanges that want it: a parser of its own.
@@ -101,6 +104,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._decoder: _BodyDecoder | None = None
         self._message_complete = False
         self._keep_alive = False
+        self._paused = False
         self.idle_since_s = 0.0
         # A request that fails on a reused connection before any byte came may have met the
         # instance closing an idle connection.
@@ -124,9 +128,11 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
+            self._paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
+        self._paused = False
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -137,8 +143,22 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
 
     @property
+    def stale(self) -> bool:
+        """It was idle before and has answered nothing since: it may have been closed meanwhile."""
+        return self.reused and not self.got_bytes
+
+    @property
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
+
+    def __repr__(self) -> str:
+        if not self.usable:
+            state = "closed"
+        elif self._sink is None:
+            state = "idle"
+        else:
+            state = "receiving" if self.got_bytes else "waiting for an answer"
+        return f"<UpstreamConnection {self._pool.host}:{self._pool.port} {state}>"
 
     # asyncio.Protocol
 
@@ -154,16 +174,22 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, ValueError) as error:
-            self._fail(InstanceError("protocol", f"the response is not valid HTTP/1.1: {error}"))
+            message = f"the response is not valid HTTP/1.1: {error}"
+            self._fail(InstanceError(Failure.PROTOCOL, message))
             return
-        if not self._head_passed:
-            data = self._pass_head(sink, data)
-        elif self._decoder is not None:
-            data = self._decoder.feed(data)
-        if data and self._sink is sink:
-            sink.on_data(data)
-        if self._message_complete and self._sink is sink:
-            self._finish(sink)
+        try:
+            if not self._head_passed:
+                data = self._pass_head(sink, data)
+            elif self._decoder is not None:
+                data = self._decoder.feed(data)
+            if data and self._sink is sink:
+                sink.on_data(data)
+            if self._message_complete and self._sink is sink:
+                self._finish(sink)
+        except Exception as error:
+            # The boundary of a request: a bug in its relay must not end up in the event loop.
+            self.abort()
+            sink.on_bug(error)
 
     def eof_received(self) -> bool:
         return False
@@ -178,7 +204,7 @@ class UpstreamConnection(asyncio.Protocol):
             sink.on_complete()
             return
         when = "before the response was complete" if self.got_bytes else "without an answer"
-        self._fail(InstanceError("reset", f"the instance closed the connection {when}"))
+        self._fail(InstanceError(Failure.RESET, f"the instance closed the connection {when}"))
 
     # httptools callbacks
 
@@ -205,7 +231,7 @@ class UpstreamConnection(asyncio.Protocol):
         if head is None:
             return b""
         if head.status < 200:
-            self._fail(InstanceError("protocol", f"unexpected status {head.status}"))
+            self._fail(InstanceError(Failure.PROTOCOL, f"unexpected status {head.status}"))
             return b""
         received, self._head_bytes = self._head_bytes, b""
         body = received[received.index(b"\r\n\r\n") + 4 :]
@@ -217,6 +243,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _finish(self, sink: ResponseSink) -> None:
         self._sink = None
+        if self._paused:
+            # Its client is slow, which is no business of the next one's.
+            self.resume_reading()
         if self._keep_alive:
             self._pool.release(self)
         elif self._transport is not None:
@@ -277,10 +306,16 @@ class InstancePool:
             connection.abort()
         return None
 
+    def __repr__(self) -> str:
+        idle, count = len(self._idle), len(self._open)
+        return f"<InstancePool {self.host}:{self.port}, {count} open, {idle} of them idle>"
+
     async def connect(self) -> UpstreamConnection:
-        """A new connection. Raises InstanceError: ``connect``, or ``pool`` at the limit."""
+        """A new connection. Raises InstanceError: CONNECT, or POOL at the limit."""
         if len(self._open) + self._connecting >= self._config.max_connections:
-            raise InstanceError("pool", f"{self._config.max_connections} connections are open")
+            raise InstanceError(
+                Failure.POOL, f"{self._config.max_connections} connections are open"
+            )
         loop = asyncio.get_running_loop()
         self._connecting += 1
         try:
@@ -294,10 +329,10 @@ class InstancePool:
                 )
         except TimeoutError as error:
             raise InstanceError(
-                "connect", f"no connection within {self._connect_timeout_s:g} s"
+                Failure.CONNECT, f"no connection within {self._connect_timeout_s:g} s"
             ) from error
         except OSError as error:
-            raise InstanceError("connect", str(error.strerror or error)) from error
+            raise InstanceError(Failure.CONNECT, str(error.strerror or error)) from error
         finally:
             self._connecting -= 1
         self._open.add(connection)

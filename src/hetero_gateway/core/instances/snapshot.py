@@ -1,0 +1,81 @@
+"""What there is to show of one instance at one moment, for /admin, metrics and dashboard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_gateway.core.instances.drift import Drift, Verdict
+from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.types import InstanceId, InstanceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSnapshot:
+    """An instance as the scheduler sees it; load of other gateways is not in it.
+
+    Args:
+        in_flight: requests outstanding.
+        load_s: their workloads, summed, s.
+        kv_tokens: what they will hold in the KV cache, tokens.
+        kv_capacity_tokens: its profile's; None: it has none.
+        speed_factor: observed over modelled step time; None: nothing is modelled.
+        waiting, streaming: sequences without a first token, and past it, as far as followed.
+        waiting_prompt_tokens, context_tokens: the prompts of the former; what the latter have
+            cached.
+        follows: every request's progress is followed, not only that of streams.
+        drift: how far its profile is from what is seen; all None: not known.
+        drifted, drifted_since_s: it is too far, and since when, on the scheduler's clock.
+        profiled: it has a profile that is checked.
+    """
+
+    instance_id: InstanceId
+    in_flight: int
+    load_s: float
+    kv_tokens: int
+    kv_capacity_tokens: int | None
+    speed_factor: float | None
+    waiting: int
+    streaming: int
+    waiting_prompt_tokens: int
+    context_tokens: float
+    follows: bool
+    drift: Verdict
+    drifted: bool
+    drifted_since_s: float | None
+    profiled: bool
+
+    @property
+    def waiting_first_token(self) -> int | None:
+        """Sequences sent without a first token yet; None: not every request is followed."""
+        return self.waiting if self.follows else None
+
+    @property
+    def kv_usage(self) -> float | None:
+        """Eq. (8); None: the capacity is not known."""
+        if self.kv_capacity_tokens is None:
+            return None
+        return self.kv_tokens / self.kv_capacity_tokens
+
+
+def snapshot_of(
+    spec: InstanceSpec, state: InstanceState, drift: Drift | None, *, queues: bool
+) -> InstanceSnapshot:
+    """``queues``: the policy follows every request's progress."""
+    profile = spec.profile
+    return InstanceSnapshot(
+        instance_id=spec.instance_id,
+        in_flight=state.in_flight,
+        load_s=state.load_s,
+        kv_tokens=state.kv_tokens,
+        kv_capacity_tokens=None if profile is None else profile.kv_capacity_tokens,
+        speed_factor=state.speed if queues or profile is not None else None,
+        waiting=state.waiting,
+        streaming=state.streaming,
+        waiting_prompt_tokens=state.waiting_prompt,
+        context_tokens=state.context,
+        follows=queues,
+        drift=Verdict(None, None, None) if drift is None else drift.verdict(),
+        drifted=drift is not None and drift.drifted,
+        drifted_since_s=None if drift is None else drift.since_s,
+        profiled=drift is not None,
+    )

@@ -1,0 +1,584 @@
+"""One instance, as it is known from outside: what is on it, how far that is, how fast it is.
+
+A request's life is a row of events, and this is what they change on its instance:
+
+    event         from                  to           what changes
+    dispatch      –                     WAITING      load, KV tokens and count grow; it joins U
+    first_token   WAITING               STREAMING    it goes from U to R
+    observe_steps –                     –            the step clock and f are set by what was seen
+    settle        WAITING, STREAMING    settled      all that it put on is taken off, once
+    leave         (of the instance)     –            everything outstanding is settled
+
+Any other event changes nothing: a second first token, a second ``settle``, a token after it.
+
+Rules:
+
+1. A dispatch remembers what it was charged. ``settle`` takes off just that; nothing is computed
+   anew. The first call returns True, every later one False.
+2. Loads, KV tokens and counts are the sums over what is outstanding, and exactly 0 when nothing is.
+   Loads are kept as whole numbers of 2^-40 s, so that no residue stays (erratum 3: as floats of
+   size e^(θu), the residue of a burst can outweigh real loads for the rest of the run). The sums of
+   floats are set to 0 when what they sum over is gone.
+
+``finish-time`` (docs/scheduling.md) needs more than loads. All of it is kept in sums, so that a
+placement never walks the running requests:
+
+    symbol  attribute              what it is                                          unit
+    |U|     waiting                sent, without a first token yet                     sequences
+    |R|     streaming              past the first token                                sequences
+    Σ_U I   waiting_prompt         prompt tokens of U                                  tokens
+            waiting_prefill        those of them that the engine has to compute        tokens
+    Σ_U P   waiting_output         predicted output tokens of U                        tokens
+    Σ_R I+g context                cached tokens of R; g: tokens streamed so far       tokens
+    f       speed                  observed over modelled step time, forgetting        –
+            heard_s                when it last gave a first token, or began to owe one
+
+g is not counted token by token. The step clock counts the decode steps that the engine has made as
+the model has it (times f), set right by every observation; all that stream on one engine advance
+together, so g is the clock's advance since the first token, and Σ g needs two sums. Residual lives
+depend on g by *stage* (powers of two): a heap moves a sequence on when the clock passes its next
+stage.
+
+What is observed is kept as rows, too (``observation.py``): batch and context of a row are means
+over its time, since a batch may come and go between two looks.
+
+An instance without a profile has stand-in constants from its first dispatch on. What they say is of
+no account, so its f may be anything.
+
+Load that is not ours, of another gateway in front of the same instance, is kept beside
+(``PeerLoad``) and added where a policy looks. The clock of the world is an argument.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import NamedTuple
+
+from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.core.instances.observation import (
+    FirstTokenRow,
+    Observations,
+    StepRow,
+    seconds,
+)
+from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
+from hetero_gateway.core.types import InstanceId, Outcome, Request
+
+# 2^-40 s is 0.9 ps: far below any workload that matters, and a power of two keeps floats exact.
+_UNITS_PER_S = 2.0**40
+_STAGES = len(STAGE_TOKENS)
+
+# The speed factor forgets over seconds of observed steps: long enough to average the noise of a
+# network, short enough to notice a slow-down within a few answers. It starts as if 0.2 s of steps
+# had been as modelled, and the bounds keep a bad observation from shutting an instance out.
+_FORGET_S = 5.0
+_PRIOR_S = 0.2
+_SPEED_BOUNDS = (0.1, 10.0)
+_STAND_IN_BOUNDS = (1e-3, 1e3)
+
+
+class Dispatch:
+    """One request on one instance, with what it was charged. Changed by its instance's state alone.
+
+    Attributes:
+        workload: what it added to the load, s.
+        kv_tokens: what it will hold in the KV cache at its end, tokens.
+        prompt_tokens, prefill_tokens, output_tokens: of all its sequences: the prompts, what of
+            them the engine has to compute, and the predicted output.
+        outcome: how it ended; None while it is outstanding.
+        streaming: past its first token.
+        tracked: its progress is followed; without it, only the load counts.
+    """
+
+    __slots__ = (
+        "_before",
+        "_joined",
+        "_stage",
+        "_units",
+        "kv_tokens",
+        "outcome",
+        "output_tokens",
+        "prefill_tokens",
+        "prompt_tokens",
+        "request",
+        "state",
+        "streaming",
+        "tracked",
+        "workload",
+    )
+
+    def __init__(
+        self,
+        state: InstanceState,
+        request: Request,
+        workload: float,
+        kv_tokens: int,
+        prefill_tokens: float,
+        *,
+        tracked: bool,
+    ) -> None:
+        n = request.sequences
+        self.state = state
+        self.request = request
+        self.workload = workload
+        self.kv_tokens = kv_tokens
+        self.prompt_tokens = n * request.prompt_tokens
+        self.prefill_tokens = prefill_tokens
+        self.output_tokens = n * request.predicted_output_tokens
+        self.outcome: Outcome | None = None
+        self.streaming = False
+        self.tracked = tracked
+        self._units = round(workload * _UNITS_PER_S)
+        self._stage = -1
+        self._joined = 0.0  # the step clock at its first token
+        # When it was sent, and what was there: waiting, their prompts, streaming, context.
+        self._before: tuple[float, float, float, float, float] | None = None
+
+    @property
+    def instance_id(self) -> InstanceId:
+        return self.state.instance_id
+
+    def __repr__(self) -> str:
+        phase = "streaming" if self.streaming else "waiting"
+        where = phase if self.outcome is None else self.outcome.value
+        return f"<Dispatch {where} on {self.instance_id} w={self.workload:.4g} s>"
+
+
+class PeerLoad(NamedTuple):
+    """What another gateway has on an instance: load that is not ours. Units as above."""
+
+    load_s: float = 0.0
+    kv_tokens: float = 0.0
+    in_flight: float = 0.0
+    waiting: float = 0.0
+    streaming: float = 0.0
+    waiting_prompt: float = 0.0
+    waiting_prefill: float = 0.0
+    waiting_output: float = 0.0
+    context: float = 0.0
+
+
+NO_PEERS = PeerLoad()
+
+
+class _Interval:
+    """What happened since the last observation, for its row."""
+
+    __slots__ = ("context", "prompt_tokens", "prompts", "sequences", "streamed_s")
+
+    def __init__(self) -> None:
+        self.streamed_s = 0.0  # time in which anything streamed
+        self.sequences = 0.0  # ∫ of streaming sequences, and of their context, over that time
+        self.context = 0.0
+        # Whose prefill came between the decode steps.
+        self.prompts = 0.0
+        self.prompt_tokens = 0.0
+
+
+class InstanceState:
+    """The sums of one instance.
+
+    Args:
+        instance_id: its id.
+        slot: its place in the arrays of ``Table``.
+        changed: where it notes itself when a sum changes; ``Table`` empties it.
+        keeps: keep what is observed as rows, too.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_interval",
+        "_keeps",
+        "_load_units",
+        "_modelled_s",
+        "_moves",
+        "_observed_clock",
+        "_observed_s",
+        "_outstanding",
+        "_peer_loads",
+        "_sequence",
+        "changed",
+        "constants",
+        "context",
+        "heard_s",
+        "in_flight",
+        "instance_id",
+        "kv_tokens",
+        "load_s",
+        "noted",
+        "observations",
+        "observed",
+        "peers",
+        "read_s",
+        "slot",
+        "speed",
+        "stages",
+        "stands_in",
+        "steps_per_s",
+        "streaming",
+        "tracked",
+        "waiting",
+        "waiting_output",
+        "waiting_prefill",
+        "waiting_prompt",
+    )
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        slot: int,
+        changed: list[InstanceState],
+        *,
+        keeps: bool = True,
+    ) -> None:
+        self.instance_id = instance_id
+        self.slot = slot
+        self.changed = changed
+        self.noted = False
+        self._keeps = keeps
+        self._outstanding: set[Dispatch] = set()
+        self._load_units = 0
+        self.load_s = 0.0
+        self.kv_tokens = 0
+        self.in_flight = 0
+        self.tracked = 0  # of those in flight
+        self.waiting = 0
+        self.streaming = 0
+        self.waiting_prompt = 0
+        self.waiting_prefill = 0.0
+        self.waiting_output = 0.0
+        self.context = 0.0
+        self.heard_s = 0.0
+        self.stages = [0] * _STAGES  # streaming sequences by stage
+        self.peers: PeerLoad | None = None
+        self._peer_loads: dict[str, PeerLoad] = {}
+        # The step clock, when it was read, and its rate.
+        self._clock = 0.0
+        self.read_s = 0.0
+        self.steps_per_s = 0.0
+        self._moves: list[tuple[float, int, Dispatch]] = []
+        self._sequence = 0
+        # Constants that count; ``stands_in``: they are not of this machine; ``observed``: and yet
+        # its speed was seen.
+        self.constants: Constants | None = None
+        self.stands_in = False
+        self.observed = False
+        self.speed = 1.0
+        self._observed_s = self._modelled_s = _PRIOR_S
+        self._interval = _Interval()
+        self._observed_clock = math.nan
+        self.observations = Observations()
+        self._note()
+
+    def __repr__(self) -> str:
+        return (
+            f"<InstanceState {self.instance_id}: {self.in_flight} in flight, "
+            f"{self.waiting} waiting, {self.streaming} streaming, load {self.load_s:.4g} s, "
+            f"{self.kv_tokens} KV tokens, f={self.speed:.3g}>"
+        )
+
+    def outstanding(self) -> frozenset[Dispatch]:
+        """What is on it now."""
+        return frozenset(self._outstanding)
+
+    def _note(self) -> None:
+        if not self.noted:
+            self.noted = True
+            self.changed.append(self)
+
+    # Constants
+
+    def set_constants(self, constants: Constants | None, *, stands_in: bool = False) -> None:
+        """Give it constants of its own (None: it has no profile). Others begin f anew."""
+        if constants == self.constants and stands_in == self.stands_in:
+            return
+        if constants != self.constants or not stands_in:
+            self.observed = False
+        if constants != self.constants:
+            self.constants = constants
+            self._observed_s = self._modelled_s = _PRIOR_S
+            self.speed = 1.0
+        self.stands_in = stands_in
+        self._set_rate()
+        self._note()
+
+    def set_speed(self, speed: float) -> None:
+        """Take it for so fast until it was observed (a stand-in's)."""
+        if speed != self.speed:
+            self.speed = speed
+            self._set_rate()
+            self._note()
+
+    # A request's events
+
+    def dispatch(
+        self,
+        request: Request,
+        workload: float,
+        now_s: float,
+        kv_tokens: int | None = None,
+        prefill_tokens: float | None = None,
+        *,
+        tracked: bool = True,
+        alone: bool = True,
+    ) -> Dispatch:
+        """A request is sent to it.
+
+        Args:
+            workload: what it adds to the load, s, 0 or more.
+            kv_tokens: what it will hold in the cache; None: ``Request.kv_tokens``.
+            prefill_tokens: prompt tokens to compute, of all its sequences; None: every one.
+            tracked: follow its progress.
+            alone: nobody else is there that is not followed; its first token may be learnt from.
+        """
+        if kv_tokens is None:
+            kv_tokens = request.kv_tokens
+        if prefill_tokens is None:
+            prefill_tokens = request.sequences * request.prompt_tokens
+        entry = Dispatch(self, request, workload, kv_tokens, prefill_tokens, tracked=tracked)
+        self._outstanding.add(entry)
+        self._load_units += entry._units
+        self.load_s = self._load_units / _UNITS_PER_S
+        self.kv_tokens += kv_tokens
+        self.in_flight += 1
+        if tracked:
+            if self.waiting == 0:
+                self.heard_s = now_s
+            if alone and self._keeps:
+                entry._before = (
+                    now_s,
+                    self.waiting,
+                    self.waiting_prompt,
+                    self.streaming,
+                    self.context,
+                )
+            self.tracked += 1
+            self.waiting += request.sequences
+            self.waiting_prompt += entry.prompt_tokens
+            self.waiting_prefill += prefill_tokens
+            self.waiting_output += entry.output_tokens
+        if not self.noted:
+            self.noted = True
+            self.changed.append(self)
+        return entry
+
+    def first_token(self, entry: Dispatch, now_s: float, *, seen: bool = True) -> bool:
+        """It streams. False, and no change, unless it was WAITING (and is followed).
+
+        ``seen``: or else only predicted, which nothing is to be learnt from.
+        """
+        if entry.streaming or not entry.tracked or entry.outcome is not None:
+            return False
+        clock = self._read_clock(now_s)
+        self._leave_waiting(entry)
+        entry.streaming = True
+        entry._stage = 0
+        entry._joined = clock
+        n = entry.request.sequences
+        self.heard_s = now_s
+        if self.streaming > 0:
+            # Only then was its prefill among decode steps that are observed.
+            interval = self._interval
+            interval.prompts += n
+            interval.prompt_tokens += entry.prefill_tokens
+        if seen and entry._before is not None:
+            self._keep_first_token(entry, entry._before, now_s)
+        self.streaming += n
+        # The first token is out: each sequence holds its prompt and that one.
+        self.context += entry.prompt_tokens + n
+        self.stages[0] += n
+        self._schedule_move(entry)
+        self._set_rate()
+        self._note()
+        return True
+
+    def settle(self, entry: Dispatch, outcome: Outcome, now_s: float) -> bool:
+        """It is over: take off what it put on. True the first time, False and no change after."""
+        if entry.outcome is not None:
+            return False
+        if entry.tracked:
+            self._leave(entry, now_s)
+        entry.outcome = outcome
+        self._outstanding.remove(entry)
+        self._load_units -= entry._units
+        self.load_s = self._load_units / _UNITS_PER_S
+        self.kv_tokens -= entry.kv_tokens
+        self.in_flight -= 1
+        if not self.noted:
+            self.noted = True
+            self.changed.append(self)
+        return True
+
+    def leave(self, now_s: float) -> list[Dispatch]:
+        """The instance goes: settle everything; returns what was outstanding."""
+        orphans = list(self._outstanding)
+        for entry in orphans:
+            self.settle(entry, Outcome.INSTANCE_REMOVED, now_s)
+        return orphans
+
+    def set_peer(self, peer: str, load: PeerLoad | None) -> None:
+        """What another gateway has on it, in place of what was said before; None: it is gone."""
+        if load is None:
+            self._peer_loads.pop(peer, None)
+        else:
+            self._peer_loads[peer] = load
+        loads = self._peer_loads.values()
+        self.peers = PeerLoad(*map(sum, zip(*loads, strict=True))) if loads else None
+        self._note()
+
+    def _leave_waiting(self, entry: Dispatch) -> None:
+        self.waiting -= entry.request.sequences
+        if self.waiting == 0:
+            self.waiting_prompt, self.waiting_prefill, self.waiting_output = 0, 0.0, 0.0
+        else:
+            self.waiting_prompt -= entry.prompt_tokens
+            self.waiting_prefill -= entry.prefill_tokens
+            self.waiting_output -= entry.output_tokens
+
+    def _leave(self, entry: Dispatch, now_s: float) -> None:
+        self.tracked -= 1
+        if not entry.streaming:
+            self._leave_waiting(entry)
+            return
+        clock = self._read_clock(now_s)
+        n = entry.request.sequences
+        self.streaming -= n
+        self.context -= entry.prompt_tokens + n * (1 + clock - entry._joined)
+        self.stages[entry._stage] -= n
+        entry._stage = -1
+        if self.streaming == 0:
+            # Exactly nothing, so that no remainder of the sums outlives a busy period.
+            self.context = self._clock = 0.0
+            # A clock that began anew between two observations is not set by the second.
+            self._observed_clock = math.nan
+            self._moves.clear()
+        self._set_rate()
+
+    # What is observed
+
+    def observe_steps(self, steps: float, duration_s: float, now_s: float) -> StepRow | None:
+        """The engine made ``steps`` decode steps in ``duration_s``, up to now, while it streamed.
+
+        Sets the speed factor, and the step clock right. Returns the row that it was; None: none.
+        """
+        clock = self._read_clock(now_s)
+        interval, self._interval = self._interval, _Interval()
+        streaming = self.streaming >= 1
+        row = None
+        if duration_s > 0 and (streaming or interval.streamed_s > 0):
+            # No step at all counts as well: that is an engine that hangs.
+            row = self._step_row(steps, duration_s, interval)
+            if self._keeps:
+                self.observations.add_steps(row)
+            if self.constants is not None:
+                self._observe_speed(duration_s, sum(seconds(row.terms, self.constants)))
+            if streaming:
+                if duration_s < interval.streamed_s / 2:
+                    steps *= interval.streamed_s / duration_s  # it saw a part only
+                true_clock = self._observed_clock + steps
+                if not math.isnan(true_clock):
+                    self._advance(true_clock - clock)
+        self._observed_clock = self._clock
+        self._set_rate()
+        self._note()
+        return row
+
+    def _step_row(self, steps: float, duration_s: float, interval: _Interval) -> StepRow:
+        streamed_s, share = interval.streamed_s, 1.0
+        if streamed_s > 0:
+            sequences, context = interval.sequences / streamed_s, interval.context / streamed_s
+            share = min(1.0, duration_s / streamed_s)
+        else:
+            sequences, context = float(self.streaming), self.context
+        return StepRow(
+            duration_s,
+            steps,
+            sequences,
+            context / sequences,
+            share * interval.prompts,
+            share * interval.prompt_tokens,
+        )
+
+    def _keep_first_token(
+        self, entry: Dispatch, before: tuple[float, float, float, float, float], now_s: float
+    ) -> None:
+        placed_s, waiting, tokens, streaming, context = before
+        if now_s > placed_s:
+            self.observations.add_first_token(
+                FirstTokenRow(
+                    now_s - placed_s,
+                    entry.request.sequences,
+                    entry.prefill_tokens,
+                    waiting,
+                    tokens,
+                    streaming,
+                    context / streaming if streaming else 0.0,
+                )
+            )
+
+    def _observe_speed(self, observed_s: float, modelled_s: float) -> None:
+        keep = math.exp(-observed_s / _FORGET_S)
+        observed = self._observed_s = self._observed_s * keep + observed_s
+        modelled = self._modelled_s = self._modelled_s * keep + modelled_s
+        low, high = _SPEED_BOUNDS
+        if self.stands_in:
+            low, high = _STAND_IN_BOUNDS
+            self.observed = True
+        self.speed = min(high, max(low, observed / modelled))
+
+    # The step clock
+
+    def context_at(self, now_s: float) -> float:
+        """Cached tokens of what streams, as of ``now_s``."""
+        elapsed_s = now_s - self.read_s
+        if elapsed_s > 0:
+            return self.context + self.streaming * elapsed_s * self.steps_per_s
+        return self.context
+
+    def _read_clock(self, now_s: float) -> float:
+        elapsed_s = now_s - self.read_s
+        if elapsed_s > 0:
+            self.read_s = now_s
+            streaming = self.streaming
+            if streaming > 0:
+                steps = elapsed_s * self.steps_per_s
+                interval = self._interval
+                interval.streamed_s += elapsed_s
+                interval.sequences += streaming * elapsed_s
+                interval.context += (self.context + 0.5 * steps * streaming) * elapsed_s
+                self._advance(steps)
+        return self._clock
+
+    def _advance(self, steps: float) -> None:
+        if steps == 0:
+            return
+        self.context += steps * self.streaming
+        clock = self._clock = self._clock + steps
+        moves = self._moves
+        while moves and moves[0][0] <= clock:
+            _, _, entry = heapq.heappop(moves)
+            if entry._stage >= 0:
+                n = entry.request.sequences
+                self.stages[entry._stage] -= n
+                entry._stage += 1
+                self.stages[entry._stage] += n
+                self._schedule_move(entry)
+
+    def _schedule_move(self, entry: Dispatch) -> None:
+        following = entry._stage + 1
+        if following < _STAGES:
+            self._sequence += 1
+            # The first token came before the clock's first step.
+            due = entry._joined + STAGE_TOKENS[following] - 1
+            heapq.heappush(self._moves, (due, self._sequence, entry))
+
+    def _set_rate(self) -> None:
+        c, batch = self.constants, self.streaming
+        if c is None or batch < 1:
+            self.steps_per_s = 0.0
+            return
+        # Eq. (4)'s step of all that stream, times f.
+        context = self.context
+        step_s = c.p5 * context + c.p6 * batch + c.p7 * context / batch + c.p8
+        self.steps_per_s = 1 / max(self.speed * step_s, 1e-6)

@@ -1,0 +1,269 @@
+"""What ``finish-time`` expects of each candidate (docs/scheduling.md): the arithmetic alone.
+
+Twice: for arrays with one entry per instance, and in plain floats for one instance at a time, which
+is faster for up to some 16 of them. Both compute the same; a property test compares them. The
+functions of arrays run as they are written, or compiled by numba, with the same results to the
+bit.
+
+    symbol  here                         unit
+    n       sequences there              sequences
+    tok     context they will hold       tokens
+    b_cap   most that run at once        sequences
+    step    one decode step              s
+    lat     latency_s                    s
+    ext     delay_s                      s
+    price   memory_price_s               s
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.instances.state import NO_PEERS, InstanceState
+from hetero_gateway.core.instances.table import (
+    CONTEXT,
+    SILENT_S,
+    SPEED,
+    STREAMING,
+    WAITING,
+    WAITING_OUTPUT,
+    WAITING_PREFILL,
+    WAITING_PROMPT,
+)
+from hetero_gateway.core.policies.base import Member
+
+BoolArray = NDArray[np.bool_]
+
+# Sent beyond max_num_seqs, so that the engine has the next request at hand when one finishes.
+BEYOND_MAX_NUM_SEQS = 8
+# Prompt tokens without a first token that are always allowed: two steps of vLLM's default budget
+# (vllm/engine/arg_utils.py). One is being computed, one must lie ready: where prompts are short, a
+# few requests are not enough for that.
+PREFILL_TOKENS = 4096
+# An instance that has slots, but too many prompts to begin with, will take the next one within a
+# few steps. It is worth that wait when the best of the others would cost so many times more.
+WORTH_WAITING = 1.25
+# But not when it has been silent for so long: an engine that hangs must not hold everybody up.
+MOST_PATIENCE_S = 1.0
+# The predicted usage may be far above 1; how far is noise, that it is above is what counts.
+MOST_USAGE = 1.5
+
+
+class Terms(NamedTuple):
+    """What a request brings: sequences, and the tokens of each."""
+
+    sequences: float
+    prompt_tokens: float
+    output_tokens: float
+
+
+class Estimate(NamedTuple):
+    """Of one instance; see ``estimates`` for the figures.
+
+    ``memory_price_s`` is still without the lowest latency on offer, which is its unit.
+    """
+
+    request_time_s: float
+    kv_usage: float
+    load_s: float
+    in_flight: float
+    latency_s: float
+    delay_s: float
+    memory_price: float
+    ttft_s: float
+
+
+def room(
+    rows: FloatArray, max_num_seqs: FloatArray, prefill_depth: int
+) -> tuple[BoolArray, BoolArray]:
+    """Who is worth waiting for, and who of them may be sent a request now."""
+    waiting = rows[WAITING]
+    slots = waiting + rows[STREAMING] < max_num_seqs + BEYOND_MAX_NUM_SEQS
+    has_room = slots & ((waiting < prefill_depth) | (rows[WAITING_PREFILL] < PREFILL_TOKENS))
+    return slots & (has_room | (rows[SILENT_S] < MOST_PATIENCE_S)), has_room
+
+
+def room_of(
+    state: InstanceState, max_num_seqs: float, prefill_depth: int, now_s: float
+) -> tuple[bool, bool]:
+    """The same for one instance."""
+    peers = state.peers or NO_PEERS
+    waiting = state.waiting + peers.waiting
+    if waiting + state.streaming + peers.streaming >= max_num_seqs + BEYOND_MAX_NUM_SEQS:
+        return False, False
+    if waiting < prefill_depth or state.waiting_prefill + peers.waiting_prefill < PREFILL_TOKENS:
+        return True, True
+    return now_s - state.heard_s < MOST_PATIENCE_S, False
+
+
+def cheapest(cost_s: FloatArray, slots: BoolArray, has_room: BoolArray) -> tuple[int, bool]:
+    """The cheapest instance with room, and whether others cost the same.
+
+    -1: none, or one of ``slots`` that lacks room is worth waiting for.
+    """
+    cost = np.where(slots, cost_s, np.inf)
+    lowest = cost[cost.argmin()]
+    cost = np.where(has_room, cost, np.inf)
+    position = int(cost.argmin())
+    best = cost[position]
+    if best == np.inf or best > WORTH_WAITING * lowest:
+        return -1, False
+    return position, bool(np.count_nonzero(cost == best) > 1)
+
+
+def estimates(
+    constants: FloatArray,
+    rows: FloatArray,
+    kv: FloatArray,
+    max_num_seqs: FloatArray,
+    remaining: FloatArray,
+    shared: FloatArray,
+    request_time_s: FloatArray,
+    typical_request_time_s: FloatArray,
+    prefill: FloatArray,
+    n_r: float,
+    prompt_tokens: float,
+    output: float,
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+    """lat, ext, price, their sum, and the time to the first token, s.
+
+    Args:
+        constants, rows, kv, max_num_seqs: as in ``Outlook``.
+        remaining: output tokens that those that stream have still to come.
+        shared: how many of them come before the request is done.
+        request_time_s, typical_request_time_s: T of the request, and of the typical one.
+        prefill: prompt tokens to compute, of all the request's sequences.
+        n_r, prompt_tokens, output: its sequences, and the tokens of each.
+    """
+    p1, p2, p4, p5 = constants[0], constants[1], constants[3], constants[4]
+    p6, p7, p8 = constants[5], constants[6], constants[7]
+    waiting, waiting_output = rows[WAITING], rows[WAITING_OUTPUT]
+    waiting_prefill = rows[WAITING_PREFILL]
+    f = rows[SPEED]
+    prompt = n_r * prompt_tokens
+    n = waiting + rows[STREAMING]
+    joined = n + n_r
+    tokens = rows[CONTEXT] + 0.5 * remaining + rows[WAITING_PROMPT] + 0.5 * waiting_output
+    tokens += prompt + 0.5 * n_r * output
+    batch_cap = np.maximum(np.minimum(max_num_seqs, kv * joined / tokens), 1.0)
+    batch = np.minimum(joined, batch_cap)
+    held = np.minimum(tokens, kv)
+    step_s = f * (p6 * batch + p8 + p5 * held + p7 * held / batch)
+    ttft_s = f * (p1 * (waiting_prefill + prefill) + p2 * (waiting + n_r) + p4)
+    queued = joined > batch_cap
+    if queued.any():
+        # It waits in the engine until so many of those before it are done.
+        turn_s = f * (p1 * waiting_prefill / np.maximum(waiting, 1) + p2)
+        turn_s += (remaining + waiting_output) / np.maximum(n, 1) * step_s / batch_cap
+        in_turn_s = (joined - batch_cap) * turn_s + f * (p1 * prefill + p4)
+        ttft_s = np.where(queued, in_turn_s, ttft_s)
+    latency_s = ttft_s + output * step_s
+    # Each step that they share gets longer by what this sequence adds to it, and its prefill
+    # stops them all once.
+    shared = shared + np.minimum(n_r * output, waiting_output)
+    delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
+    delay_s += n * f * (p1 * prefill + p2 * n_r)
+    usage = np.minimum((tokens - prompt - 0.5 * n_r * output) / kv, MOST_USAGE)
+    price_s = request_time_s / typical_request_time_s
+    price_s *= usage * usage * latency_s[latency_s.argmin()]
+    return latency_s, delay_s, price_s, latency_s + delay_s + price_s, ttft_s
+
+
+def estimate(
+    state: InstanceState,
+    member: Member,
+    prefill: float,
+    terms: Terms,
+    residual: list[float],
+    shared_residual: list[float],
+    typical_request_time_s: float,
+    now_s: float,
+) -> Estimate:
+    """The same for one instance, T among it, in plain floats.
+
+    Args:
+        prefill: prompt tokens to compute, of all the request's sequences.
+        residual: as in ``Backlog``; ``shared_residual``: each at most the request's own output.
+    """
+    p1, p2, p3, p4, p5, p6, p7, p8, kv, kv_limit, max_num_seqs, _ = member
+    n_r, prompt_tokens, output = terms
+    waiting: float = state.waiting
+    streaming: float = state.streaming
+    waiting_prompt: float = state.waiting_prompt
+    waiting_prefill, waiting_output = state.waiting_prefill, state.waiting_output
+    f, load_s = state.speed, state.load_s
+    kv_tokens: float = state.kv_tokens
+    in_flight: float = state.in_flight
+    context = state.context
+    remaining = shared = 0.0
+    if streaming:
+        for count, left, both in zip(state.stages, residual, shared_residual, strict=True):
+            if count:
+                remaining += count * left
+                shared += count * both
+    peers = state.peers
+    if peers is not None:
+        waiting += peers.waiting
+        streaming += peers.streaming
+        waiting_prompt += peers.waiting_prompt
+        waiting_prefill += peers.waiting_prefill
+        waiting_output += peers.waiting_output
+        context += peers.context
+        remaining += peers.streaming * residual[0]
+        shared += peers.streaming * shared_residual[0]
+        load_s += peers.load_s
+        kv_tokens += peers.kv_tokens
+        in_flight += peers.in_flight
+    if streaming and now_s > state.read_s:
+        context += streaming * (now_s - state.read_s) * state.steps_per_s
+    prompt = n_r * prompt_tokens
+    n = waiting + streaming
+    joined = n + n_r
+    there = context + 0.5 * remaining + waiting_prompt + 0.5 * waiting_output
+    tokens = there + (prompt + 0.5 * n_r * output)
+    batch_cap = kv * joined / tokens
+    if batch_cap > max_num_seqs:
+        batch_cap = max_num_seqs
+    if batch_cap < 1.0:
+        batch_cap = 1.0
+    batch = joined if joined < batch_cap else batch_cap
+    held = tokens if tokens < kv else kv
+    step_s = f * (p6 * batch + p8 + p5 * held + p7 * held / batch)
+    if joined > batch_cap:
+        turn_s = f * (p1 * waiting_prefill / (waiting if waiting > 1 else 1) + p2)
+        turn_s += (remaining + waiting_output) / (n if n > 1 else 1) * step_s / batch_cap
+        ttft_s = (joined - batch_cap) * turn_s + f * (p1 * prefill + p4)
+    else:
+        ttft_s = f * (p1 * (waiting_prefill + prefill) + p2 * (waiting + n_r) + p4)
+    latency_s = ttft_s + output * step_s
+    own_output = n_r * output
+    shared += own_output if own_output < waiting_output else waiting_output
+    delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
+    delay_s += n * f * (p1 * prefill + p2 * n_r)
+    usage = there / kv
+    if usage > MOST_USAGE:
+        usage = MOST_USAGE
+    # Eqs. (5) and (6); it fits, or it were no candidate.
+    ideal_batch = kv_limit / (prompt_tokens + output)
+    if ideal_batch > max_num_seqs:
+        ideal_batch = max_num_seqs
+    triangle = output * (output + 1) / 2
+    request_time_s = n_r * (
+        p1 * prompt_tokens + p2 + p5 * (output * prompt_tokens + triangle) + p6 * output
+        + (p3 * prompt_tokens + p4 + p7 * (output * prompt_tokens + triangle) + p8 * output)
+        / ideal_batch
+    )  # fmt: skip
+    return Estimate(
+        request_time_s,
+        kv_tokens / kv,
+        load_s,
+        in_flight,
+        latency_s,
+        delay_s,
+        request_time_s / typical_request_time_s * usage * usage,
+        ttft_s,
+    )

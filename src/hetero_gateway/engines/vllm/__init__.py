@@ -1,0 +1,44 @@
+"""All that is vLLM's own and that another engine would do otherwise; text in, values out.
+
+``paths``: what it serves. ``answers``: what its answers say. ``metrics``: what its /metrics says.
+The gateway, the profiler and the load read with these, and the emulated instance writes with the
+same names. No socket, no clock, and nothing of the gateway's own.
+"""
+
+from hetero_gateway.engines.vllm.answers import (
+    ABORT,
+    CLOSING_EVENTS,
+    DONE,
+    completion_counts_in,
+    deltas_in,
+    failed_in_tail,
+    read_models,
+    tokens_of_events,
+    usage_in_tail,
+)
+from hetero_gateway.engines.vllm.metrics import CacheFacts, EngineMetrics, read_metrics
+from hetero_gateway.engines.vllm.paths import (
+    WORK_BY_PATH,
+    Work,
+    starts_with_a_token,
+    work_of_path,
+)
+
+__all__ = [
+    "ABORT",
+    "CLOSING_EVENTS",
+    "DONE",
+    "WORK_BY_PATH",
+    "CacheFacts",
+    "EngineMetrics",
+    "Work",
+    "completion_counts_in",
+    "deltas_in",
+    "failed_in_tail",
+    "read_metrics",
+    "read_models",
+    "starts_with_a_token",
+    "tokens_of_events",
+    "usage_in_tail",
+    "work_of_path",
+]

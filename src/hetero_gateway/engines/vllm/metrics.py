@@ -1,0 +1,185 @@
+"""vLLM's /metrics: the names of its series, and the few figures that we read from them.
+
+Names and labels are those of vLLM 0.32, seen on the wire; older ones are read where the new ones
+are missing (gpu_cache_usage_perc and gpu_prefix_cache_* until vLLM 0.10, which for a while exported
+both). Cousins with longer names (num_requests_waiting_by_reason) are other series.
+
+A server may run several data-parallel ranks, each with a KV cache and a batch of its own, told by
+the label ``engine``. For us it is one instance: counts and capacities are added up, and the usage
+is the mean over ranks weighted by their capacities, which is the used share of the whole.
+
+What an engine reports is seconds old, and may be any text: what is no usable number is not told,
+and no text raises or takes more than linear time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+
+PREFIX = "vllm:"
+
+# Gauges.
+RUNNING = PREFIX + "num_requests_running"
+WAITING = PREFIX + "num_requests_waiting"
+KV_USAGE = PREFIX + "kv_cache_usage_perc"  # a share of 1, for all its name
+# Counters, as exposed.
+PREEMPTIONS = PREFIX + "num_preemptions_total"
+PROMPT_TOKENS = PREFIX + "prompt_tokens_total"
+GENERATION_TOKENS = PREFIX + "generation_tokens_total"
+PREFIX_CACHE_QUERIES = PREFIX + "prefix_cache_queries_total"
+PREFIX_CACHE_HITS = PREFIX + "prefix_cache_hits_total"
+# Always 1; what it says is in its labels, those of vLLM's CacheConfig.
+CACHE_CONFIG = PREFIX + "cache_config_info"
+
+_OLDER = {
+    KV_USAGE: PREFIX + "gpu_cache_usage_perc",
+    PREFIX_CACHE_QUERIES: PREFIX + "gpu_prefix_cache_queries_total",
+    PREFIX_CACHE_HITS: PREFIX + "gpu_prefix_cache_hits_total",
+}
+_COUNTS = (
+    *(RUNNING, WAITING, PREEMPTIONS, PROMPT_TOKENS, GENERATION_TOKENS),
+    *(PREFIX_CACHE_QUERIES, PREFIX_CACHE_HITS),
+)
+_USAGES = (KV_USAGE, _OLDER[KV_USAGE])
+
+# A search for ten names in 70 KB takes 0.12 ms, and a walk over its lines three times as long; a
+# full parse would hold the event loop for 10 ms. It begins with a literal, newline and all, which
+# is what makes it fast. Possessive quantifiers never go back, whatever the text.
+_SERIES = re.compile(
+    "\n("
+    + "|".join((*_COUNTS, KV_USAGE, CACHE_CONFIG, *_OLDER.values()))
+    + r')(?:[ \t]*+\{((?:[^"}\n]|"(?:[^"\\\n]|\\.)*+")*+)\})?[ \t]++(\S++)'
+)
+_LABEL = re.compile(r'(?:^|,)[ \t]*+(\w++)[ \t]*+=[ \t]*+"((?:[^"\\]|\\.)*+)"')
+# Digits of the longest number that is taken for one; floats are exact so far.
+_MOST_DIGITS = 15
+
+_Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFacts:
+    """The KV cache that an engine was started with; None: not told.
+
+    Args:
+        capacity_tokens: of all ranks together.
+        block_tokens: of one block.
+        utilisation: ``--gpu-memory-utilization``, in (0, 1].
+        dtype: ``--kv-cache-dtype``.
+        prefix_caching: whether the blocks of finished prompts are used again.
+    """
+
+    capacity_tokens: int | None = None
+    block_tokens: int | None = None
+    utilisation: float | None = None
+    dtype: str | None = None
+    prefix_caching: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """An engine's load and totals at one scrape, over all its ranks; None: not exported.
+
+    Args:
+        running, waiting: requests now.
+        preemptions, prompt_tokens, generation_tokens: since it started.
+        prefix_cache_hits, prefix_cache_queries: tokens found in the prefix cache, and looked for.
+        kv_usage: share of the KV cache in use, 0 to 1.
+        cache: what the cache was made with.
+    """
+
+    running: float | None = None
+    waiting: float | None = None
+    preemptions: float | None = None
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    prefix_cache_hits: float | None = None
+    prefix_cache_queries: float | None = None
+    kv_usage: float | None = None
+    cache: CacheFacts = field(default_factory=CacheFacts)
+
+
+def read_metrics(text: str) -> EngineMetrics:
+    """What a Prometheus exposition of vLLM's says; never raises."""
+    totals: dict[str, float] = {}
+    usages: dict[str, list[tuple[str, float]]] = {}  # by series: (rank, share)
+    configs: list[_Labels] = []
+    for name, label_text, value_text in _SERIES.findall("\n" + text):
+        if name == CACHE_CONFIG:
+            configs.append(dict(_LABEL.findall(label_text)))
+            continue
+        value = _number(value_text)
+        if value is None:
+            continue
+        if name in _USAGES:
+            rank = dict(_LABEL.findall(label_text)).get("engine", "")
+            usages.setdefault(name, []).append((rank, value))
+        else:
+            totals[name] = totals.get(name, 0.0) + value
+
+    def count(name: str) -> float | None:
+        return totals.get(name, totals.get(_OLDER.get(name, "")))
+
+    return EngineMetrics(
+        running=count(RUNNING),
+        waiting=count(WAITING),
+        preemptions=count(PREEMPTIONS),
+        prompt_tokens=count(PROMPT_TOKENS),
+        generation_tokens=count(GENERATION_TOKENS),
+        prefix_cache_hits=count(PREFIX_CACHE_HITS),
+        prefix_cache_queries=count(PREFIX_CACHE_QUERIES),
+        kv_usage=_usage(next((usages[n] for n in _USAGES if n in usages), []), configs),
+        cache=_cache(configs),
+    )
+
+
+def _cache(configs: list[_Labels]) -> CacheFacts:
+    """The ranks of one server are started alike: only their capacities are added up."""
+    first: _Labels = configs[0] if configs else {}
+    utilisation = _number(first.get("gpu_memory_utilization", ""))
+    caching = {"True": True, "False": False}
+    return CacheFacts(
+        capacity_tokens=sum(_capacity_tokens(labels) or 0 for labels in configs) or None,
+        block_tokens=_positive(first.get("block_size")),
+        utilisation=utilisation if utilisation and utilisation <= 1 else None,
+        dtype=first.get("cache_dtype") or None,
+        prefix_caching=caching.get(first.get("enable_prefix_caching", "")),
+    )
+
+
+def _capacity_tokens(labels: _Labels) -> int | None:
+    """One rank's: its own figure, or its blocks times their size."""
+    if (tokens := _positive(labels.get("kv_cache_size_tokens"))) is not None:
+        return tokens
+    blocks, size = _positive(labels.get("num_gpu_blocks")), _positive(labels.get("block_size"))
+    return None if blocks is None or size is None else blocks * size
+
+
+def _usage(shares: list[tuple[str, float]], configs: list[_Labels]) -> float | None:
+    """The mean, weighted where the capacities of all ranks are told."""
+    if not shares:
+        return None
+    tokens = {labels.get("engine", ""): _capacity_tokens(labels) for labels in configs}
+    weights = [tokens.get(rank) or 0 for rank, _ in shares]
+    if not all(weights):
+        weights = [1] * len(shares)
+    mean = sum(w * share for w, (_, share) in zip(weights, shares, strict=True)) / sum(weights)
+    return min(mean, 1.0)
+
+
+def _number(text: str) -> float | None:
+    """A finite number from 0 on."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if isfinite(value) and value >= 0 else None
+
+
+def _positive(text: str | None) -> int | None:
+    if text is None or not text.isdecimal() or len(text) > _MOST_DIGITS:
+        return None
+    return int(text) or None

@@ -1,0 +1,88 @@
+"""The paths that vLLM serves, and what work each makes it do.
+
+Seen on vLLM 0.32. ``--api-key`` guards those under /v1/ and no other.
+"""
+
+from __future__ import annotations
+
+import enum
+
+# What it says of itself: GET.
+# 200 with an empty body while the engine lives, also while it drains; 503 once its core has died.
+HEALTH = "/health"
+PING = "/ping"  # the same, by GET or POST
+VERSION = "/version"
+LOAD = "/load"  # always 0 unless --enable-server-load-tracking
+METRICS = "/metrics"
+MODELS = "/v1/models"
+
+# What it does: POST.
+CHAT_COMPLETIONS = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+EMBEDDINGS = "/v1/embeddings"
+INVOCATIONS = "/invocations"  # a chat or a completion, by its body
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
+
+
+class Work(enum.Enum):
+    """What a path makes the engine do."""
+
+    GENERATE = "generate"  # prefill and decode
+    PREFILL = "prefill"  # embeddings, scores: no output tokens
+    LIGHT = "light"  # tokenize and the like: no step of the engine
+
+
+WORK_BY_PATH = {
+    CHAT_COMPLETIONS: Work.GENERATE,
+    COMPLETIONS: Work.GENERATE,
+    RESPONSES: Work.GENERATE,
+    MESSAGES: Work.GENERATE,
+    "/v1/chat/completions/batch": Work.GENERATE,
+    "/inference/v1/generate": Work.GENERATE,
+    "/generative_scoring": Work.PREFILL,
+    INVOCATIONS: Work.GENERATE,
+    TOKENIZE: Work.LIGHT,
+    DETOKENIZE: Work.LIGHT,
+    "/v1/messages/count_tokens": Work.LIGHT,
+    "/v1/completions/render": Work.LIGHT,
+    "/v1/chat/completions/render": Work.LIGHT,
+    EMBEDDINGS: Work.PREFILL,
+    "/pooling": Work.PREFILL,
+    "/classify": Work.PREFILL,
+    "/score": Work.PREFILL,
+    "/v1/score": Work.PREFILL,
+    "/rerank": Work.PREFILL,
+    "/v1/rerank": Work.PREFILL,
+    "/v2/rerank": Work.PREFILL,
+    "/v1/audio/transcriptions": Work.GENERATE,
+    "/v1/audio/translations": Work.GENERATE,
+    "/v1/audio/speech": Work.GENERATE,
+    "/v1/images/generations": Work.GENERATE,
+    "/v1/moderations": Work.PREFILL,
+}
+# They change one engine's state: sent to an instance of the policy's choice they would do harm.
+_NOT_ROUTED = frozenset(
+    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/files", "/v1/batches")
+)
+
+
+def work_of_path(path: str) -> Work | None:
+    """What a POST to this path is, or None when it is not an engine path.
+
+    Paths of newer engines under /v1/ are treated as prefill-only work rather than refused.
+    """
+    work = WORK_BY_PATH.get(path)
+    if work is None and path.startswith("/v1/") and path not in _NOT_ROUTED:
+        return Work.PREFILL
+    return work
+
+
+def starts_with_a_token(path: str) -> bool:
+    """Whether the first bytes of a stream's body are there with its first token.
+
+    /v1/responses sends its first events before any token is made.
+    """
+    return path != RESPONSES

@@ -1,0 +1,482 @@
+"""A request's way through the gateway: understood, placed, sent, tried again, answered, settled.
+
+One driver for every way in. Its events come from callbacks (the client's connection, the
+instance's, timers) or from the ends of its own short tasks; none of them waits. A task exists only
+where something has to: for the tokenizer, for room on an instance, for a connection. When
+admission, description, room and an idle connection are all there at once, the request is on its way
+before ``begin`` returns.
+
+The life of a request. Events down, states across; "–": cannot be, or means nothing:
+
+    event           reading     counting    waiting     connecting    relaying
+    --------------  ----------  ----------  ----------  ------------  ---------------------
+    body complete   counting, or as if counted  –       –             –
+    counted         –           waiting, connecting or relaying, as there is room and connection
+    refused         over: 4xx   over: 4xx   over: 429,  –             –
+                                            503, 504
+    placed          –           –           connecting or relaying    –
+    connected       –           –           –           relaying      –
+    stale idle      –           –           –           –             connecting (once)
+    failed          –           –           –           settled; waiting, connecting or relaying
+                                                        if it may be retried, else over
+    complete        –           –           –           –             settled; over
+    client gone     over        over        leaves the  settled;      settled; over
+                                            queue; over over
+    shut down       over: 503   over: 503   the same    settled;      settled; over: 503,
+                                            and 503     over: 503     or cut
+    a bug           over: 500   over: 500   over: 500   settled;      settled; over: 500,
+                                                        over: 500     or cut
+
+What is placed is settled exactly once, in ``_settle``: from "placed" on until then ``_placed`` says
+so. A task that finds its request over does nothing but give back what it has got.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.errors import Refusal
+from hetero_gateway.files.gateway_config import RetryConfig
+from hetero_gateway.gateway.admission.clients import Admission, Client
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.answers import (
+    answer,
+    refusal_of,
+    rejection,
+    shutting_down,
+    too_large,
+)
+from hetero_gateway.gateway.dataplane.intake import Intake, Job
+from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
+from hetero_gateway.gateway.dataplane.records import DecisionRecord, Recorder
+from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
+from hetero_gateway.gateway.failures import Failure, InstanceError
+from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.wire.downstream import Downstream
+from hetero_gateway.gateway.wire.headers import (
+    NOT_TO_INSTANCES,
+    NOT_TO_INSTANCES_NOR_CREDENTIALS,
+)
+from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.openai import ParsedRequest
+from hetero_gateway.gateway.wire.upstream import UpstreamConnection
+
+_log = logging.getLogger(__name__)
+
+_RETRY_WINDOW_S = 10.0
+
+
+class RetryBudget:
+    """Retries as a share of recent requests, so that an outage is not multiplied by them."""
+
+    def __init__(self, config: RetryConfig) -> None:
+        self._config = config
+        self._window_start_s = 0.0
+        self._requests = 0
+        self._retries = 0
+
+    def note_request(self, now_s: float) -> None:
+        if now_s - self._window_start_s >= _RETRY_WINDOW_S:
+            self._window_start_s = now_s
+            self._requests = self._retries = 0
+        self._requests += 1
+
+    def may_retry(self, error: InstanceError, attempts: int) -> bool:
+        """Whether a request may be tried once more; if so it is counted."""
+        config = self._config
+        if not error.failure.retryable or attempts >= config.max_attempts:
+            return False
+        if self._retries >= config.budget_min + config.budget_ratio * self._requests:
+            return False
+        self._retries += 1
+        return True
+
+
+@dataclass(slots=True)
+class Rooms:
+    """What every request passes through. ``open``: the requests that are not over."""
+
+    admission: Admission
+    intake: Intake
+    placement: Placement
+    deadlines: Deadlines
+    recorder: Recorder
+    metrics: Metrics
+    budget: RetryBudget
+    decisions: deque[DecisionRecord]
+    total_timeout_s: float
+    open: set[Attempts]
+
+
+class Attempts:
+    """One request and all of its attempts: a ``Listener``, an ``ExchangeOwner``, a ``Sleeper``."""
+
+    __slots__ = (
+        "_client",
+        "_deadline_s",
+        "_downstream",
+        "_exchange",
+        "_failure",
+        "_inbound",
+        "_job",
+        "_placed",
+        "_rooms",
+        "_task",
+        "_tried",
+        "_woken",
+        "over",
+    )
+
+    def __init__(self, rooms: Rooms, inbound: Inbound, downstream: Downstream) -> None:
+        self._rooms = rooms
+        self._inbound = inbound
+        self._downstream = downstream
+        self._client: Client | None = None
+        self._job: Job | None = None
+        self._tried: list[InstanceId] = []
+        self._failure: InstanceError | None = None  # of the last attempt, where there is another
+        self._placed: Placed | None = None  # and not settled
+        self._exchange: Exchange | None = None  # of that one
+        self._task: asyncio.Task[None] | None = None
+        self._woken: asyncio.Event | None = None
+        self._deadline_s = 0.0
+        self.over = False
+        rooms.open.add(self)
+
+    def __repr__(self) -> str:
+        if self.over:
+            state = "over"
+        elif self._exchange is not None:
+            state = repr(self._exchange)
+        elif self._job is not None:
+            state = "waiting"
+        else:
+            state = "counting" if self._inbound.received_s else "reading"
+        return f"<Attempts {self._inbound!r}: {state}; tried {self._tried}>"
+
+    # What the client's side calls
+
+    def arrive(self) -> None:
+        """The head is here: find out whose request it is, and whether it may be served."""
+        rooms = self._rooms
+        try:
+            self._client = rooms.admission.admit(self._inbound)
+            rooms.intake.check_size(self._inbound.content_length)
+        except Refusal as refusal:
+            self._reject(refusal)
+        except Exception as error:
+            self.broke(error)
+
+    def begin(self, body: bytes) -> None:
+        """The body is here: understand the request, and send it if that can be done at once."""
+        inbound, rooms = self._inbound, self._rooms
+        inbound.body = body
+        inbound.received_s = time.monotonic()
+        try:
+            parsed = rooms.intake.read(inbound)
+            if rooms.intake.counts(inbound, parsed):
+                self._start(self._count(parsed))
+            else:
+                self._describe(parsed, None)
+        except Refusal as refusal:
+            self._reject(refusal)
+        except Exception as error:
+            self.broke(error)
+
+    def refuse_body(self) -> None:
+        self._reject(too_large(self._rooms.intake.max_body_bytes))
+
+    def caught_up(self) -> None:
+        if self._exchange is not None:
+            self._exchange.caught_up()
+
+    def client_gone(self) -> None:
+        if self.over:
+            return
+        if self._exchange is not None:
+            self._leave_exchange()
+            self._end()
+        elif self._job is None:
+            # Before it was understood: whatever is being counted is for nothing.
+            self._end()
+        else:
+            self.wake()  # it waits, and leaves the queue itself
+
+    def shut_down(self) -> None:
+        """The gateway ends, and this request was not done in the time that it gave."""
+        if self.over:
+            return
+        if self._exchange is not None:
+            self._leave_exchange()
+        self._answer(shutting_down())
+        self.wake()
+
+    # Understanding
+
+    async def _count(self, parsed: ParsedRequest) -> None:
+        counted = await self._rooms.intake.count(parsed)
+        if not self.over:
+            self._describe(parsed, counted)
+
+    def _describe(self, parsed: ParsedRequest, counted: int | None) -> None:
+        rooms, inbound = self._rooms, self._inbound
+        assert self._client is not None
+        self._job = rooms.intake.describe(inbound, self._client, parsed, counted)
+        rooms.budget.note_request(inbound.received_s)
+        self._deadline_s = inbound.received_s + rooms.total_timeout_s
+        self._place(self._job.request)
+
+    # Placing
+
+    def _place(self, request: Request) -> None:
+        job, placement = self._job, self._rooms.placement
+        assert job is not None
+        try:
+            place = placement.submit(request, self._tried, waits=job.waits)
+        except Refusal as refusal:
+            self._turn_away(refusal, "unavailable")
+            return
+        if isinstance(place, Ticket):
+            self._woken = asyncio.Event()
+            self._start(self._wait(place))
+        else:
+            self._take(place, request)
+
+    async def _wait(self, ticket: Ticket) -> None:
+        try:
+            place = await self._rooms.placement.wait(ticket, self, self._deadline_s)
+        except SleeperGone:
+            if not self.over:
+                self._note("client_disconnected")
+                self._end()
+        except Refusal as refusal:
+            self._turn_away(refusal, "timed_out" if refusal.status == 504 else "unavailable")
+        else:
+            self._take(place, ticket.request)
+
+    # A Sleeper
+
+    @property
+    def gone(self) -> bool:
+        return self.over or self._downstream.gone
+
+    def wake(self) -> None:
+        if self._woken is not None:
+            self._woken.set()
+
+    async def wait(self) -> None:
+        assert self._woken is not None
+        await self._woken.wait()
+        self._woken.clear()
+
+    def _take(self, place: Placed | Reject, request: Request) -> None:
+        """Send a request where it was placed, or answer that it cannot be."""
+        job, rooms = self._job, self._rooms
+        assert job is not None
+        if isinstance(place, Placed):
+            self._placed = place
+            rooms.metrics.decisions[place.instance.id] += 1
+            request_id = self._inbound.request_id.decode()
+            rooms.decisions.append(
+                DecisionRecord(time.time(), request_id, place.decision, place.waited_s)
+            )
+            self._send(place)
+        elif (
+            place.reason is RejectReason.FITS_NO_INSTANCE
+            and job.parsed.exact_prompt_tokens is None
+            and request is job.request
+        ):
+            # The length is an estimate: when half of it fits, the engine is to judge.
+            self._place(request._replace(prompt_tokens=-(-request.prompt_tokens // 2)))
+        else:
+            ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
+            refusal = rejection(place, self._failure, self._inbound.path)
+            self._turn_away(refusal, "unavailable" if ours else "rejected")
+
+    # Sending
+
+    def _send(self, placed: Placed) -> None:
+        inbound, rooms, instance = self._inbound, self._rooms, placed.instance
+        headers = [
+            (b"x-request-id", inbound.request_id),
+            (b"x-hetero-gateway-instance", instance.id.encode()),
+        ]
+        exchange = Exchange(self._downstream, inbound.path, headers, self._deadline_s, self)
+        self._exchange = exchange
+        rooms.deadlines.add(exchange)
+        connection = instance.pool.take_idle()
+        if connection is None:
+            self._start(self._connect(exchange, instance, first=not self._tried))
+        else:
+            self._launch(exchange, connection, instance, first=not self._tried)
+
+    async def _connect(self, exchange: Exchange, instance: Instance, *, first: bool) -> None:
+        try:
+            connection = await instance.pool.connect()
+        except InstanceError as error:
+            if self._exchange is exchange:
+                exchange.on_error(error)
+            return
+        if self._exchange is exchange:
+            self._launch(exchange, connection, instance, first=first)
+        else:
+            instance.pool.release(connection)  # its request was over before: the next may have it
+
+    def _launch(
+        self, exchange: Exchange, connection: UpstreamConnection, instance: Instance, *, first: bool
+    ) -> None:
+        inbound, placed = self._inbound, self._placed
+        assert placed is not None
+        if first:
+            overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
+            self._rooms.metrics.overhead_s.observe(overhead_s)
+        exchange.begin(connection, self._upstream_request(instance))
+
+    def _upstream_request(self, instance: Instance) -> bytes:
+        inbound, pool = self._inbound, instance.pool
+        parts = [
+            b"POST ", pool.path_prefix, inbound.target, b" HTTP/1.1\r\nhost: ", pool.host_header,
+            b"\r\nx-request-id: ", inbound.request_id,
+            b"\r\ncontent-length: %d\r\n" % len(inbound.body),
+        ]  # fmt: skip
+        dropped = NOT_TO_INSTANCES
+        if self._rooms.admission.has_key or instance.api_key is not None:
+            dropped = NOT_TO_INSTANCES_NOR_CREDENTIALS
+        for name, value in inbound.headers:
+            if name not in dropped:
+                parts += (name, b": ", value, b"\r\n")
+        if instance.api_key is not None:
+            parts.append(b"authorization: Bearer %b\r\n" % instance.api_key.encode())
+        parts += (b"\r\n", inbound.body)
+        return b"".join(parts)
+
+    # An ExchangeOwner
+
+    def stream_began(self, exchange: Exchange) -> None:
+        if self._placed is not None:
+            self._rooms.placement.stream_began(self._placed.dispatch, exchange)
+
+    def ended(self, exchange: Exchange) -> None:
+        try:
+            if exchange is self._exchange:
+                self._conclude(exchange)
+        except Exception as error:
+            self.broke(error)
+
+    def _conclude(self, exchange: Exchange) -> None:
+        error, placed = exchange.error, self._placed
+        assert placed is not None
+        if error is None:
+            failed = exchange.engine_failed()
+            self._settle(Outcome.UPSTREAM_ERROR if failed else Outcome.COMPLETED, final=True)
+            self._end()
+            return
+        instance, connection = placed.instance, exchange.connection
+        if connection is not None and connection.stale and error.failure is Failure.RESET:
+            # The instance was closing this idle connection when the request was written. A new one
+            # is not stale, so this happens once.
+            exchange.begin_again()
+            self._start(self._connect(exchange, instance, first=False))
+            return
+        self._tried.append(instance.id)
+        retry = not exchange.head_sent and self._rooms.budget.may_retry(error, len(self._tried))
+        self._settle(error.failure.outcome, final=not retry)
+        if retry:
+            assert self._job is not None
+            self._failure = error
+            self._rooms.metrics.retries[error.reason] += 1
+            self._place(self._job.request)
+        elif exchange.head_sent:
+            exchange.break_off(refusal_of(error, instance))
+            self._end()
+        else:
+            self._answer(refusal_of(error, instance))
+
+    # Ends
+
+    def _leave_exchange(self) -> None:
+        assert self._exchange is not None
+        self._exchange.abort()
+        self._settle(Outcome.CLIENT_DISCONNECTED, final=True)
+
+    def _settle(self, outcome: Outcome, *, final: bool) -> None:
+        """Take the attempt off its instance, and count it: once, whatever happens in here."""
+        job, placed, exchange = self._job, self._placed, self._exchange
+        assert job is not None
+        assert placed is not None
+        assert exchange is not None
+        self._placed = self._exchange = None
+        rooms = self._rooms
+        rooms.deadlines.discard(exchange)
+        rooms.placement.settle(placed.dispatch, outcome, exchange)
+        rooms.recorder.record(job, placed, exchange, outcome, final=final)
+
+    def _reject(self, refusal: Refusal) -> None:
+        """Answer a request before it was understood."""
+        self._rooms.metrics.series("unknown", "").outcomes["rejected"] += 1
+        self._answer(refusal)
+
+    def _turn_away(self, refusal: Refusal, outcome: str) -> None:
+        """Answer a request that was not placed."""
+        self._note(outcome)
+        self._answer(refusal)
+
+    def _note(self, outcome: str) -> None:
+        """Count a request that reached no instance."""
+        assert self._job is not None
+        model, rooms = self._job.request.model, self._rooms
+        # A name that nobody serves is the client's invention: it must not become a label.
+        known = rooms.placement.knows(model)
+        rooms.metrics.series(model if known else "unknown", "").outcomes[outcome] += 1
+
+    def _answer(self, refusal: Refusal) -> None:
+        answer(self._downstream, refusal, self._inbound.path, self._inbound.request_id)
+        self._end()
+
+    def _end(self) -> None:
+        self.over = True
+        self._rooms.open.discard(self)
+
+    def broke(self, error: Exception) -> None:
+        """The boundary of a request: a bug costs the one that met it, and is logged and counted."""
+        if self.over:
+            _log.error("after request %s", self._inbound.request_id.decode(), exc_info=error)
+            return
+        request_id = self._inbound.request_id.decode()
+        _log.error("request %s failed inside the gateway", request_id, exc_info=error)
+        self._rooms.metrics.series("", "").outcomes["internal_error"] += 1
+        try:
+            self._give_up()
+            failed = Refusal(500, "internal_error", "The gateway failed.", kind="server_error")
+            self._answer(failed)
+        except Exception:
+            _log.exception("request %s cannot be answered", request_id)
+            self._end()
+            self._downstream.cut()
+
+    def _give_up(self) -> None:
+        placed, exchange = self._placed, self._exchange
+        self._placed = self._exchange = None
+        if exchange is not None:
+            exchange.abort()
+            self._rooms.deadlines.discard(exchange)
+        if placed is not None:
+            self._rooms.placement.settle(placed.dispatch, Outcome.CLIENT_DISCONNECTED, exchange)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what has to wait. At most one runs at a time, and none is ever cancelled here."""
+        self._task = asyncio.get_running_loop().create_task(self._guarded(work))
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self.broke(error)

@@ -1,0 +1,147 @@
+"""What a request is: from its bytes to what the scheduler needs to know of it.
+
+Nothing is chosen or sent here. ``read`` looks at the body once; ``describe`` turns what it says
+into lengths, exact or estimated. Between the two a tokenizer may count the prompt, where the
+configuration names one: the only step that may take a while, so that its driver can await it.
+"""
+
+from __future__ import annotations
+
+from hetero_gateway.core.lengths.predictors import (
+    BytesPerToken,
+    LengthFeatures,
+    OutputLengthPredictor,
+    capped_output_tokens,
+)
+from hetero_gateway.core.types import Request
+from hetero_gateway.engines.vllm import Work, starts_with_a_token
+from hetero_gateway.errors import Refusal
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.dataplane.answers import too_large
+from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.openai import ParsedRequest, parse_body, prompt_text
+from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+
+
+class Job:
+    """A request that is understood: what is asked, by whom, and how long it is thought to be.
+
+    ``features``: what the output's length was predicted from; None where there is no output.
+    """
+
+    __slots__ = ("client", "features", "inbound", "parsed", "request")
+
+    def __init__(
+        self,
+        inbound: Inbound,
+        client: Client,
+        parsed: ParsedRequest,
+        request: Request,
+        features: LengthFeatures | None,
+    ) -> None:
+        self.inbound = inbound
+        self.client = client
+        self.parsed = parsed
+        self.request = request
+        self.features = features
+
+    @property
+    def waits(self) -> bool:
+        """Whether it may have to wait: what an engine does without a step never does."""
+        return self.inbound.work is not Work.LIGHT
+
+    def __repr__(self) -> str:
+        return f"<Job {self.inbound!r} {self.request!r}>"
+
+
+class Intake:
+    """Reads and describes requests.
+
+    Args:
+        config: of the gateway.
+        fleet: what is served, and how long its contexts are.
+        predictor, bytes_per_token, tokenizer: the length estimates; the last one may be None.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        fleet: Fleet,
+        predictor: OutputLengthPredictor,
+        bytes_per_token: BytesPerToken,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.max_body_bytes = config.server.max_body_bytes
+        self._image_tokens = config.scheduler.tokens.image_tokens
+        self._fleet = fleet
+        self._predictor = predictor
+        self._bytes_per_token = bytes_per_token
+        self._tokenizer = tokenizer
+
+    def check_size(self, size_bytes: int) -> None:
+        """Raises Refusal: 413."""
+        if size_bytes > self.max_body_bytes:
+            raise too_large(self.max_body_bytes)
+
+    def read(self, inbound: Inbound) -> ParsedRequest:
+        """What the body says, its model filled in. Raises Refusal: 400 for an unusable one."""
+        parsed = parse_body(inbound.body, inbound.content_type)
+        if not parsed.model:
+            parsed.model = self._default_model(inbound.path)
+        return parsed
+
+    def _default_model(self, path: str) -> str:
+        # OpenAI's own paths want a model; vLLM's others do without, which is clear when there
+        # is only one.
+        models = self._fleet.models()
+        if not path.startswith("/v1/") and len(models) == 1:
+            return next(iter(models))
+        raise Refusal(
+            400, "missing_required_parameter", "you must provide a model parameter", param="model"
+        )
+
+    def counts(self, inbound: Inbound, parsed: ParsedRequest) -> bool:
+        """Whether the prompt is to be counted by the tokenizer."""
+        return (
+            self._tokenizer is not None
+            and parsed.exact_prompt_tokens is None
+            and parsed.text_bytes > 0
+            and inbound.work is not Work.LIGHT
+        )
+
+    async def count(self, parsed: ParsedRequest) -> int | None:
+        """The prompt's tokens by the tokenizer; None: there is no text in it."""
+        assert self._tokenizer is not None
+        return await self._tokenizer.count(parsed.messages or parsed.prompt)
+
+    def describe(
+        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None = None
+    ) -> Job:
+        """What the scheduler needs: the lengths of prompt and output; ``counted``: tokens."""
+        model = parsed.model
+        assert model is not None
+        if inbound.work is Work.LIGHT:
+            return Job(inbound, client, parsed, Request(model, 1, 0.0, streams=False), None)
+        tokens = parsed.exact_prompt_tokens
+        if tokens is None:
+            tokens = counted
+        if tokens is None:
+            tokens = self._bytes_per_token.tokens(model, parsed.text_bytes)
+        tokens += parsed.media_parts * self._image_tokens
+        prompt_tokens = max(1, -(-tokens // parsed.prompt_count))
+        if inbound.work is Work.PREFILL:
+            request = Request(model, prompt_tokens, 0.0, parsed.sequences, streams=False)
+            return Job(inbound, client, parsed, request, None)
+        limit, body = parsed.max_output_tokens, inbound.body
+        features = LengthFeatures(model, prompt_tokens, limit, body, prompt_text)
+        output_tokens = capped_output_tokens(
+            self._predictor.predict(features),
+            limit,
+            self._fleet.scheduler.context_tokens(model),
+            prompt_tokens,
+        )
+        streams = parsed.stream and starts_with_a_token(inbound.path)
+        request = Request(model, prompt_tokens, output_tokens, parsed.sequences, streams)
+        return Job(inbound, client, parsed, request, features)

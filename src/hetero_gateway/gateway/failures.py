@@ -1,0 +1,76 @@
+"""How an attempt on an instance can fail, and what follows from each way.
+
+A member's value is its label in metrics, so the list is bounded. What follows is stated once, here:
+the relay raises or notes an ``InstanceError``, and whoever answers the client, tries again, settles
+or informs the health monitor asks its ``failure``.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from hetero_gateway.core.types import Outcome
+from hetero_gateway.errors import HeteroGatewayError
+
+
+class Suspicion(enum.Enum):
+    """What a failure says of its instance."""
+
+    NONE = enum.auto()
+    PROBE = enum.auto()  # it may be down: probe it now
+    DOWN = enum.auto()  # nobody answers there
+
+
+class Failure(enum.Enum):
+    """One way in which an attempt fails.
+
+    Attributes:
+        status, code: for the client, when nothing of the response was passed on.
+        outcome: the dispatch's.
+        retryable: whether another attempt may succeed where no byte has reached the client. A
+            time-out is not: the client has waited, and a second engine would do the work again.
+        suspicion: what it says of the instance.
+    """
+
+    CONNECT = "connect", 503, "no_healthy_instance", True, Suspicion.DOWN
+    # Closed before the response was complete.
+    RESET = "reset", 502, "upstream_error", True, Suspicion.PROBE
+    PROTOCOL = "protocol", 502, "upstream_error", True, Suspicion.NONE
+    # All of the gateway's connections to the instance are in use.
+    POOL = "pool", 503, "no_free_connection", True, Suspicion.NONE
+    FIRST_BYTE_TIMEOUT = "first_byte_timeout", 504, "upstream_timeout", False, Suspicion.PROBE
+    IDLE_TIMEOUT = "idle_timeout", 504, "upstream_timeout", False, Suspicion.NONE
+    TOTAL_TIMEOUT = "total_timeout", 504, "upstream_timeout", False, Suspicion.NONE
+    # The response ended well in HTTP, but it says that the engine broke off.
+    ENGINE = "engine", 502, "upstream_error", False, Suspicion.PROBE
+
+    status: int
+    code: str
+    outcome: Outcome
+    retryable: bool
+    suspicion: Suspicion
+
+    def __new__(
+        cls, label: str, status: int, code: str, retryable: bool, suspicion: Suspicion
+    ) -> Failure:
+        member = object.__new__(cls)
+        member._value_ = label
+        member.status = status
+        member.code = code
+        member.outcome = Outcome.TIMED_OUT if status == 504 else Outcome.UPSTREAM_ERROR
+        member.retryable = retryable
+        member.suspicion = suspicion
+        return member
+
+
+class InstanceError(HeteroGatewayError):
+    """An attempt on an instance failed: connect, time-out, broken stream."""
+
+    def __init__(self, failure: Failure, message: str) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+    @property
+    def reason(self) -> str:
+        """A bounded label for metrics."""
+        return str(self.failure.value)

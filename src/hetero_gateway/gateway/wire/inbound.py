@@ -1,0 +1,59 @@
+"""A request as it came in, whichever server read it: uvicorn's parser, or any through ASGI."""
+
+from __future__ import annotations
+
+from hetero_gateway.engines.vllm import Work
+from hetero_gateway.gateway.wire.headers import Headers
+
+
+class Inbound:
+    """A POST on an engine path.
+
+    Attributes:
+        path: decoded, without the query.
+        target: path and query as they are to be sent on.
+        work: what the path makes an engine do.
+        headers: names in lower case.
+        content_type: "" where there is none.
+        content_length: in bytes, as announced; 0 where it is not.
+        asked_id: the client's own x-request-id, "" without one.
+        request_id: by which the gateway names it; set by who opens it.
+        body: empty until the whole of it is here.
+        received_s: monotonic; when the last byte of the body was here.
+    """
+
+    __slots__ = (
+        "asked_id",
+        "body",
+        "content_length",
+        "content_type",
+        "headers",
+        "path",
+        "received_s",
+        "request_id",
+        "target",
+        "work",
+    )
+
+    def __init__(self, path: str, target: bytes, work: Work, headers: Headers) -> None:
+        self.path = path
+        self.target = target
+        self.work = work
+        self.headers = headers
+        self.content_type = b""
+        self.content_length = 0
+        self.asked_id = b""
+        self.request_id = b""
+        self.body = b""
+        self.received_s = 0.0
+        for name, value in headers:
+            if name == b"content-type":
+                self.content_type = value
+            elif name == b"content-length":
+                self.content_length = int(value)
+            elif name == b"x-request-id":
+                self.asked_id = value
+
+    def __repr__(self) -> str:
+        name = self.request_id.decode("ascii", "replace")
+        return f"<Inbound {name} POST {self.path}, {len(self.body)} bytes>"

@@ -1,0 +1,140 @@
+"""What vLLM's answers say: usage, failures, models."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.engines.vllm import (
+    completion_counts_in,
+    deltas_in,
+    failed_in_tail,
+    read_models,
+    tokens_of_events,
+    usage_in_tail,
+)
+
+# The end of a stream that was under way when the engine was killed, chunk sizes and all.
+KILLED = (
+    b'b6\r\ndata: {"id":"cmpl-1","choices":[{"index":0,"text":"ies\\n","finish_reason":null}]}\n\n'
+    b'\r\na9\r\ndata: {"error": {"message": "EngineCore encountered an issue.", '
+    b'"type": "InternalServerError", "param": null, "code": 500}}\n\n'
+    b"\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+)
+# How a stream of /v1/messages fails.
+MESSAGES_FAILED = (
+    b'\n\n\r\n5f\r\nevent: error\ndata: {"type":"error","error":{"message":"gone"}}\n\n'
+)
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+COUNTED = b'data: {"choices":[{"index":0,"text":"a"}],"usage":{"completion_tokens":%d}}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":2}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("tail", "usage"),
+    [
+        (b'"usage":{"prompt_tokens":14,"total_tokens":20,"completion_tokens":6}}', (14, 6)),
+        (b'"usage": {"completion_tokens": 6, "prompt_tokens": 14}', (14, 6)),
+        (b'"usage":{"input_tokens":10,"output_tokens":5,"output_tokens_details":{}}', (10, 5)),
+        (b'"usage":{"prompt_tokens":1,"completion_tokens":1}}\n"usage":{"prompt_tokens":2,'
+         b'"completion_tokens":3}}', (2, 3)),
+        (b'"usage":null', (None, None)),
+        (b'{"content":"\\"usage\\":{\\"prompt_tokens\\":9}"}', (None, None)),
+        (b'"usage":{"prompt_tokens":%b,"completion_tokens":3}' % (b"9" * 5000), (None, 3)),
+        (b"", (None, None)),
+    ],
+)  # fmt: skip
+def test_usage_is_read_from_the_tail(tail: bytes, usage: tuple[int | None, int | None]) -> None:
+    assert usage_in_tail(tail) == usage
+
+
+def test_an_engines_failure_is_seen_and_a_clients_text_is_not() -> None:
+    assert failed_in_tail(b'data: {"error": {"code": 500}}\n\ndata: [DONE]\n\n')
+    assert failed_in_tail(b'"finish_reason":"abort"')
+    assert not failed_in_tail(b'data: {"content":"data: {\\"error\\""}\n\n')
+
+
+def test_a_killed_engine_is_seen_through_its_done() -> None:
+    assert failed_in_tail(KILLED)
+    assert failed_in_tail(MESSAGES_FAILED)
+    assert failed_in_tail(b'event: error\ndata: {"type":"error"}\n\n')
+    assert not failed_in_tail(KILLED.replace(b'{"error"', b'{"choices"'))
+
+
+def test_a_model_that_writes_of_events_has_not_failed() -> None:
+    text = json.dumps({"delta": '\nevent: error\ndata: {"error": 1}\n'}).encode()
+    assert not failed_in_tail(b"data: " + text + b"\n\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "events", "tokens"),
+    [
+        ("/v1/chat/completions", 10, 8),  # the role chunk and [DONE]
+        ("/v1/completions", 10, 9),  # [DONE]
+        ("/v1/chat/completions", 1, 0),
+    ],
+)
+def test_events_that_can_carry_no_token_are_not_counted(
+    path: str, events: int, tokens: int
+) -> None:
+    assert tokens_of_events(path, events) == tokens
+
+
+def test_a_stream_that_counts_says_its_tokens_with_every_event() -> None:
+    events = ROLE + COUNTED % 1 + COUNTED % 2 + USAGE
+    assert deltas_in(events) == 3
+    assert completion_counts_in(events) == [1, 2, 2]
+
+
+def test_models_are_read_in_their_order_with_their_context_windows() -> None:
+    cards = [
+        {"id": "tiny", "max_model_len": 4096},
+        {"id": "lora", "max_model_len": None},
+        {"id": "odd", "max_model_len": True},
+        {"id": 7, "max_model_len": 4096},
+        "no card",
+    ]
+    models = read_models(json.dumps({"object": "list", "data": cards}).encode())
+    assert models is not None
+    assert list(models.items()) == [("tiny", 4096), ("lora", None), ("odd", None)]
+    assert read_models(b'{"data": []}') == {}
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["data", "id", "x"]), inner),
+)
+
+
+@given(JSON)
+def test_no_document_is_too_odd_to_be_no_list_of_models(document: object) -> None:
+    models = read_models(json.dumps(document).encode())
+    listed = isinstance(document, dict) and isinstance(document.get("data"), list)
+    assert (models is not None) is listed
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"<html>", b'{"data": [}', b"\xff", b"[" * 200_000, b'{"data":' * 50_000, b"9" * 5000],
+)
+def test_what_is_no_json_is_no_list_of_models(body: bytes) -> None:
+    assert read_models(body) is None
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [b'"usage"', b'{"', b'"prompt_tokens"', b'"output_tokens"', b" : ", b"9" * 4301, b"7"]
+        )
+        | st.binary(max_size=8)
+    ).map(b"".join)
+)
+def test_no_tail_is_too_odd_to_be_read(tail: bytes) -> None:
+    assert all(count is None or count >= 0 for count in usage_in_tail(tail))
+    assert failed_in_tail(tail) in (True, False)
+    assert all(count < 10**15 for count in completion_counts_in(tail))
