@@ -314,7 +314,8 @@ def _port(wanted: int | None, console: Console) -> int:
     from hetero_gateway.errors import ConfigError
 
     try:
-        return _bindable(_DEFAULT_PORT if wanted is None else wanted)
+        port = _bindable(_DEFAULT_PORT if wanted is None else wanted)
+        return 0 if wanted == 0 else port  # 0: each gateway takes a free one
     except (OSError, OverflowError) as error:
         if wanted is not None:
             raise ConfigError(f"--port {wanted}: cannot listen there: {error}") from error

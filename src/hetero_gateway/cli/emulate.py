@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hetero_gateway.emulator.lengths import OutputLengths
+    from hetero_gateway.emulator.settings import Settings
 
 _EXAMPLE = """\
 example:
@@ -91,24 +92,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     from hetero_gateway.emulator.app import EmulatedVLLM
     from hetero_gateway.emulator.server import Server, listen
-    from hetero_gateway.emulator.settings import Settings
-    from hetero_gateway.files.profile_file import load_profile
 
-    settings = Settings(
-        profile=load_profile(args.profile),
-        models=tuple(args.model or ()),
-        time_scale=args.time_scale,
-        max_model_len=args.max_model_len,
-        scheduling=args.scheduling,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        num_gpu_blocks=args.num_gpu_blocks_override,
-        max_num_queued_reqs=args.max_num_queued_reqs,
-        api_key=args.api_key,
-        lengths=_lengths(args),
-        seed=args.seed,
-        slowdown=args.slowdown,
-    )
+    settings = settings_of(args)
     emulated = EmulatedVLLM(settings)
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
@@ -125,6 +110,28 @@ def run(args: argparse.Namespace) -> int:
     )
     server.serve_until_signal()
     return 0
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """What the command's words ask for."""
+    from hetero_gateway.emulator.settings import Settings
+    from hetero_gateway.files.profile_file import load_profile
+
+    return Settings(
+        profile=load_profile(args.profile),
+        models=tuple(args.model or ()),
+        time_scale=args.time_scale,
+        max_model_len=args.max_model_len,
+        scheduling=args.scheduling,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        num_gpu_blocks=args.num_gpu_blocks_override,
+        max_num_queued_reqs=args.max_num_queued_reqs,
+        api_key=args.api_key,
+        lengths=_lengths(args),
+        seed=args.seed,
+        slowdown=args.slowdown,
+    )
 
 
 def _lengths(args: argparse.Namespace) -> OutputLengths:

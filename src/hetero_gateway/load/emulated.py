@@ -23,6 +23,7 @@ from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
 from hetero_gateway.plain_httpx import httpx
 
 _POLL_S = 0.05
+_PROBE_TIMEOUT_S = 60.0
 _LOST = "hetero_gateway_emulator_lost_seconds"
 
 
@@ -164,6 +165,8 @@ class EmulatedCluster:
                 }
             )
         config = {
+            # An emulated instance that takes long to answer is on a busy machine, and not down.
+            "health": {"probe_timeout_s": _PROBE_TIMEOUT_S},
             **self._gateway_config,
             "server": {"shutdown_timeout_s": 1},
             "instances": instances,
