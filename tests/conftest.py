@@ -1,6 +1,15 @@
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import certifi
+import hypothesis
 import pytest
+
+# A busy machine must not fail a law, and a failure must come back when the test is run again.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
 
 # A background job of a shell without job control ignores SIGINT, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -11,3 +20,56 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def anyio_backend() -> str:
     """Everything runs on asyncio, which the gateway is written for."""
     return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """httpx's clients load one certificate for each client, and not the 140 that take 40 ms.
+
+    The tests, and the processes that they start, speak plain HTTP, or name their authority.
+    """
+    first, end, _ = Path(certifi.where()).read_text("ascii").partition("-----END CERTIFICATE-----")
+    path = tmp_path_factory.mktemp("certificates") / "one.pem"
+    path.write_text(first + end + "\n", "ascii")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(path))
+        yield
+
+
+# Tests that one process runs, one after the other, by how their ids begin. The names of groups
+# come from here and not from marks: with pytest 9.2, xdist 3.8 does not see the marks (its issue
+# 1386).
+TOGETHER = {
+    # They share servers, or what else is expensive to make.
+    "tests/cli/test_plan_again.py": "plan again",
+    "tests/docker/test_commands.py": "docker",
+    "tests/e2e/test_openai_client.py": "openai",
+    "tests/gateway/dataplane/test_predictor.py": "installed predictors",
+    "tests/reports/test_plan_table.py": "plan table",
+    # numba compiles once, and caches on disk.
+    "tests/sim/test_cluster.py::test_compiled": "compiled",
+    "tests/sim/test_fleet.py": "compiled",
+}
+
+
+def group_of(nodeid: str) -> str:
+    return next((group for start, group in TOGETHER.items() if nodeid.startswith(start)), nodeid)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In several processes the longest come first, so that nobody waits for them at the end."""
+    if hasattr(config, "workerinput"):
+        slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: group_of(item.nodeid) not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Hands out tests one by one, but for those of a group."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Scheduling(config, log)

@@ -24,7 +24,8 @@ from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, esti
 from hetero_gateway.planner.layouts import describe
 from hetero_gateway.planner.plan import Machine
 from hetero_gateway.planner.search import Question, search
-from hetero_gateway.planner.trials import Engines, Mix, System, run_alone, saturate
+from hetero_gateway.planner.trials import System, saturate
+from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 ROOT = Path(__file__).resolve().parents[2]

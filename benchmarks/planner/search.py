@@ -53,7 +53,7 @@ from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Layout, Machine
 from hetero_gateway.planner.search import Question, search
-from hetero_gateway.planner.trials import Engines, Mix, run_alone
+from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import Fleet, can_compile
 from hetero_gateway.sim.kernel import GENERATION_TOTAL

@@ -217,7 +217,7 @@ def accepts_connections(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def http_status(url: str, timeout_s: float = 5.0) -> int:
+def http_status(url: str, timeout_s: float = 60.0) -> int:
     """The status of a GET; 0 when nothing answers."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:

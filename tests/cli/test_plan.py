@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hetero_gateway.cli import main
-from hetero_gateway.planner import search, trials
+from hetero_gateway.planner import search
+from hetero_gateway.sim import alone
 
 MACHINES = """
 machines:
@@ -30,7 +31,7 @@ workload:
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_ALONE_REQUESTS", 600)
+    monkeypatch.setattr(alone, "_REQUESTS", 600)
     monkeypatch.setattr(search, "_SYSTEMS", 3)
 
 

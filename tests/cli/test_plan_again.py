@@ -18,9 +18,9 @@ import yaml
 
 from benchmarks.ports import free_port
 from hetero_gateway.cli import main
-from hetero_gateway.cli.plan_again import Seen
 from hetero_gateway.deployment.directory import write_deployment
 from hetero_gateway.files.trace import TraceRequest
+from hetero_gateway.profiler.seen import Seen
 from tests.deployment.plans import options, plan
 
 PATIENCE_S = 60.0
@@ -235,7 +235,7 @@ def test_an_address_without_a_gateway_is_one_line(cluster, capsys, address, code
 
 
 def test_a_server_that_is_no_gateway_is_one_line(url, cluster, capsys):
-    instances = httpx.get(f"{url}/admin/instances").json()["instances"]
+    instances = httpx.get(f"{url}/admin/instances", timeout=PATIENCE_S).json()["instances"]
     assert again(cluster, instances[0]["base_url"]) == 1
     assert "not a gateway's answer" in capsys.readouterr().err
 
@@ -249,20 +249,26 @@ def test_an_unset_key_variable_is_named(url, cluster, capsys):
 def test_an_instance_that_has_become_slower_is_planned_with_its_observed_times(
     url, cluster, tmp_path, capsys
 ):
-    engine = httpx.get(f"{url}/admin/instances").json()["instances"][0]["base_url"]
+    engine = httpx.get(f"{url}/admin/instances", timeout=PATIENCE_S).json()["instances"][0][
+        "base_url"
+    ]
     trace = tmp_path / "trace.csv"
     rows = "".join(f"{80 + k % 60},{60 + k % 90}\n" for k in range(180))
     trace.write_text(f"input_tokens,output_tokens\n{rows}")
     assert again(cluster, url, "--json", "--requests", str(trace)) == 0
     before = json.loads(capsys.readouterr().out)
-    httpx.post(f"{engine}/emulator/slowdown", json={"factor": 3}).raise_for_status()
+    httpx.post(
+        f"{engine}/emulator/slowdown", json={"factor": 3}, timeout=PATIENCE_S
+    ).raise_for_status()
     try:
         words = ("--requests", str(trace), "--rate", "6", "--prompt", "token-ids", "--json")
         assert main(["bench", url, *words]) == 0
         capsys.readouterr()
         assert again(cluster, url, "--json", "--requests", str(trace)) == 0
     finally:
-        httpx.post(f"{engine}/emulator/slowdown", json={"factor": 1}).raise_for_status()
+        httpx.post(
+            f"{engine}/emulator/slowdown", json={"factor": 1}, timeout=PATIENCE_S
+        ).raise_for_status()
     after = json.loads(capsys.readouterr().out)
     (instance,) = after["from_gateway"]["instances"]
     assert instance["observed"] is True

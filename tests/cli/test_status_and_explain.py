@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from hetero_gateway.cli import main
+from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.running import FAST, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 

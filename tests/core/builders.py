@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import SPEED
-from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
+from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.policies import PolicyOptions, View, make_policy
 from hetero_gateway.core.policies.base import Backlog, Demand, Outlook
 from hetero_gateway.core.scheduling.decision import Decision
@@ -71,7 +71,7 @@ def rejected(result: Decision | Reject) -> Reject:
 
 
 def state(s: Scheduler, instance_id: str) -> InstanceState:
-    return s._table[InstanceId(instance_id)]
+    return s._members.table[InstanceId(instance_id)]
 
 
 def loads(s: Scheduler) -> list[float]:
@@ -80,9 +80,9 @@ def loads(s: Scheduler) -> list[float]:
 
 def view_of(s: Scheduler, body: Request, now_s: float = 0.0) -> View:
     """What the policy would see of a request now."""
-    eligible = s._eligible(body, ())
+    eligible = s._members.eligible(body, ())
     assert not isinstance(eligible, Reject)
-    return s._view(body, eligible, now_s, s._queues.get(body.model), keep=False)
+    return s._views.wide(body, eligible, now_s, s._queues.get(body.model), keep=False)
 
 
 def candidates(

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from hetero_gateway.deployment.checkpoints import CHECKPOINTS, checkpoint_of
 from hetero_gateway.deployment.command import emulate_arguments, serve_arguments
-from hetero_gateway.deployment.instances import deployed_instances, machine_names, on_one_host
+from hetero_gateway.deployment.instances import deployed_instances, on_one_host
 from hetero_gateway.deployment.script import instance_program
 from hetero_gateway.emulator.settings import BLOCK_TOKENS
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.planner.layouts import machine_names
 from hetero_gateway.planner.models import MODEL_CARDS
 from tests.deployment.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
 

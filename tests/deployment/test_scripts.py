@@ -144,7 +144,12 @@ def test_a_script_starts_its_instances_and_stops_every_process_of_them(tmp_path,
     with running(script, fakes.environment, tmp_path) as process:
         said(process, "all 3 answer /health")
         for offset in range(3):
-            assert httpx.get(f"http://127.0.0.1:{port + offset}/health").status_code == 200
+            assert (
+                httpx.get(
+                    f"http://127.0.0.1:{port + offset}/health", timeout=PATIENCE_S
+                ).status_code
+                == 200
+            )
         seen = fakes.seen()
         assert [s["devices"] for s in seen] == ["0,1,2,3", "4,5", "6"]
         assert [s["words"][:2] for s in seen] == [["serve", nasty]] * 3

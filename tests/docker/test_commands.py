@@ -178,7 +178,7 @@ def stack(files, tmp_path_factory) -> Iterator[Stack]:
         stack.addresses["gateway:8000"] = f"127.0.0.1:{process.port()}"
         wait_for(
             "a ready gateway",
-            lambda: httpx.get(f"{stack.gateway_url}/readyz").status_code == 200,
+            lambda: httpx.get(f"{stack.gateway_url}/readyz", timeout=PATIENCE_S).status_code == 200,
         )
         yield stack
     # The containers' file systems are read-only.
@@ -224,7 +224,7 @@ def test_a_health_check_fails_when_the_path_does_not_answer_200(files, stack):
 
 def test_the_gateway_exposes_the_metrics_that_the_dashboard_shows(stack, metrics):
     assert stack.chat(stream=True).status_code == 200
-    text = httpx.get(f"{stack.gateway_url}/metrics").text
+    text = httpx.get(f"{stack.gateway_url}/metrics", timeout=PATIENCE_S).text
     exposed = {
         family.name + ("_total" if family.type == "counter" else ""): family
         for family in text_string_to_metric_families(text)
@@ -240,7 +240,7 @@ def test_the_gateway_exposes_the_metrics_that_the_dashboard_shows(stack, metrics
 def test_the_instances_expose_the_engine_series_that_the_dashboard_overlays(files, stack):
     wanted = set(re.findall(r"vllm:\w+", " ".join(files.dashboard_expressions())))
     assert wanted
-    text = httpx.get(f"http://{stack.addresses['v100-tp4:8000']}/metrics").text
+    text = httpx.get(f"http://{stack.addresses['v100-tp4:8000']}/metrics", timeout=PATIENCE_S).text
     missing = [n for n in wanted if not re.search(rf'^{n}{{.*model_name="llama-3-8b"', text, re.M)]
     assert missing == []
 
@@ -260,7 +260,9 @@ class Prometheus:
         self.url = url
 
     def query(self, expression: str) -> dict[str, Any]:
-        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}).json()
+        answer = httpx.get(
+            f"{self.url}/api/v1/query", params={"query": expression}, timeout=PATIENCE_S
+        ).json()
         assert answer["status"] == "success", f"{expression}: {answer}"
         data: dict[str, Any] = answer["data"]
         return data
@@ -296,7 +298,7 @@ def prometheus(files, stack, tmp_path) -> Iterator[Prometheus]:
         def ready() -> bool:
             assert process.process.poll() is None, process.output
             try:
-                return httpx.get(f"{server.url}/-/ready").status_code == 200
+                return httpx.get(f"{server.url}/-/ready", timeout=PATIENCE_S).status_code == 200
             except httpx.TransportError:
                 return False
 
@@ -324,7 +326,7 @@ def test_prometheus_scrapes_the_gateway_and_the_instances(files, stack, promethe
     by_instance = prometheus.values("sum by (instance) (hetero_gateway_requests_total)")
     assert by_instance.keys() <= ids
     assert sum(by_instance.values()) >= before + 4
-    rules = httpx.get(f"{prometheus.url}/api/v1/rules").json()["data"]["groups"]
+    rules = httpx.get(f"{prometheus.url}/api/v1/rules", timeout=PATIENCE_S).json()["data"]["groups"]
     assert {rule["health"] for group in rules for rule in group["rules"]} <= {"ok", "unknown"}
 
 

@@ -46,7 +46,7 @@ class Instance:
         assert match, name
         return float(match[1])
 
-    def wait_for(self, name: str, value: float, limit_s: float = 10.0) -> float:
+    def wait_for(self, name: str, value: float, limit_s: float = 60.0) -> float:
         """Seconds until a metric has this value."""
         started_s = time.perf_counter()
         while self.metric(name) != value:
@@ -69,13 +69,13 @@ def running(settings: Settings) -> Iterator[Instance]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(60)
         base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx.Client(base_url=base_url, timeout=30) as http:
+        with httpx.Client(base_url=base_url, timeout=60) as http:
             yield Instance(base_url, server, http)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 

@@ -77,7 +77,6 @@ class FakeSimulate:
             start_s = max(float(workload.arrival_s[i]), free_s[position[i]])
             first_s[i] = start_s + step_s
             finish_s[i] = free_s[position[i]] = start_s + step_s * int(workload.output_tokens[i])
-        if len(instances) > 1:  # the bound's own runs are left whole
-            finish_s[self._refuse + self._lose] = np.nan
-            first_s[self._refuse] = np.nan
+        finish_s[self._refuse + self._lose] = np.nan
+        first_s[self._refuse] = np.nan
         return Records(position, first_s.copy(), first_s, finish_s, np.zeros(n, np.int64))

@@ -1,17 +1,18 @@
-"""An emulated engine in a thread, with the manners of engines that are not a plain vLLM."""
+"""An emulated engine with the manners of engines that are not a plain vLLM."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import threading
-from collections.abc import Awaitable, Callable, Iterator
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.emulator.app import EmulatedVLLM
-from hetero_gateway.emulator.server import Server, listen
 from hetero_gateway.emulator.settings import Settings
+from tests.fakes.emulated import serving
 
 # Steps of 3 ms and more: quick, and slow enough that the engine is what takes the time.
 QUICK = Constants(p1=2e-5, p2=1e-3, p3=1e-5, p4=1e-2, p5=1e-7, p6=1e-4, p7=1e-6, p8=3e-3)
@@ -30,6 +31,7 @@ class Manners:
         refuse: a field and what 400 says to a request that has it.
         vocabulary: token ids from here on are refused.
         die_after: completions after which every connection is reset, and refused from then on.
+        stop_after: the completion at which the process stops itself, as by Ctrl-Z; 0: none.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Manners:
         refuse: tuple[str, str] | None = None,
         vocabulary: int | None = None,
         die_after: int | None = None,
+        stop_after: int = 0,
     ) -> None:
         self.emulated = emulated
         self.loop = emulated.loop  # what the server looks at
@@ -49,6 +52,7 @@ class Manners:
         self._refuse = refuse
         self._vocabulary = vocabulary
         self._die_after = die_after
+        self._stop_after = stop_after
         self.completions = 0
         self.keys: set[str] = set()
 
@@ -61,6 +65,8 @@ class Manners:
         if scope["method"] != "POST":
             return await self.emulated(scope, receive, send)
         self.completions += 1
+        if self.completions == self._stop_after:
+            os.kill(os.getpid(), signal.SIGSTOP)
         body = json.loads(await _read(receive))
         self.keys |= set(body)
         if (text := self._refusal(body)) is not None:
@@ -106,20 +112,11 @@ async def _answer(send: Callable[[Any], Awaitable[None]], status: int, body: byt
     await send({"type": "http.response.body", "body": body})
 
 
-@contextlib.contextmanager
-def engine(settings: Settings | None = None, **manners: Any) -> Iterator[tuple[str, Manners]]:
-    """(its URL, its manners); ``settings`` default to ``quick_profile``."""
-    emulated = EmulatedVLLM(settings or Settings(quick_profile(), max_model_len=512))
-    app = Manners(emulated, **manners)
-    listener = listen("127.0.0.1", 0)
-    ready = threading.Event()
-    server = Server(app, listener, on_ready=ready.set)  # type: ignore[arg-type]
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    assert ready.wait(20)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+@contextlib.asynccontextmanager
+async def engine(
+    settings: Settings | None = None, **manners: Any
+) -> AsyncIterator[tuple[str, Manners]]:
+    """(its URL, its manners), in the test's event loop; ``settings`` default to quick ones."""
+    app = Manners(EmulatedVLLM(settings or Settings(quick_profile(), max_model_len=512)), **manners)
+    async with serving(app) as url:
+        yield url, app

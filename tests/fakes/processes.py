@@ -41,7 +41,7 @@ class Process:
         self._ready.set()
 
     def wait_ready(self) -> str:
-        if not self._ready.wait(60) or not self.url:
+        if not self._ready.wait(120) or not self.url:
             raise RuntimeError("the command did not come up: " + "".join(self.lines[-5:]))
         return self.url
 
@@ -50,7 +50,7 @@ class Process:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            code = self.process.wait(20)
+            code = self.process.wait(60)
         finally:
             self.process.kill()
         self._reader.join(5)
@@ -74,7 +74,7 @@ def emulated_cluster(
     gateway = None
     try:
         document = {
-            "health": {"probe_interval_s": 0.2},
+            "health": {"probe_interval_s": 0.2, "probe_timeout_s": 60},
             "instances": [
                 {"id": name, "base_url": instances[name].wait_ready(), "profile": profile}
                 for name, profile in profiles.items()

@@ -66,7 +66,7 @@ def config_for(
     """A configuration over fakes named i0, i1, …; sections are merged over quick defaults."""
     data: dict[str, Any] = {
         "server": {"port": 0, "shutdown_timeout_s": 1},
-        "health": {"probe_interval_s": 0.1, "probe_timeout_s": 1, "scrape_interval_s": 0.2},
+        "health": {"probe_interval_s": 0.1, "probe_timeout_s": 30, "scrape_interval_s": 0.2},
         "instances": [
             {"id": f"i{i}", "base_url": fake.url, "profile": profiles[i % len(profiles)]}
             for i, fake in enumerate(fakes)
@@ -101,7 +101,7 @@ async def running_gateway(
         await task
 
 
-async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     """Wait until a condition holds; fail when it does not in time."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - any state may be asked about, not only events

@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from typing import Any
@@ -49,25 +50,41 @@ class FakeInstance:
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
         self.port = 0
+        # Bound and not listening while it is down: refuses, and nobody else is given the port.
+        self._held: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+
+    def at(self, url: str) -> FakeInstance:
+        """Stands for what listens there."""
+        self.port = int(url.rsplit(":", 1)[1])
+        return self
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def start(self, port: int = 0, ssl_context: ssl.SSLContext | None = None) -> None:
+    async def start(self, ssl_context: ssl.SSLContext | None = None) -> None:
+        """Listen: again where it did before it was killed, or on a free port."""
+        held, self._held = self._held or _bound(0), None
         self._server = await asyncio.start_server(
-            self._connection, "127.0.0.1", port, backlog=1024, ssl=ssl_context
+            self._connection, sock=held, backlog=1024, ssl=ssl_context
         )
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = held.getsockname()[1]
 
     async def kill(self) -> None:
         """Stop listening and reset every connection, as a killed process would."""
         assert self._server is not None
         self._server.close()
+        self._held = self._held or _bound(self.port)
         self.reset_connections()
         await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        """Be gone for good."""
+        await self.kill()
+        if self._held is not None:
+            self._held.close()
 
     def reset_connections(self) -> None:
         """Break every connection off and go on listening."""
@@ -266,6 +283,14 @@ def _write_plain(writer: asyncio.StreamWriter, status: int, body: bytes) -> None
     writer.write(head % (status, len(body)) + body)
 
 
+def _bound(port: int) -> socket.socket:
+    # Named as TCP, or asyncio would not turn off Nagle's algorithm on its connections.
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", port))
+    return bound
+
+
 @contextlib.asynccontextmanager
 async def fake_instances(count: int, **options: Any) -> AsyncIterator[list[FakeInstance]]:
     """``count`` running fakes."""
@@ -276,4 +301,4 @@ async def fake_instances(count: int, **options: Any) -> AsyncIterator[list[FakeI
         yield fakes
     finally:
         for fake in fakes:
-            await fake.kill()
+            await fake.close()

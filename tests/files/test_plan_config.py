@@ -12,8 +12,9 @@ import yaml
 from pydantic import BaseModel
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.cluster_config import LengthConfig
-from hetero_gateway.files.plan_config import PlanConfig, PlanRequest, is_plan, load_request
+from hetero_gateway.files.cluster_config import ClusterConfig, LengthConfig
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.plan_config import PlanConfig, PlanRequest, load_request
 from hetero_gateway.files.profile_file import builtin_profiles
 
 ROOT = Path(__file__).parents[2]
@@ -84,8 +85,10 @@ def test_the_example_of_the_interface_loads(tmp_path: Path) -> None:
 
 
 def test_only_a_plan_has_machines() -> None:
-    assert is_plan({"machines": []})
-    assert not is_plan({"instances": []})
+    # `validate` knows a plan by it.
+    assert "machines" in PlanConfig.model_fields
+    assert "machines" not in GatewayConfig.model_fields
+    assert "machines" not in ClusterConfig.model_fields
 
 
 def test_copies_are_machines_of_their_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 
 from hetero_gateway.load.client import LoadClient, Reply, parse_target
+from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.vllm import FakeInstance
 
 
@@ -19,7 +20,7 @@ async def test_every_part_of_a_traced_reply_is_kept_with_its_time():
     reply = Reply(0.0, parts=[])
     returned = await client.post(body(events=40, delay_s=0.001), reply)
     await client.aclose()
-    await instance.kill()
+    await instance.close()
     assert returned is reply
     times_s = [time_s for time_s, _ in reply.parts]
     assert times_s == sorted(times_s)
@@ -38,7 +39,7 @@ async def test_a_reply_that_is_not_traced_keeps_no_parts():
     )
     assert (await client.post(body())).parts is None
     await client.aclose()
-    await instance.kill()
+    await instance.close()
 
 
 async def test_warm_connections_are_those_that_requests_go_over():
@@ -55,7 +56,7 @@ async def test_warm_connections_are_those_that_requests_go_over():
     assert client._open == opened
     assert len(opened) == 3
     await client.aclose()
-    await instance.kill()
+    await instance.close()
 
 
 async def test_warming_up_for_a_server_that_is_not_there_says_nothing():

@@ -13,6 +13,7 @@ from hetero_gateway.load.client import Target, parse_target
 from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.load.replay import ReplayOptions, replay
 from hetero_gateway.load.result import RequestRecord
+from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 
 Serve = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from hetero_gateway.load.result import Distribution, RequestRecord, summarise
+from hetero_gateway.load.result import RequestRecord, summarise
+from hetero_gateway.sim.figures import Distribution
 
 
 def record(

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner import trials
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.instance_types import instance_types
 from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.search import NoPlan, Question, search
+from hetero_gateway.sim import alone
+from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from tests.fakes.planning import LENGTHS, changed, instance_type, types_of
 
 # What two runs of one system may differ by, with other events in them.
@@ -26,7 +27,7 @@ NOISE = 0.03
 @pytest.fixture(autouse=True, scope="module")
 def short_runs():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials, "_ALONE_REQUESTS", 1000)
+        patch.setattr(alone, "_REQUESTS", 1000)
         yield
 
 
@@ -44,9 +45,9 @@ def layouts(found):
 
 def best_alone(types, count=4):
     """The most that equal instances of one machine do, by the types alone."""
-    mix = trials.Mix.of(LENGTHS, 0)
+    mix = Mix.of(LENGTHS, 0)
     return max(
-        (count // t) * trials.run_alone(found.profile, mix, trials.Engines()).tokens_per_s
+        (count // t) * run_alone(found.profile, mix, Engines()).tokens_per_s
         for (_, t), found in types.items()
         if t <= count
     )
@@ -177,8 +178,8 @@ def test_a_missing_price_is_named():
 
 def test_the_fewest_accelerators_hold_the_rate_and_one_less_does_not():
     types = {("gpu", 1): instance_type()}
-    mix = trials.Mix.of(LENGTHS, 0)
-    alone = trials.run_alone(types["gpu", 1].profile, mix, trials.Engines())
+    mix = Mix.of(LENGTHS, 0)
+    alone = run_alone(types["gpu", 1].profile, mix, Engines())
     one = alone.tokens_per_s / (mix.mean_prompt + mix.mean_output)
     found = plan(types, goals=Goals("fewest", rate_per_s=1.6 * one))
     assert found.best.accelerators == 2
@@ -229,7 +230,7 @@ def test_the_least_cost_of_a_rate_pays_for_the_rate():
     types = types_of("cheap", "dear")
     machines = [Machine("a", "cheap", 4, 1.0), Machine("b", "dear", 4, 9.0)]
     found = plan(types, machines, goals=Goals("cost", rate_per_s=2.0))
-    mix = trials.Mix.of(LENGTHS, 0)
+    mix = Mix.of(LENGTHS, 0)
     assert found.best.layouts["b"] == ()
     tokens_per_hour = 2.0 * (mix.mean_prompt + mix.mean_output) * 3600
     assert found.best.usd_per_million_tokens == pytest.approx(4.0 / tokens_per_hour * 1e6)
@@ -242,7 +243,7 @@ def test_limits_without_a_rate_are_refused():
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_can_be_planned_for(policy):
-    found = plan(types_of("gpu"), policy=policy, engines=trials.Engines("prefill-first"))
+    found = plan(types_of("gpu"), policy=policy, engines=Engines("prefill-first"))
     assert found.best.simulated.tokens_per_s > 0
     assert found.policy == policy
 

@@ -15,13 +15,12 @@ import yaml
 
 from hetero_gateway.core.costs.fitting import Fit, PartFit
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.profile_file import load_profile, write_profile_file
 from hetero_gateway.profiler.document import (
     profile_document,
-    report,
     unidentified,
-    write_profile,
 )
+from hetero_gateway.reports.profile_table import report
 
 from .builders import fit_of, measured
 
@@ -105,7 +104,7 @@ def test_the_caller_may_give_the_date_and_leave_keys_out() -> None:
 def test_a_written_profile_loads_with_the_same_constants(tmp_path: Path) -> None:
     fit = fit_of(measured())
     doc = document(fit, engine="vllm 0.32.0", block_size=16, max_model_len=4096, note="n")
-    write_profile(tmp_path / "p.yaml", doc)
+    write_profile_file(tmp_path / "p.yaml", doc)
     profile = load_profile("p.yaml", tmp_path)
     assert profile.name == "A800-80GB-PCIe/Llama-3-8B/tp2"
     assert (profile.kv_capacity_tokens, profile.max_num_seqs) == (123_456, 128)
@@ -118,7 +117,7 @@ def test_a_written_profile_loads_with_the_same_constants(tmp_path: Path) -> None
 
 def test_an_undefined_r2_is_left_out_and_the_file_loads(tmp_path: Path) -> None:
     fit = dataclasses.replace(FIT, prefill=dataclasses.replace(GOOD, r2=math.nan))
-    write_profile(tmp_path / "p.yaml", document(fit))
+    write_profile_file(tmp_path / "p.yaml", document(fit))
     assert load_profile("p.yaml", tmp_path).source["fit"]["prefill"]["r2"] is None
     assert "nan" not in report(fit)
 
@@ -128,7 +127,7 @@ def test_an_engine_cannot_read_the_environment_through_its_own_name(
 ) -> None:
     monkeypatch.setenv("HETERO_TEST_SECRET", "sesame")
     doc = document(engine="${HETERO_TEST_SECRET}") | {"model": "${HETERO_TEST_SECRET}"}
-    write_profile(tmp_path / "p.yaml", doc)
+    write_profile_file(tmp_path / "p.yaml", doc)
     profile = load_profile("p.yaml", tmp_path)
     assert "sesame" not in profile.name + str(profile.source)
 
@@ -144,13 +143,13 @@ def test_a_failure_leaves_the_old_file_and_nothing_beside_it(
 
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_profile(path, document())
+        write_profile_file(path, document())
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["p.yaml"]
 
 
 def test_others_may_read_the_file(tmp_path: Path) -> None:
-    write_profile(tmp_path / "p.yaml", document())
+    write_profile_file(tmp_path / "p.yaml", document())
     assert (tmp_path / "p.yaml").stat().st_mode & 0o777 == 0o644
     assert yaml.safe_load((tmp_path / "p.yaml").read_text())["gpu"] == "A800-80GB-PCIe"
 
@@ -158,7 +157,7 @@ def test_others_may_read_the_file(tmp_path: Path) -> None:
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "p.yaml"
     with pytest.raises(ConfigError, match=f"{re.escape(str(path))}: cannot be written: No such"):
-        write_profile(path, document())
+        write_profile_file(path, document())
 
 
 def test_the_report_has_every_constant_its_interval_and_whether_it_is_known() -> None:

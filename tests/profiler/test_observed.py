@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,18 +17,13 @@ from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.dataplane import speed
 from hetero_gateway.load.emulated import write_profile
-from tests.emulator.conftest import running
+from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
+from tests.fakes.emulated import emulated
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import FakeInstance
 
 PLANTED = Constants(8e-5, 1e-4, 0, 8e-3, 2e-7, 3e-4, 0, 1e-2)
 ENGINE = Profile("GPU", "tiny", 1, PLANTED, 64_000, 32)
-
-
-@pytest.fixture
-def engine() -> Iterator[str]:
-    with running(Settings(ENGINE, models=("m",), max_model_len=8192)) as instance:
-        yield instance.base_url
 
 
 async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
@@ -41,7 +35,8 @@ async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
             "model": "m", "stream": True, "ignore_eos": True,
             "prompt": [7] * int(rng.integers(20, 1500)), "max_tokens": int(rng.integers(10, 120)),
         }  # fmt: skip
-        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
 
     async with asyncio.TaskGroup() as tasks:
         for k in range(round(seconds / 0.2)):
@@ -50,9 +45,7 @@ async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
             await asyncio.sleep(0.5 if k % 30 < 4 else 0.2)
 
 
-@pytest.mark.slow
 async def test_the_constants_are_found_from_live_traffic(
-    engine: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -60,12 +53,13 @@ async def test_the_constants_are_found_from_live_traffic(
     monkeypatch.setattr(speed, "INTERVAL_S", 0.4)
     wrong = Profile("GPU", "tiny", 1, PLANTED.scaled(2.5), 64_000, 32)
     write_profile(wrong, tmp_path / "wrong.yaml")
-    fake = FakeInstance()
-    fake.port = int(engine.rsplit(":", 1)[1])
     output = tmp_path / "found.yaml"
-    config = config_for([fake], profiles=(str(tmp_path / "wrong.yaml"),))
+    fake = FakeInstance()
     async with (
-        running_gateway(config) as gateway,
+        emulated(Settings(ENGINE, models=("m",), max_model_len=8192)) as (url, _),
+        running_gateway(
+            config_for([fake.at(url)], profiles=(str(tmp_path / "wrong.yaml"),))
+        ) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
     ):
         await traffic(client, 25)

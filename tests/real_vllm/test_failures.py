@@ -93,7 +93,7 @@ def test_an_engine_process_killed_in_mid_stream_reaches_openai_as_an_error(
             list(stream)
     assert wait_until(lambda: upstream_errors(cluster) == before + 1, PATIENCE_S)
     # Its server ends too, a moment later; only then is it known to be dead.
-    assert cluster.engines["small"].wait_stopped()
+    assert cluster.engines["small"].wait_stopped(PATIENCE_S)
 
 
 async def test_a_plain_request_on_a_killed_server_goes_to_another_instance(

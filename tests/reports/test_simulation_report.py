@@ -75,7 +75,7 @@ def cells_of(
     made: Experiment, policies: tuple[str, ...] = ("round-robin", "min-max")
 ) -> list[Cell]:
     fake = FakeSimulate()
-    bound = measure_bound(made, fake)
+    bound = measure_bound(made)
     rates = [Rate(4.0, 0.5), Rate(math.inf)]
     return compare(made, policies, rates, (0, 1, 2), bound, simulate=fake)
 
@@ -85,9 +85,7 @@ def render(made: Experiment, cells: list[Cell], name: str = "cluster.yaml") -> s
         "mix": {"mean_prompt_tokens": 20.0, "mean_output_tokens": 6.0},
         "results": [cell.to_dict() for cell in cells],
     }
-    return simulation_report.render(
-        name, made, measure_bound(made, FakeSimulate()), cells, document
-    )
+    return simulation_report.render(name, made, measure_bound(made), cells, document)
 
 
 @pytest.fixture
@@ -169,9 +167,7 @@ def test_the_tables_say_what_was_simulated() -> None:
 def test_runs_in_which_nothing_finished_are_gaps_not_broken_json() -> None:
     made = experiment()
     fake = FakeSimulate(refuse=range(30))
-    cells = compare(
-        made, ["min-max"], [Rate(5.0)], (0,), measure_bound(made, FakeSimulate()), simulate=fake
-    )
+    cells = compare(made, ["min-max"], [Rate(5.0)], (0,), measure_bound(made), simulate=fake)
     figures = json.loads(Page(render(made, cells)).text["figures"])
     assert figures["rates"][0]["figures"]["latency"]["data"][0]["x"] == []
 

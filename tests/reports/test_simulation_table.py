@@ -18,11 +18,12 @@ from hetero_gateway.reports.simulation_table import (
     short_runs,
     with_sd,
 )
-from hetero_gateway.sim.result import Cell, InstanceResult, RunResult, Spread, Statistics
+from hetero_gateway.sim.figures import Distribution
+from hetero_gateway.sim.result import Cell, InstanceResult, RunResult, Spread
 
 
 def cell(policy: str = "round-robin", lost: int = 0) -> Cell:
-    times = Statistics(12.345, 10.0, 99.0)
+    times = Distribution(mean=12.345, p50=10.0, p99=99.0)
     run = RunResult(
         requests=100,
         throughput_tokens_per_s=4171.6,
@@ -30,7 +31,7 @@ def cell(policy: str = "round-robin", lost: int = 0) -> Cell:
         steady_tokens_per_s=4500.0,
         latency_s=times,
         ttft_s=times,
-        tpot_s=Statistics(0.0838, 0.08, 0.1),
+        tpot_s=Distribution(mean=0.0838, p50=0.08, p99=0.1),
         slo_share=0.049,
         instances=(InstanceResult(60, 96.4), InstanceResult(40, 104.2)),
         preemptions=5,

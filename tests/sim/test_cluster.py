@@ -126,6 +126,7 @@ def test_one_seed_has_one_result(policy):
     assert same(one, run(cluster, load, make_scheduler(policy, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")
 @pytest.mark.parametrize("policy", ["finish-time", "min-max"])
 def test_compiled_and_plain_records_are_the_same(policy):
@@ -201,6 +202,7 @@ def test_predictions_take_the_place_of_the_predictor():
     assert witness.predictions == list(load.output_tokens)
 
 
+@pytest.mark.slow
 def test_a_single_server_queue_waits_as_the_theory_of_m_d_1_says():
     # One sequence at a time, one prefill and three decode steps of a quarter of a second each.
     one_at_a_time = Profile("even", "m", 1, EVEN.constants, 1000, 1)

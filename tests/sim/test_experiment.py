@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.lengths.length_model import ANY_MODEL, Leaf, LengthModel
 from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
@@ -15,6 +16,7 @@ from hetero_gateway.core.lengths.predictors import (
     LengthFeatures,
     NormalPredictor,
 )
+from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.experiment import (
     Bound,
     Experiment,
@@ -86,25 +88,47 @@ def test_cells_come_by_rate_and_then_by_policy_with_a_run_for_every_seed() -> No
 
 
 def test_the_bound_is_what_each_instance_does_alone_once_per_profile() -> None:
-    fake = FakeSimulate()
-    three = (simulated("a", 0.01), simulated("b", 0.04), simulated("c", 0.01))
-    bound = measure_bound(experiment(instances=three), fake)
+    calls: list[Profile] = []
+
+    def alone(profile: Profile, mix: Mix, engines: Engines, requests: int) -> Alone | None:
+        calls.append(profile)
+        return run_alone(profile, mix, engines, requests)
+
+    # One sequence at a time, and its first token takes a step as well.
+    first, other = (Constants(0, 0, 0, s, 0, 0, 0, s) for s in (0.01, 0.04))
+    three = tuple(
+        simulated(name, constants=constants, max_num_seqs=1)
+        for name, constants in (("a", first), ("b", other), ("c", first))
+    )
+    bound = measure_bound(experiment(instances=three), alone)
     # A token every 10 or 40 ms, whatever the mix.
     assert bound.instances_tokens_per_s == pytest.approx((100, 25, 100), rel=0.02)
     assert bound.tokens_per_s == pytest.approx(225, rel=0.02)
-    assert len(fake.calls) == 2
-    assert all(not call["workload"].arrival_s.any() for call in fake.calls)
+    assert calls == [three[0].profile, three[1].profile]
 
 
 def test_the_bound_knows_the_true_constants_and_no_faults() -> None:
-    fake = FakeSimulate()
     wrong = simulated("a", 0.01)
+    right = measure_bound(experiment(instances=(wrong,)))
     object.__setattr__(wrong, "believed", None)
     fault = Fault(0, FaultKind.DEAD, 0.0)
-    measure_bound(experiment(instances=(wrong,), faults=(fault,)), fake)
-    (call,) = fake.calls
-    assert call["instances"][0].believed == wrong.profile
-    assert call["faults"] == ()
+    assert measure_bound(experiment(instances=(wrong,), faults=(fault,))) == right
+
+
+def test_the_bound_of_what_fits_nothing_is_0() -> None:
+    small = simulated("a", 0.01, kv_capacity_tokens=16)
+    assert measure_bound(experiment(instances=(small,))).tokens_per_s == 0
+
+
+def test_the_bound_does_not_depend_on_the_order_of_a_traces_rows() -> None:
+    rng = np.random.default_rng(0)
+    prompt, output = rng.integers(50, 150, 2000), rng.integers(10, 90, 2000)
+    order = np.argsort(output)
+    rates = [
+        measure_bound(experiment(lengths=TraceLengths(prompt[o], output[o], True))).tokens_per_s
+        for o in (order, order[::-1])
+    ]
+    assert rates[0] == pytest.approx(rates[1], rel=0.02)
 
 
 def test_a_load_is_a_share_of_the_bound() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.sim.workload import (
+    EvenLengths,
     Fault,
     FaultKind,
     LogNormal,
@@ -147,3 +148,20 @@ def test_a_fault_that_cannot_be_is_refused(change: dict[str, float]) -> None:
     values = {"start_s": 5.0, "end_s": 6.0, "factor": 2.0} | change
     with pytest.raises(ValueError, match=r"start_s|factor"):
         Fault(0, FaultKind.SLOW, **values)
+
+
+def test_even_lengths_have_the_means_of_their_pool() -> None:
+    rng = np.random.default_rng(0)
+    prompt = LogNormal(300, 1.0, 5000).draw(20_000, rng)
+    output = LogNormal(100, 1.0, 2000).draw(20_000, rng)
+    even, drawn = EvenLengths(prompt, output), TraceLengths(prompt, output)
+    errors = {
+        name: np.std([sum(lengths.draw(500, np.random.default_rng(s))).mean() for s in range(20)])
+        for name, lengths in (("even", even), ("drawn", drawn))
+    }
+    assert errors["even"] < errors["drawn"] / 10
+    p, o = even.draw(500, rng)
+    rows = set(zip(prompt.tolist(), output.tolist(), strict=True))
+    assert set(zip(p.tolist(), o.tolist(), strict=True)) <= rows
+    # Short and long ones are mixed: a run is the same at its start and at its end.
+    assert abs(np.corrcoef(np.arange(500), p)[0, 1]) < 0.2

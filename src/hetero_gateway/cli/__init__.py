@@ -8,12 +8,19 @@ parsed arguments and returns the exit code.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from hetero_gateway import __version__
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
+
+# The module of a command has its name.
+COMMANDS = (
+    *("serve", "validate", "emulate", "profile", "demo", "plan", "simulate", "bench"),
+    *("predictor", "status", "explain"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,30 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    # Imported here so that a Ctrl-C while they load is as quiet as a later one.
-    from hetero_gateway.cli import (
-        bench,
-        demo,
-        emulate,
-        explain,
-        plan,
-        predictor,
-        profile,
-        serve,
-        simulate,
-        status,
-        validate,
-    )
-
     parser = argparse.ArgumentParser(
         prog="hetero-gateway",
         description="A load-balancing gateway for unequal vLLM instances.",
     )
     parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (
-        *(serve, validate, emulate, profile, demo, plan, simulate, bench),
-        *(predictor, status, explain),
-    ):
-        command.add_parser(subparsers)
-    return parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Only the command that was asked for is imported; --help and a wrong name list them all. Here
+    # and not above, so that a Ctrl-C while it loads is as quiet as a later one.
+    if words[:1] != ["--version"]:
+        for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
+            importlib.import_module(f"hetero_gateway.cli.{name}").add_parser(subparsers)
+    return parser.parse_args(words)

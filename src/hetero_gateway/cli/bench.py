@@ -12,7 +12,7 @@ from hetero_gateway.cli.arguments import positive_float, positive_int, rate
 
 if TYPE_CHECKING:
     from hetero_gateway.load.client import Target
-    from hetero_gateway.load.result import Distribution, Summary
+    from hetero_gateway.load.result import Summary
 
 _EXAMPLE = """\
 examples:
@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
     from hetero_gateway.load.replay import ReplayOptions, replay
     from hetero_gateway.load.result import summarise
+    from hetero_gateway.reports.bench_table import print_summary
 
     target = parse_target(args.url, secret(args.api_key_env, "--api-key-env"))
     if args.requests is None:
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary.to_dict() | {"url": target.base_url, "model": maker.model}))
     else:
-        _print_tables(summary, target.base_url, maker.model)
+        print_summary(summary, target.base_url, maker.model)
     if summary.errors == summary.requests:
         kinds = ", ".join(f"{n} × {kind}" for kind, n in summary.errors_by_kind.items())
         print(f"hetero-gateway: bench: no request was answered: {kinds}", file=sys.stderr)
@@ -139,10 +140,9 @@ def _model(target: Target, wanted: str | None) -> str:
     Raises:
         HeteroGatewayError: no connection, or no answer to /v1/models where a name is needed.
     """
-    import httpx
-
     from hetero_gateway.engines.vllm import paths, read_models
     from hetero_gateway.errors import HeteroGatewayError
+    from hetero_gateway.plain_httpx import httpx
 
     url = target.base_url + paths.MODELS
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
@@ -160,52 +160,3 @@ def _model(target: Target, wanted: str | None) -> str:
     if not models:
         raise HeteroGatewayError(f"{url}: lists no model; give --model")
     return next(iter(models))
-
-
-def _print_tables(summary: Summary, url: str, model: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.print(f"{url}, model {model}", soft_wrap=True)
-    figures = Table(show_header=False)
-    figures.add_column()
-    figures.add_column(justify="right")
-    failed = ", ".join(f"{kind} {n}" for kind, n in summary.errors_by_kind.items())
-    figures.add_row("requests answered", f"{summary.requests - summary.errors}")
-    figures.add_row("requests failed", f"{summary.errors}" + (f" ({failed})" if failed else ""))
-    figures.add_row("duration", f"{summary.duration_s:.1f} s")
-    figures.add_row("prompt tokens", f"{summary.input_tokens}")
-    figures.add_row("output tokens", f"{summary.output_tokens}")
-    figures.add_row("throughput", f"{summary.throughput_tokens_per_s:.0f} tokens/s")
-    figures.add_row("of it output", f"{summary.output_tokens_per_s:.0f} tokens/s")
-    console.print(figures)
-
-    times = Table()
-    times.add_column("milliseconds")
-    for name in ("mean", "p50", "p90", "p99", "max"):
-        times.add_column(name, justify="right")
-    for name, distribution in (
-        ("latency", summary.latency_s),
-        ("TTFT", summary.ttft_s),
-        ("TPOT", summary.tpot_s),
-        ("sent late by", summary.send_delay_s),
-    ):
-        times.add_row(name, *_milliseconds(distribution))
-    console.print(times)
-
-    if summary.instances:
-        answered = summary.requests - summary.errors
-        shares = Table()
-        shares.add_column("instance")
-        shares.add_column("requests", justify="right")
-        shares.add_column("share", justify="right")
-        shares.add_column("last answer", justify="right")
-        for i in summary.instances:
-            share = f"{i.requests / answered:.0%}"
-            shares.add_row(i.instance_id, f"{i.requests}", share, f"{i.completion_s:.1f} s")
-        console.print(shares)
-
-
-def _milliseconds(d: Distribution) -> list[str]:
-    return ["–" if v is None else f"{v * 1000:.1f}" for v in (d.mean, d.p50, d.p90, d.p99, d.max)]

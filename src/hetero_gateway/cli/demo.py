@@ -194,7 +194,7 @@ class _Demo:
         self._children.check()
         summary = summarise(records)
         self._lost_s += await self._cluster.lost_s() - lost_before_s
-        self._late_s = max(self._late_s, summary.send_delay_s.p99 or 0.0)
+        self._late_s = max(self._late_s, summary.send_delay_s.to_dict()["p99"] or 0.0)
         return PolicyResult(policy, summary.scaled(TIME_SCALE))
 
     def document(self, results: list[PolicyResult]) -> dict[str, Any]:
@@ -314,7 +314,8 @@ def _port(wanted: int | None, console: Console) -> int:
     from hetero_gateway.errors import ConfigError
 
     try:
-        return _bindable(_DEFAULT_PORT if wanted is None else wanted)
+        port = _bindable(_DEFAULT_PORT if wanted is None else wanted)
+        return 0 if wanted == 0 else port  # 0: each gateway takes a free one
     except (OSError, OverflowError) as error:
         if wanted is not None:
             raise ConfigError(f"--port {wanted}: cannot listen there: {error}") from error

@@ -7,14 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_gateway.emulator.app import EmulatedVLLM
-from hetero_gateway.emulator.lengths import LogNormalLengths, TraceLengths
-from hetero_gateway.emulator.server import Server, listen
-from hetero_gateway.emulator.settings import Settings
-from hetero_gateway.files.profile_file import load_profile
-
 if TYPE_CHECKING:
     from hetero_gateway.emulator.lengths import OutputLengths
+    from hetero_gateway.emulator.settings import Settings
 
 _EXAMPLE = """\
 example:
@@ -95,21 +90,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    settings = Settings(
-        profile=load_profile(args.profile),
-        models=tuple(args.model or ()),
-        time_scale=args.time_scale,
-        max_model_len=args.max_model_len,
-        scheduling=args.scheduling,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        num_gpu_blocks=args.num_gpu_blocks_override,
-        max_num_queued_reqs=args.max_num_queued_reqs,
-        api_key=args.api_key,
-        lengths=_lengths(args),
-        seed=args.seed,
-        slowdown=args.slowdown,
-    )
+    from hetero_gateway.emulator.app import EmulatedVLLM
+    from hetero_gateway.emulator.server import Server, listen
+
+    settings = settings_of(args)
     emulated = EmulatedVLLM(settings)
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
@@ -128,7 +112,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def settings_of(args: argparse.Namespace) -> Settings:
+    """What the command's words ask for."""
+    from hetero_gateway.emulator.settings import Settings
+    from hetero_gateway.files.profile_file import load_profile
+
+    return Settings(
+        profile=load_profile(args.profile),
+        models=tuple(args.model or ()),
+        time_scale=args.time_scale,
+        max_model_len=args.max_model_len,
+        scheduling=args.scheduling,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        num_gpu_blocks=args.num_gpu_blocks_override,
+        max_num_queued_reqs=args.max_num_queued_reqs,
+        api_key=args.api_key,
+        lengths=_lengths(args),
+        seed=args.seed,
+        slowdown=args.slowdown,
+    )
+
+
 def _lengths(args: argparse.Namespace) -> OutputLengths:
+    from hetero_gateway.emulator.lengths import LogNormalLengths, TraceLengths
+
     if args.output_lengths is not None:
         return TraceLengths.read(args.output_lengths)
     given = {

@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from hetero_gateway.cli import admin_client
-from hetero_gateway.cli.admin_client import figure, percent
+from hetero_gateway.load.admin import printable
+from hetero_gateway.reports.columns import figure, percent, print_table
 
 # finish-time's; without any profile its cost has no unit.
 _ESTIMATES = (("latency_s", " s"), ("delay_s", " s"), ("memory_price_s", " s"), ("cost_s", ""))
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         admin_client.print_json(document)
         return 0
-    print(admin_client.printable(document["reason"]))
+    print(printable(document["reason"]))
     print(
         f"policy {document['policy']}, {document['prompt_tokens']} prompt tokens, "
         f"{figure(document['predicted_output_tokens'])} output tokens predicted"
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         best = "best" if document["waits"] else "chosen"
         estimated = any("cost_s" in c for c in document["candidates"])
         heads = ("INSTANCE", "T", "KV", "W", "LOAD", "LOAD AFTER", "IN FLIGHT")
-        admin_client.print_table(
+        print_table(
             (*heads, *(("LATENCY", "DELAY", "MEMORY", "COST") if estimated else ()), ""),
             [_row(c, document["chosen"], best, estimated) for c in document["candidates"]],
         )

@@ -86,9 +86,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write; 0, or an error that says what to do."""
     # Imported here so that other commands and --help stay quick.
-    from hetero_gateway.reports import page, plan_report
+    from hetero_gateway.planner.comparison import compare
+    from hetero_gateway.reports import page, plan_comparison, plan_report
     from hetero_gateway.reports.plan_document import document
-    from hetero_gateway.reports.plan_table import print_plan
+    from hetero_gateway.reports.plan_table import print_plan, title
 
     if args.report is not None:
         page.check_can_write(args.report)
@@ -99,18 +100,20 @@ def run(args: argparse.Namespace) -> int:
     plan = _search(request)
     took_s = time.monotonic() - begin_s
     if again is not None:
-        plan, again = plan_again.compared(plan, again)
+        seen = again.seen
+        compared = compare(plan, request.question, again.present, seen.policy)
+        plan = compared.plan
     told = document(plan, request, took_s)
     if again is not None:
-        told["from_gateway"] = plan_again.comparison(plan, again)
+        told["from_gateway"] = plan_comparison.document(seen.traffic, compared)
     if args.json:
         print(json.dumps(told, allow_nan=False))
     else:
-        print(_title(request, plan, took_s))
+        print(title(plan, request, took_s))
         print_plan(plan)
         if again is not None:
             print()
-            plan_again.print_comparison(plan, again)
+            plan_comparison.print_comparison(seen.traffic, compared)
     if args.report is not None:
         page.write(args.report, plan_report.render(plan, request, told))
         print(f"wrote {args.report}", file=sys.stderr)
@@ -154,14 +157,3 @@ def _search(request: PlanRequest) -> Plan:
             return search(request.question, lambda text: status.update(f"plan: {text}"))
     except ConfigError as error:
         raise ConfigError(f"{request.source}: {error}") from error
-
-
-def _title(request: PlanRequest, plan: Plan, took_s: float) -> str:
-    machines = plan.machines
-    accelerators = sum(m.count for m in machines)
-    return (
-        f"{request.source}: {request.model.name}, context {request.max_model_len}; {accelerators} "
-        f"accelerators in {len(machines)} machine{'s' if len(machines) > 1 else ''}; "
-        f"{plan.mean_prompt_tokens:.0f} prompt and {plan.mean_output_tokens:.0f} output tokens in "
-        f"the mean; goal {plan.goal}, policy {plan.policy}; planned in {took_s:.1f} s"
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import sys
 from collections.abc import Mapping
@@ -17,12 +16,6 @@ if TYPE_CHECKING:
     from hetero_gateway.deployment.instances import DeploymentOptions
     from hetero_gateway.files.plan_config import PlanRequest
     from hetero_gateway.planner.plan import Plan
-    from hetero_gateway.planner.trials import Mix
-
-# requests.csv, in batches of the whole system: enough that a run is mostly in its stride.
-_BATCHES = 30
-_LEAST_REQUESTS, _MOST_REQUESTS = 200, 20_000
-_SAMPLES = 50
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +92,7 @@ def deployment_options(
     from hetero_gateway.deployment.checkpoints import checkpoint_of
     from hetero_gateway.deployment.command import ON_LOADING
     from hetero_gateway.deployment.instances import DeploymentOptions
+    from hetero_gateway.planner.sample import sample_requests
 
     engines, quantization = request.question.engines, request.model.quantization
     model: str | None = checkpoint_of(request.model.name)
@@ -125,42 +119,11 @@ def deployment_options(
         emulate=args.emulate,
         time_scale=args.time_scale,
         priors=(plan.mean_prompt_tokens, plan.mean_output_tokens),
-        workload=_workload(plan, request),
+        workload=sample_requests(plan, request.question),
         # How long the search took changes from run to run; the files do not.
         document={key: value for key, value in document.items() if key != "took_s"},
         command=_command(args),
     )
-
-
-def _workload(plan: Plan, request: PlanRequest) -> list[tuple[int, int]]:
-    """Requests of the planned lengths."""
-    import numpy as np
-
-    from hetero_gateway.planner.trials import Mix
-
-    batch = plan.best.simulated.batch if plan.best.simulated is not None else 1.0
-    running = batch * sum(map(len, plan.best.layouts.values()))
-    count = min(max(math.ceil(_BATCHES * running), _LEAST_REQUESTS), _MOST_REQUESTS)
-    mix = Mix.of(request.question.lengths, request.question.seed)
-    rng = np.random.default_rng(request.question.seed)
-    order = np.lexsort((mix.output_pool, mix.prompt_pool + mix.output_pool))
-    # One of each slice of the mix sorted by length; of some such samples, that whose means are
-    # nearest to the mix's: a plan and a run of a thousand requests are to differ by less than 1 %.
-    samples = [
-        order[((np.arange(count) + rng.random(count)) * order.size / count).astype(np.int64)]
-        for _ in range(_SAMPLES)
-    ]
-    rows = min(samples, key=lambda sample: _distance(mix, sample))
-    rng.shuffle(rows)
-    prompt, output = mix.prompt_pool[rows], mix.output_pool[rows]
-    return list(zip(prompt.tolist(), output.tolist(), strict=True))
-
-
-def _distance(mix: Mix, rows: Any) -> float:
-    """How far the means of some requests are from those of the mix, relative."""
-    prompt = float(mix.prompt_pool[rows].mean()) / mix.mean_prompt
-    output = float(mix.output_pool[rows].mean()) / mix.mean_output
-    return abs(prompt - 1) + abs(output - 1)
 
 
 def _command(args: argparse.Namespace) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_gateway.cli.admin_client import add_from_gateway, add_key_argument
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,14 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     source = fit.add_mutually_exclusive_group(required=True)
     source.add_argument("--requests", type=Path, metavar="TRACE.csv", help="a trace")
-    source.add_argument(
-        "--from-gateway", metavar="URL", help="a gateway, whose last requests are asked for"
-    )
-    fit.add_argument(
-        "--admin-key-env",
-        metavar="NAME",
-        help="environment variable with the gateway's admin key, where it wants one",
-    )
+    add_from_gateway(source, "a gateway, whose last requests are asked for")
+    add_key_argument(fit)
     fit.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE.json", help="the file to write"
     )
@@ -99,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(args: argparse.Namespace) -> tuple[list[TraceRequest], str]:
     """The requests in order of arrival, and what to call where they are from."""
-    from hetero_gateway.cli.admin_client import fetch_csv
     from hetero_gateway.files.trace import parse_trace, read_trace
+    from hetero_gateway.load.admin import fetch_csv
 
     if args.requests is not None:
         rows, source = read_trace(args.requests), args.requests.name
@@ -189,7 +184,8 @@ def _report(
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
-    from hetero_gateway.cli.admin_client import print_table, printable
+    from hetero_gateway.load.admin import printable
+    from hetero_gateway.reports.columns import print_table
 
     rows = []
     held_out = report["held_out"]

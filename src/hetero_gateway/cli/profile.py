@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetero_gateway.cli.admin_client import add_from_gateway, add_key_argument
 from hetero_gateway.cli.arguments import positive_float, positive_int
 from hetero_gateway.errors import ConfigError
 
@@ -48,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     add("url", nargs="?", metavar="URL", help="base URL of a vLLM, with or without /v1")
     add("--from", dest="samples", type=Path, metavar="FILE", help="fit these samples instead")
-    add("--from-gateway", metavar="URL", help="fit what this gateway has seen of an instance")
+    add_from_gateway(parser, "fit what this gateway has seen of an instance")
     add("-o", "--output", type=Path, required=True, metavar="FILE.yaml", help="the profile")
     add("--model", metavar="NAME", help="default: the first that the engine lists")
     add("--gpu", metavar="NAME", help="for the profile's name")
@@ -79,7 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     observed = parser.add_argument_group("a gateway's traffic")
     add = observed.add_argument
     add("--instance", metavar="ID", help="default: the only one")
-    add("--admin-key-env", metavar="NAME", help="environment variable with its admin key")
+    add_key_argument(observed)
     known = parser.add_argument_group("what the engine tells, unless given here")
     add = known.add_argument
     add("--kv-capacity-tokens", type=positive_int, metavar="N", help="KV cache of the instance")
@@ -102,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _recorded(args: argparse.Namespace) -> int:
     from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
-    from hetero_gateway.profiler.document import report
     from hetero_gateway.profiler.recorded import fit_recorded
+    from hetero_gateway.reports.profile_table import report
 
     for name in ("model", "kv_capacity_tokens"):
         if getattr(args, name) is None:
@@ -127,7 +128,7 @@ def _recorded(args: argparse.Namespace) -> int:
 
 
 def _observed(args: argparse.Namespace) -> int:
-    from hetero_gateway.cli.admin_client import fetch_document
+    from hetero_gateway.load.admin import fetch_document
     from hetero_gateway.profiler.observed import write_observed
 
     url, key_env, instance = args.from_gateway, args.admin_key_env, args.instance
@@ -222,8 +223,8 @@ def _asked(args: argparse.Namespace) -> tuple[Plan, Overrides]:
 
 
 def _tell(args: argparse.Namespace, result: Measured) -> int:
-    from hetero_gateway.profiler.document import report
     from hetero_gateway.profiler.live import samples_path
+    from hetero_gateway.reports.profile_table import report
 
     outcome = result.outcome
     if args.json:

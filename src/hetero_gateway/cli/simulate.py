@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hetero_gateway.cli.arguments import positive_float, positive_int, rate
 from hetero_gateway.errors import ConfigError
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the comparison; 1 when no request finished in any run, else 0."""
     # Imported here so that other commands and --help stay quick.
     from hetero_gateway.files.cluster_config import load_cluster
-    from hetero_gateway.reports import page, simulation_report
+    from hetero_gateway.reports import page, simulation_report, simulation_table
     from hetero_gateway.sim.experiment import measure_bound, mix_moments
 
     _check_policies(args.policy)
@@ -176,11 +176,11 @@ def run(args: argparse.Namespace) -> int:
     moments = mix_moments(experiment.lengths)
     bound = measure_bound(experiment)
     cells = _compare(args, experiment, _rates_to_run(args, experiment, bound, moments), bound)
-    document = _document(args, experiment, bound, moments, cells)
+    document = simulation_table.document(args.config, experiment, bound, moments, cells)
     if args.json:
         print(json.dumps(document))
     else:
-        _print_tables(args, experiment, bound, moments, cells)
+        simulation_table.print_results(args.config, experiment, bound, moments, cells)
     if args.report is not None:
         html = simulation_report.render(str(args.config), experiment, bound, cells, document)
         page.write(args.report, html)
@@ -316,79 +316,13 @@ def _compare(
         )
 
 
-def _document(
-    args: argparse.Namespace,
-    experiment: Experiment,
-    bound: Bound,
-    moments: Moments,
-    cells: list[Cell],
-) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    from hetero_gateway.reports.simulation_table import short_runs
-
-    return {
-        "cluster": str(args.config),
-        "instances": [
-            {
-                "id": instance.instance_id,
-                "profile": instance.profile.name,
-                "bound_tokens_per_s": alone,
-            }
-            for instance, alone in zip(
-                experiment.instances, bound.instances_tokens_per_s, strict=True
-            )
-        ],
-        "bound_tokens_per_s": bound.tokens_per_s,
-        "mix": {
-            "requests": experiment.count,
-            "mean_prompt_tokens": moments.mean_prompt,
-            "mean_output_tokens": moments.mean_output,
-            "sd_output_tokens": moments.sd_output,
-        },
-        "arrivals": "random" if experiment.trace_arrival_s is None else "trace",
-        "arrival_cv": experiment.arrival_cv,
-        "scheduling": experiment.scheduling,
-        "predictor": experiment.predictor,
-        "objective": experiment.objective,
-        "faults": len(experiment.faults),
-        "slo": {"ttft_s": experiment.slo.ttft_s, "tpot_s": experiment.slo.tpot_s},
-        "caution": short_runs(cells),
-        "results": [cell.to_dict() for cell in cells],
-    }
-
-
-def _print_tables(
-    args: argparse.Namespace,
-    experiment: Experiment,
-    bound: Bound,
-    moments: Moments,
-    cells: list[Cell],
-) -> None:
-    from hetero_gateway.reports.simulation_table import print_tables, short_runs
-
-    print(
-        f"{args.config}: {len(experiment.instances)} instances, {experiment.count} requests a "
-        f"run, {moments.mean_prompt:.0f} prompt and {moments.mean_output:.0f} output tokens in "
-        f"the mean; bound {bound.tokens_per_s:.0f} output tokens/s"
-    )
-    print_tables(cells)
-    print(
-        f"Output tokens per second; times in seconds, TPOT in milliseconds; mean ± sd over "
-        f"{args.seeds} seeds. In SLO: TTFT up to {args.slo_ttft:g} s and TPOT up to "
-        f"{args.slo_tpot * 1000:g} ms. Differences under 2 % are noise."
-    )
-    if caution := short_runs(cells):
-        print(caution)
-
-
 def _check_policies(names: tuple[str, ...]) -> None:
-    import difflib
-
+    from hetero_gateway.core.nearest import nearest_names
     from hetero_gateway.core.policies import POLICY_NAMES
 
     for name in names:
         if name not in POLICY_NAMES:
-            near = difflib.get_close_matches(name, POLICY_NAMES, n=1)
+            near = nearest_names(name, POLICY_NAMES, 1, least=0.6)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICY_NAMES)}"
             raise ConfigError(f"--policy: no policy is named {name!r}; {hint}")
 

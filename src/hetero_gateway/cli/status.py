@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from hetero_gateway.cli import admin_client
-from hetero_gateway.cli.admin_client import figure, percent
+from hetero_gateway.load.admin import printable
+from hetero_gateway.reports.columns import figure, percent, print_table
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if not instances:
         return 0
     total = sum(i["requests"] for i in instances)
-    admin_client.print_table(
+    print_table(
         ("INSTANCE", "STATE", "IN FLIGHT", "NO TOKEN", "SPEED", "DRIFT", "WORKLOAD", "KV EST",
          "KV ENGINE", "SHARE", "REQUESTS", "PROFILE", "MODELS"),
         [
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     for i in instances:
         if not i["up"]:
-            print(f"{i['id']} is down: {admin_client.printable(i['down_reason'] or 'unknown')}")
+            print(f"{i['id']} is down: {printable(i['down_reason'] or 'unknown')}")
         if (i.get("drift") or {}).get("drifted"):
             print(
                 f"{i['id']}: its profile has drifted (decode/prefill: observed over modelled); "

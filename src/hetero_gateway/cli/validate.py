@@ -7,7 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.files.gateway_config import instance_profile, load_gateway_config
+from hetero_gateway.files.gateway_config import (
+    has_gateway_keys,
+    instance_profile,
+    load_gateway_config,
+)
 from hetero_gateway.files.yaml_file import read_yaml
 
 
@@ -25,15 +29,15 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Imported here, as the simulator behind it would slow down every other command's start.
-    from hetero_gateway.files.cluster_config import is_cluster
-    from hetero_gateway.files.plan_config import is_plan
-
     data = read_yaml(args.config)
-    if is_plan(data):
+    if "machines" in data:  # no other file has any
         return _validate_plan(args)
-    if is_cluster(data):
-        return _validate_cluster(args)
+    if not has_gateway_keys(data):
+        # Imported here, as the simulator behind it takes longer than all of the rest.
+        from hetero_gateway.files.cluster_config import is_cluster
+
+        if is_cluster(data):
+            return _validate_cluster(args)
     config = load_gateway_config(args.config)
     rows: list[dict[str, Any]] = []
     for instance in config.instances:

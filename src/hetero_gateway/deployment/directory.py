@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ from hetero_gateway.deployment.instances import (
 from hetero_gateway.deployment.readme import readme_text
 from hetero_gateway.deployment.script import gateway_program, instance_program, script_text
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.files.whole_file import write_whole
 from hetero_gateway.planner.plan import Candidate, Plan
 
 _DOCUMENT = "plan.json"
@@ -210,7 +210,9 @@ def _create(directory: Path, files: Mapping[str, str]) -> None:
     made = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         for name, text in files.items():
-            _write(made / name, text)
+            path = made / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, text, mode=_mode(path))
         made.chmod(0o755)
         made.replace(directory)  # onto an empty directory is allowed
     except BaseException:
@@ -223,15 +225,7 @@ def _replace(directory: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, made = tempfile.mkstemp(prefix=".", dir=path.parent)
-        os.close(descriptor)
-        try:
-            _write(Path(made), text, like=path)
-            os.replace(made, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(made)
-            raise
+        write_whole(path, text, mode=_mode(path))
     for name in stale:
         with contextlib.suppress(OSError):
             (directory / name).unlink()
@@ -249,7 +243,5 @@ def _listed_files(directory: Path) -> list[str]:
     return [n for n in names if not PurePosixPath(n).is_absolute() and ".." not in n.split("/")]
 
 
-def _write(path: Path, text: str, *, like: Path | None = None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o755 if (like or path).suffix == ".sh" else 0o644)
+def _mode(path: Path) -> int:
+    return 0o755 if path.suffix == ".sh" else 0o644

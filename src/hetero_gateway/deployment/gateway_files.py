@@ -9,7 +9,7 @@ import yaml
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.deployment.instances import DeployedInstance, DeploymentOptions
-from hetero_gateway.files.profile_file import profile_document
+from hetero_gateway.files import profile_file
 from hetero_gateway.planner.plan import InstanceType
 
 _SOURCE_KEYS = ("how", "date", "note", "engine", "quantization", "unidentified")
@@ -35,11 +35,11 @@ def profile_files(
 def profile_text(instance_type: InstanceType, profile: Profile, *, speed: float = 1.0) -> str:
     """A profile file, of an instance that is so many times faster."""
     source = _source(instance_type, profile, speed)
-    document = profile_document(profile, source, speed=speed)
+    document = profile_file.profile_document(profile, source, speed=speed)
     return (
         f"# {profile.name}: step times are {source['how']}, known to about "
         f"{instance_type.time_uncertainty:.0%}; KV capacity {instance_type.memory.how}, to about "
-        f"{instance_type.memory.uncertainty:.0%}.\n" + dumped(document)
+        f"{instance_type.memory.uncertainty:.0%}.\n" + profile_file.profile_text(document)
     )
 
 

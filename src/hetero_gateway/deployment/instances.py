@@ -15,13 +15,12 @@ from typing import Any
 
 from hetero_gateway.deployment.vendors import EMULATED, Vendor, vendor_of
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.planner.layouts import machine_names
 from hetero_gateway.planner.plan import Candidate, InstanceType, Machine, Plan
 
 # What a name in a header, a label and a command may hold without surprise.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
-# A StatefulSet's name is this, "-tpNN" and, on its pods, an ordinal: 63 characters at most.
-_MOST_NAME = 40
 _LOOPBACK = "127.0.0.1"
 
 
@@ -177,23 +176,6 @@ def deployed_instances(
     if not options.emulate:
         _check_hosts(result)
     return tuple(result)
-
-
-def machine_names(ids: Sequence[str]) -> dict[str, str]:
-    """A DNS label for each machine id, all different."""
-    names: dict[str, str] = {}
-    taken: set[str] = set()
-    for machine_id in ids:
-        base = re.sub(r"[^a-z0-9]+", "-", machine_id.lower()).strip("-")[:_MOST_NAME].rstrip("-")
-        base = base or "machine"
-        if base[0].isdigit():  # a Service's name begins with a letter
-            base = f"m{base}"
-        name, number = base, 2
-        while name in taken:
-            name, number = f"{base}-{number}", number + 1
-        taken.add(name)
-        names[machine_id] = name
-    return names
 
 
 def profile_name(instance_type: InstanceType) -> str:

@@ -6,7 +6,6 @@ Times are wall-clock seconds, as whoever scrapes this instance would measure the
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -18,6 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.emulator.reply import Choice
 from hetero_gateway.emulator.settings import BLOCK_TOKENS, Settings
 from hetero_gateway.engines.vllm import ABORT
@@ -51,28 +51,15 @@ def _token_bounds(largest: int) -> tuple[float, ...]:
         scale *= 10
 
 
-class _Histogram:
-    """Counts per bucket; observes with a weight, so that one step's tokens cost one call."""
+class _Histogram(Histogram):
+    """With the name and the help text that vLLM has for it."""
+
+    __slots__ = ("name", "text")
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        super().__init__(bounds)
         self.name = name
         self.text = text
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, weight: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += weight
-        self._sum += value * weight
-
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """(bound, cumulative count) with +Inf last, and the sum."""
-        total = 0
-        rows: list[tuple[str, float]] = []
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            rows.append(("+Inf" if bound == float("inf") else str(bound), total))
-        return rows, self._sum
 
 
 class Metrics(Collector):
@@ -145,8 +132,7 @@ class Metrics(Collector):
             family = HistogramMetricFamily(
                 series.PREFIX + histogram.name, histogram.text, labels=names
             )
-            rows, total = histogram.buckets()
-            family.add_metric(self._labels, rows, total)
+            family.add_metric(self._labels, histogram.buckets(), histogram.sum)
             yield family
 
     @property

@@ -20,7 +20,7 @@ from pydantic import Field, field_validator, model_validator
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig
+from hetero_gateway.files.gateway_config import InstanceConfig, has_gateway_keys
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 from hetero_gateway.sim.cluster import SimulatedInstance
@@ -165,7 +165,7 @@ def is_cluster(data: Mapping[str, Any]) -> bool:
     A key that only one of the two has decides; then instances with profiles and no address are
     a cluster's.
     """
-    if set(data) & set(GatewayConfig.model_fields) - {"instances"}:
+    if has_gateway_keys(data):
         return False
     if set(data) & set(ClusterConfig.model_fields) - {"instances"}:
         return True

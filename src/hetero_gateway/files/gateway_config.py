@@ -19,7 +19,6 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.length_model_file import read_length_model
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 
@@ -347,11 +346,19 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
         except ConfigError as error:
             raise ConfigError(f"{path}: instances.{i}.profile: {error}") from error
     if (file := config.scheduler.predictor.file) is not None:
+        # Imported here: few have one, and all who only validate are spared numpy.
+        from hetero_gateway.files.length_model_file import read_length_model
+
         try:
             read_length_model(path.parent / file)
         except ConfigError as error:
             raise ConfigError(f"{path}: scheduler.predictor.file: {error}") from error
     return config
+
+
+def has_gateway_keys(data: Mapping[str, Any]) -> bool:
+    """Whether a file has a section that only a gateway's has."""
+    return bool(set(data) & set(GatewayConfig.model_fields) - {"instances"})
 
 
 def predictor_entry_points() -> dict[str, metadata.EntryPoint]:

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from hetero_gateway.core.lengths.length_model import LengthModel, from_document, to_document
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.whole_file import write_whole
 
 
 def read_length_model(path: Path) -> LengthModel:
@@ -46,9 +46,7 @@ def write_length_model(path: Path, model: LengthModel, about: dict[str, Any]) ->
         ConfigError: it cannot be written.
     """
     document = to_document(model) | {"about": about}
-    new = path.with_name(path.name + ".new")
     try:
-        new.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(new, path)
+        write_whole(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

@@ -30,7 +30,7 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.models import model_card, model_from_config
 from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.search import Question
-from hetero_gateway.planner.trials import Engines
+from hetero_gateway.sim.alone import Engines
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.workload import Integers, Lengths, LogNormal, LogNormalLengths, TraceLengths
 
@@ -204,11 +204,6 @@ class PlanRequest:
     def max_model_len(self) -> int:
         assert self.options.max_model_len is not None
         return self.options.max_model_len
-
-
-def is_plan(data: Mapping[str, Any]) -> bool:
-    """Whether a file's content is meant for ``plan``: no other file has machines."""
-    return "machines" in data
 
 
 def load_request(

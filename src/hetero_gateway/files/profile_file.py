@@ -1,22 +1,24 @@
 """Profile files: their schema, the loader, and the profiles that ship with the package.
 
-docs/configuration.md lists every field; a test compares the two. ``profiler.document`` writes them.
+docs/configuration.md lists every field; a test compares the two.
 """
 
 from __future__ import annotations
 
 import csv
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import Field, field_validator
 
 from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
+from hetero_gateway.core.nearest import nearest_names
 from hetero_gateway.errors import ConfigError, ProfileError
+from hetero_gateway.files.whole_file import write_whole
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 
 
@@ -99,7 +101,7 @@ def load_profile(name_or_file: str, base_dir: Path | None = None) -> Profile:
     profiles = builtin_profiles()
     if name_or_file in profiles:
         return profiles[name_or_file]
-    near = difflib.get_close_matches(name_or_file, profiles, n=3, cutoff=0.3)
+    near = nearest_names(name_or_file, profiles, least=0.3)
     hint = f"; the nearest built-in ones: {', '.join(near)}" if near else ""
     raise ConfigError(f"no profile is named {name_or_file!r} (a file ends in .yaml){hint}")
 
@@ -118,6 +120,34 @@ def profile_document(
         "max_num_seqs": int(profile.max_num_seqs),
         "source": dict(source),
     }
+
+
+def profile_text(document: Mapping[str, Any]) -> str:
+    """A profile file's text, in the document's order."""
+    text: str = yaml.safe_dump(
+        _without_references(dict(document)), sort_keys=False, allow_unicode=True, width=100
+    )
+    return text
+
+
+def write_profile_file(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a profile file whole. Raises ConfigError: it cannot be written."""
+    try:
+        write_whole(path, profile_text(document))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _without_references(value: Any) -> Any:
+    """``${NAME}`` would be replaced from the environment of whoever loads the file.
+
+    A model's name and an engine's version are what the engine says they are.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_references(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_references(inner) for inner in value]
+    return value.replace("${", "$ {") if isinstance(value, str) else value
 
 
 def builtin_profiles() -> dict[str, Profile]:

@@ -6,7 +6,6 @@ text is replaced from the environment. Every error is a ``ConfigError``: file, k
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from hetero_gateway.core.nearest import nearest_names
 from hetero_gateway.errors import ConfigError
 
 _ENV_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -100,7 +100,7 @@ def _raise_config_error(model: type[BaseModel], error: ValidationError, source: 
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown key"
-        if near := difflib.get_close_matches(str(first["loc"][-1]), _field_names(model), n=1):
+        if near := nearest_names(str(first["loc"][-1]), _field_names(model), 1, least=0.6):
             message += f"; did you mean {near[0]}?"
     elif first["type"] == "missing":
         message = "required, but missing"

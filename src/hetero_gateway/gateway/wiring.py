@@ -7,11 +7,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.core.lengths.predictors import (
-    BytesPerToken,
-    LengthFeatures,
-    capped_output_tokens,
-)
+from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
+from hetero_gateway.core.lengths.predictors import LengthFeatures
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig, secret
 from hetero_gateway.gateway.admission.clients import Admission

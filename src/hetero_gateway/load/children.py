@@ -21,7 +21,7 @@ from types import TracebackType
 
 from hetero_gateway.errors import HeteroGatewayError
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 4.0
 _POLL_S = 0.02
 _URL = re.compile(r"https?://[\w.\[\]:]+:\d+")

@@ -5,6 +5,7 @@ Everything said here is computed from the figures; a policy that lost is said to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,11 +79,13 @@ def conclusion(results: Sequence[PolicyResult], policy: str) -> str:
 
 def _against(mine: Summary, other: PolicyResult) -> str:
     theirs = other.summary
-    latencies_s = (mine.latency_s.mean, theirs.latency_s.mean)
-    if None in latencies_s or not theirs.throughput_tokens_per_s:
+    if (
+        math.isnan(mine.latency_s.mean + theirs.latency_s.mean)
+        or not theirs.throughput_tokens_per_s
+    ):
         return f"cannot be compared with {other.policy}, as one of them answered nothing"
     throughput = mine.throughput_tokens_per_s / theirs.throughput_tokens_per_s - 1
-    latency = (latencies_s[0] or 0.0) / (latencies_s[1] or 1.0) - 1
+    latency = mine.latency_s.mean / theirs.latency_s.mean - 1
     better = throughput >= NOISE or latency <= -NOISE
     worse = throughput <= -NOISE or latency >= NOISE
     verdict = {
@@ -108,5 +111,5 @@ def _share(result: PolicyResult, instance_id: str) -> float:
     return result.instance(instance_id).requests / answered if answered else 0.0
 
 
-def _figure(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
+def _figure(value: float, digits: int = 2) -> str:
+    return "–" if math.isnan(value) else f"{value:.{digits}f}"

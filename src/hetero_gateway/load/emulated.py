@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.engines.vllm import paths
 from hetero_gateway.errors import HeteroGatewayError
-from hetero_gateway.files.profile_file import load_profile, profile_document
+from hetero_gateway.files.profile_file import load_profile, profile_document, write_profile_file
 from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
+from hetero_gateway.plain_httpx import httpx
 
 _POLL_S = 0.05
+_PROBE_TIMEOUT_S = 60.0
 _LOST = "hetero_gateway_emulator_lost_seconds"
 
 
@@ -164,6 +165,8 @@ class EmulatedCluster:
                 }
             )
         config = {
+            # An emulated instance that takes long to answer is on a busy machine, and not down.
+            "health": {"probe_timeout_s": _PROBE_TIMEOUT_S},
             **self._gateway_config,
             "server": {"shutdown_timeout_s": 1},
             "instances": instances,
@@ -175,4 +178,4 @@ def write_profile(profile: Profile, path: Path, *, speed: float = 1.0) -> None:
     """Write a profile file, of an instance that is so many times faster."""
     source = {"how": "derived", "note": f"{profile.name} at {speed:g}× speed"}
     document = profile_document(profile, source, speed=speed)
-    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    write_profile_file(path, document)

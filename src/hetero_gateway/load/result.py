@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+from hetero_gateway.sim.figures import Distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,39 +59,6 @@ class RequestRecord:
         if not self.streamed or self.first_s is None or self.output_tokens < 2:
             return None
         return (self.end_s - self.first_s) / (self.output_tokens - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Mean and percentiles, in the unit of the values; None where there were no values."""
-
-    mean: float | None = None
-    p50: float | None = None
-    p90: float | None = None
-    p99: float | None = None
-    max: float | None = None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Distribution:
-        if not values:
-            return cls()
-        array = np.asarray(values, dtype=float)
-        p50, p90, p99 = (float(v) for v in np.percentile(array, (50, 90, 99)))
-        return cls(float(array.mean()), p50, p90, p99, float(array.max()))
-
-    def scaled(self, factor: float) -> Distribution:
-        """Every figure times ``factor``."""
-        values = (self.mean, self.p50, self.p90, self.p99, self.max)
-        return Distribution(*(None if v is None else v * factor for v in values))
-
-    def to_dict(self) -> dict[str, float | None]:
-        return {
-            "mean": self.mean,
-            "p50": self.p50,
-            "p90": self.p90,
-            "p99": self.p99,
-            "max": self.max,
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from hetero_gateway.core.nearest import folded, nearest_names
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.nearest import folded, nearest_names
 
 GIB: Final = 2**30
 # Usable over nominal where no figure is known: the mean of the listed cards with ECC on HBM is

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.nearest import folded
 from hetero_gateway.planner.accelerators import Accelerator, accelerator
 from hetero_gateway.planner.memory import (
     EngineOptions,
@@ -23,7 +24,6 @@ from hetero_gateway.planner.memory import (
     shortfall_bytes,
 )
 from hetero_gateway.planner.model_shape import ModelShape
-from hetero_gateway.planner.nearest import folded
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
 from hetero_gateway.planner.plan import InstanceType, Machine, MemoryEstimate, Unfit
 from hetero_gateway.planner.roofline import roofline_profile

@@ -9,11 +9,15 @@ policy that gives every instance as much.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_gateway.planner.plan import Layout, Machine
+
+# A StatefulSet's name is this, "-tpNN" and, on its pods, an ordinal: 63 characters at most.
+_MOST_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +97,20 @@ def _full(accelerators: int, sizes: Sequence[int]) -> Iterator[Layout]:
                 yield from extend((*taken, sizes[i]), left - sizes[i], i)
 
     return extend((), accelerators, 0)
+
+
+def machine_names(ids: Sequence[str]) -> dict[str, str]:
+    """A DNS label for each machine id, all different."""
+    names: dict[str, str] = {}
+    taken: set[str] = set()
+    for machine_id in ids:
+        base = re.sub(r"[^a-z0-9]+", "-", machine_id.lower()).strip("-")[:_MOST_NAME].rstrip("-")
+        base = base or "machine"
+        if base[0].isdigit():  # a Service's name begins with a letter
+            base = f"m{base}"
+        name, number = base, 2
+        while name in taken:
+            name, number = f"{base}-{number}", number + 1
+        taken.add(name)
+        names[machine_id] = name
+    return names

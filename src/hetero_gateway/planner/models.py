@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
+from hetero_gateway.core.nearest import folded, nearest_names
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner.model_shape import DTYPE_BYTES, ModelShape, Quantization
-from hetero_gateway.planner.nearest import folded, nearest_names
 
 __all__ = ["MODEL_CARDS", "ModelShape", "Quantization", "model_card", "model_from_config"]
 

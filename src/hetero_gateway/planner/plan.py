@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.sim.alone import Alone
 
 Layout = tuple[int, ...]
 
@@ -104,21 +105,6 @@ class Figures:
     tpot_mean_s: float
     tpot_p99_s: float
     batch: float
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """What one instance of a type does alone on the mix when it always has enough to do.
-
-    ``batch`` is the mean number of sequences that run; ``step_s`` the mean time between two tokens
-    of one of them, prefills in between included. ``limit``: what keeps the batch from growing.
-    """
-
-    tokens_per_s: float
-    output_tokens_per_s: float
-    batch: float
-    step_s: float
-    limit: str  # "KV", "max_num_seqs", or "prefill": they take the time, and nothing waits for KV
 
 
 @dataclass(frozen=True, slots=True)

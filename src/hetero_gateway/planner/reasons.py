@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.layouts import describe
-from hetero_gateway.planner.plan import Alone, Candidate, InstanceType, Layout, Machine
+from hetero_gateway.planner.plan import Candidate, InstanceType, Layout, Machine
+from hetero_gateway.sim.alone import Alone
 
 Types = Mapping[tuple[str, int], InstanceType]
 AloneByType = Mapping[tuple[str, int], Alone]

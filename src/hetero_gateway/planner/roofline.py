@@ -36,9 +36,9 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from hetero_gateway.core.costs.cost_model import kv_capacity_bytes
+from hetero_gateway.core.costs.least_squares import non_negative_solution
 from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.model_shape import ModelShape
@@ -211,7 +211,7 @@ def _terms(shapes: list[tuple[int, int]]) -> NDArray[np.float64]:
 def _fit(time_s: StepTime, shapes: list[tuple[int, int]]) -> list[float]:
     times = np.array([time_s(b, n) for b, n in shapes])
     shares = _terms(shapes) / times[:, None]
-    solution, _ = nnls(shares, np.ones(len(shapes)))
+    solution = non_negative_solution(shares, np.ones(len(shapes)))
     solution[(shares * solution).max(axis=0) < 1e-6] = 0.0  # rounding errors of the solver
     return [float(f"{value:.4g}") for value in solution]
 

@@ -3,7 +3,7 @@
     1  equal machines are one case; the layouts of each kind are listed (``layouts``)
     2  Algorithm 1 estimates every instance type on sampled requests, and drops the layouts that
        it puts below ``KEEP`` of its best for that kind of machine
-    3  every type that is left is simulated alone, with always enough to do (``trials``)
+    3  every type that is left is simulated alone, with always enough to do (``sim.alone``)
     4  throughput is nearly additive: layouts, and combinations of them, are ranked by what their
        instances do alone (``allocation``)
     5  the best few are simulated as whole systems, all machines behind one gateway with the
@@ -32,7 +32,6 @@ from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, esti
 from hetero_gateway.planner.goals import HEADROOM, Goals, usd_per_million_tokens
 from hetero_gateway.planner.layouts import Group, group_machines, machine_layouts
 from hetero_gateway.planner.plan import (
-    Alone,
     Candidate,
     Figures,
     InstanceType,
@@ -41,7 +40,7 @@ from hetero_gateway.planner.plan import (
     Plan,
     Unfit,
 )
-from hetero_gateway.planner.trials import Engines, Mix
+from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.workload import Lengths
 
 Key = tuple[str, int]  # accelerator, tensor parallelism
@@ -193,7 +192,7 @@ class _Search:
         wanted = {(g.accelerator, t) for g, of in kept.items() for layout in of for t in layout}
         for key in sorted(wanted):
             self._on_progress(f"{key[0]} tp{key[1]} alone")
-            alone = trials.run_alone(self._q.types[key].profile, self._mix, self._q.engines)
+            alone = run_alone(self._q.types[key].profile, self._mix, self._q.engines)
             if alone is not None:
                 self._alone[key] = alone
         for group, layouts in kept.items():

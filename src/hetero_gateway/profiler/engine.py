@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import httpx
 import msgspec
 
 from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
@@ -16,6 +15,7 @@ from hetero_gateway.engines.vllm import EngineMetrics, paths, read_metrics, read
 from hetero_gateway.engines.vllm.metrics import PREFIX
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.load.client import Target
+from hetero_gateway.plain_httpx import httpx
 
 _TIMEOUT_S = 30.0
 # Of an engine that does not say (not vLLM): short enough for every model.

@@ -13,10 +13,11 @@ import numpy as np
 
 from hetero_gateway.core.costs.fitting import Fit, Sample, fit
 from hetero_gateway.errors import ConfigError, ProfileError
+from hetero_gateway.files.profile_file import write_profile_file
 from hetero_gateway.load.client import Target
 from hetero_gateway.profiler.campaign import Campaign, Outcome, Plan, Progress, identity
 from hetero_gateway.profiler.chunked import chunked_prefills
-from hetero_gateway.profiler.document import profile_document, write_profile
+from hetero_gateway.profiler.document import profile_document
 from hetero_gateway.profiler.engine import EngineClient, EngineFacts, Overrides, read_engine
 from hetero_gateway.profiler.plot import check_can_plot, write_plot
 from hetero_gateway.profiler.samples import discarded_counts, kept_samples, read_json_lines
@@ -195,7 +196,7 @@ def _conclude(
                 "discarded": discarded,
             },
         )
-        write_profile(output, document)
+        write_profile_file(output, document)
         if plot is not None:
             write_plot(plot, samples, fitted)
     return Measured(document, fitted, missing, samples, discarded, outcome, signal_number)

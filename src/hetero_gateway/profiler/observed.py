@@ -8,18 +8,17 @@ which constants those are. The gateway is only asked; nothing in it changes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
 from hetero_gateway.core.instances.calibration import LEAST_ROWS, NAMES, Errors, Refit, refit
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
-from hetero_gateway.files.profile_file import ProfileModel
+from hetero_gateway.files.profile_file import ProfileModel, profile_document, write_profile_file
 from hetero_gateway.files.yaml_file import parse_model
-from hetero_gateway.profiler.document import write_profile
 
 _DIGITS = 4
 
@@ -56,17 +55,18 @@ def write_observed(
             f"{seen['instance']} tells it"
         )
     models: Sequence[str] = seen["models"] or ["unknown"]
-    document = {
-        "gpu": gpu or present.get("gpu", "unknown"),
-        "model": present.get("model", models[0]),
-        "tensor_parallel": tensor_parallel or present.get("tensor_parallel", 1),
-        "constants": {name: _rounded(value) for name, value in asdict(fit.constants).items()},
-        "kv_capacity_tokens": capacity,
-        "max_num_seqs": max_num_seqs or present.get("max_num_seqs", 256),
-        "source": _source(fit, seen),
-    }
+    rounded = (_rounded(value) for value in astuple(fit.constants))
+    profile = Profile(
+        gpu or present.get("gpu", "unknown"),
+        present.get("model", models[0]),
+        tensor_parallel or present.get("tensor_parallel", 1),
+        Constants(*rounded),
+        capacity,
+        max_num_seqs or present.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
+    )
+    document = profile_document(profile, _source(fit, seen))
     parse_model(ProfileModel, document, str(output)).to_core()  # what we write, we must accept
-    write_profile(output, document)
+    write_profile_file(output, document)
     return report(fit, seen)
 
 

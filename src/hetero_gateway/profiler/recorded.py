@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from hetero_gateway.core.costs.fitting import Fit, fit
-from hetero_gateway.profiler.document import profile_document, write_profile
+from hetero_gateway.files.profile_file import write_profile_file
+from hetero_gateway.profiler.document import profile_document
 from hetero_gateway.profiler.plot import check_can_plot, write_plot
 from hetero_gateway.profiler.samples import read_samples
 
@@ -50,7 +51,7 @@ def fit_recorded(
         max_num_seqs=max_num_seqs,
         source={"note": f"fitted to {samples_file.name}", "discarded": discarded or None},
     )
-    write_profile(output, document)
+    write_profile_file(output, document)
     if plot is not None:
         write_plot(plot, samples, fitted)
     return fitted

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from hetero_gateway.files.plan_config import PlanRequest
 from hetero_gateway.planner import reasons
 from hetero_gateway.planner.layouts import describe
 from hetero_gateway.planner.plan import Candidate, Figures, Layout, Machine, Plan, Unfit
@@ -91,6 +92,18 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(legend(plan), soft_wrap=True)
     for line in [*unfit_lines(plan.unfit), *plan.notes]:
         console.print(f"- {line}", soft_wrap=True)
+
+
+def title(plan: Plan, request: PlanRequest, took_s: float) -> str:
+    """What was asked, in a line."""
+    machines = plan.machines
+    accelerators = sum(m.count for m in machines)
+    return (
+        f"{request.source}: {request.model.name}, context {request.max_model_len}; {accelerators} "
+        f"accelerators in {len(machines)} machine{'s' if len(machines) > 1 else ''}; "
+        f"{plan.mean_prompt_tokens:.0f} prompt and {plan.mean_output_tokens:.0f} output tokens in "
+        f"the mean; goal {plan.goal}, policy {plan.policy}; planned in {took_s:.1f} s"
+    )
 
 
 def headline(plan: Plan) -> str:

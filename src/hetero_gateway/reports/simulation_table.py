@@ -1,4 +1,5 @@
-"""The columns of ``simulate``'s results, for the terminal's tables and for the report's.
+"""What ``simulate`` prints: the JSON document, and the columns for the terminal's tables and for
+the report's.
 
 A terminal gets as many as it is wide, by their rank; docs/simulator.md says what they mean.
 """
@@ -8,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from hetero_gateway.sim.experiment import Bound, Experiment, Moments
 from hetero_gateway.sim.result import Cell, RunResult, Spread
 
 # A pipe has no width: there, everything ranked fits.
@@ -71,6 +75,69 @@ COLUMNS = (
     Column("refused", None, _count(lambda run: run.refused)),
     Column("lost", None, _count(lambda run: run.lost)),
 )
+
+
+def document(
+    config: Path,
+    experiment: Experiment,
+    bound: Bound,
+    moments: Moments,
+    cells: list[Cell],
+) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "cluster": str(config),
+        "instances": [
+            {
+                "id": instance.instance_id,
+                "profile": instance.profile.name,
+                "bound_tokens_per_s": alone,
+            }
+            for instance, alone in zip(
+                experiment.instances, bound.instances_tokens_per_s, strict=True
+            )
+        ],
+        "bound_tokens_per_s": bound.tokens_per_s,
+        "mix": {
+            "requests": experiment.count,
+            "mean_prompt_tokens": moments.mean_prompt,
+            "mean_output_tokens": moments.mean_output,
+            "sd_output_tokens": moments.sd_output,
+        },
+        "arrivals": "random" if experiment.trace_arrival_s is None else "trace",
+        "arrival_cv": experiment.arrival_cv,
+        "scheduling": experiment.scheduling,
+        "predictor": experiment.predictor,
+        "objective": experiment.objective,
+        "faults": len(experiment.faults),
+        "slo": {"ttft_s": experiment.slo.ttft_s, "tpot_s": experiment.slo.tpot_s},
+        "caution": short_runs(cells),
+        "results": [cell.to_dict() for cell in cells],
+    }
+
+
+def print_results(
+    config: Path,
+    experiment: Experiment,
+    bound: Bound,
+    moments: Moments,
+    cells: list[Cell],
+) -> None:
+    """What was simulated, the tables, and what to mind in them."""
+    print(
+        f"{config}: {len(experiment.instances)} instances, {experiment.count} requests a "
+        f"run, {moments.mean_prompt:.0f} prompt and {moments.mean_output:.0f} output tokens in "
+        f"the mean; bound {bound.tokens_per_s:.0f} output tokens/s"
+    )
+    print_tables(cells)
+    slo = experiment.slo
+    print(
+        f"Output tokens per second; times in seconds, TPOT in milliseconds; mean ± sd over "
+        f"{len(cells[0].runs)} seeds. In SLO: TTFT up to {slo.ttft_s:g} s and TPOT up to "
+        f"{slo.tpot_s * 1000:g} ms. Differences under 2 % are noise."
+    )
+    if caution := short_runs(cells):
+        print(caution)
 
 
 def by_rate(cells: Sequence[Cell]) -> list[list[Cell]]:

@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.sim.cluster import Records
+from hetero_gateway.sim.figures import Distribution, finite, request_times
 from hetero_gateway.sim.workload import Workload
 
 # Shares of finished requests between which the cluster is taken to be in its stride.
@@ -49,22 +50,6 @@ class Slo:
 
     ttft_s: float
     tpot_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Of one run, in the unit of the values; nan where there were none."""
-
-    mean: float = math.nan
-    p50: float = math.nan
-    p99: float = math.nan
-
-    @classmethod
-    def of(cls, values: NDArray[np.float64]) -> Statistics:
-        if not values.size:
-            return cls()
-        p50, p99 = np.percentile(values, (50, 99))
-        return cls(float(values.mean()), float(p50), float(p99))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +68,9 @@ class RunResult:
     throughput_tokens_per_s: float
     total_tokens_per_s: float
     steady_tokens_per_s: float
-    latency_s: Statistics
-    ttft_s: Statistics
-    tpot_s: Statistics
+    latency_s: Distribution
+    ttft_s: Distribution
+    tpot_s: Distribution
     slo_share: float
     instances: tuple[InstanceResult, ...]
     preemptions: int
@@ -104,13 +89,10 @@ def summarise(workload: Workload, records: Records, instances: int, slo: Slo) ->
     """Sum up one run on a cluster of ``instances`` instances."""
     start_s = float(workload.arrival_s[0])
     done = np.isfinite(records.finish_s)
-    arrival_s, finish_s = workload.arrival_s[done], records.finish_s[done]
-    first_s, output = records.first_token_s[done], workload.output_tokens[done]
-    latency_s, ttft_s = finish_s - arrival_s, first_s - arrival_s
-    long_enough = output >= 2
-    tpot_s = (finish_s - first_s)[long_enough] / (output[long_enough] - 1)
-    within = ttft_s <= slo.ttft_s
-    within[long_enough] &= tpot_s <= slo.tpot_s
+    finish_s, output = records.finish_s[done], workload.output_tokens[done]
+    times = request_times(workload, records, done)
+    within = times.ttft_s <= slo.ttft_s
+    within[times.has_tpot] &= times.tpot_s <= slo.tpot_s
     duration_s = float(finish_s.max(initial=start_s)) - start_s
     shares = []
     for i in range(instances):
@@ -127,15 +109,15 @@ def summarise(workload: Workload, records: Records, instances: int, slo: Slo) ->
         steady_tokens_per_s=_per_second(
             tokens_between(workload, records, from_s, to_s), to_s - from_s
         ),
-        latency_s=Statistics.of(latency_s),
-        ttft_s=Statistics.of(ttft_s),
-        tpot_s=Statistics.of(tpot_s),
+        latency_s=Distribution.of(times.latency_s),
+        ttft_s=Distribution.of(times.ttft_s),
+        tpot_s=Distribution.of(times.tpot_s),
         slo_share=float(within.sum()) / len(workload),
         instances=tuple(shares),
         preemptions=int(records.preemptions.sum()),
         refused=int((~done & np.isnan(records.first_token_s)).sum()),
         lost=int((~done & np.isfinite(records.first_token_s)).sum()),
-        latencies_s=np.sort(latency_s),
+        latencies_s=np.sort(times.latency_s),
     )
 
 
@@ -192,7 +174,7 @@ class Spread:
         return cls(float(numbers.mean()), float(numbers.std(ddof=1)) if numbers.size > 1 else 0.0)
 
     def to_dict(self) -> dict[str, float | None]:
-        return {"mean": _json(self.mean), "sd": _json(self.sd)}
+        return {"mean": finite(self.mean), "sd": finite(self.sd)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +239,7 @@ class Cell:
             "ttft_s": self._statistics(lambda run: run.ttft_s),
             "tpot_s": self._statistics(lambda run: run.tpot_s),
             "slo_share": self.spread(lambda run: run.slo_share).to_dict(),
-            "share_of_bound": _json(self.share_of_bound.mean),
+            "share_of_bound": finite(self.share_of_bound.mean),
             "completion_spread": self.spread(lambda run: run.completion_spread).to_dict(),
             "preemptions": self.total(lambda run: run.preemptions) / n,
             "refused": self.total(lambda run: run.refused) / n,
@@ -273,14 +255,10 @@ class Cell:
             ],
         }
 
-    def _statistics(self, of: Callable[[RunResult], Statistics]) -> dict[str, float | None]:
+    def _statistics(self, of: Callable[[RunResult], Distribution]) -> dict[str, float | None]:
         result: dict[str, float | None] = {}
         for name in ("mean", "p50", "p99"):
             spread = Spread.of([getattr(of(run), name) for run in self.runs])
-            result[name] = _json(spread.mean)
-            result[f"{name}_sd"] = _json(spread.sd)
+            result[name] = finite(spread.mean)
+            result[f"{name}_sd"] = finite(spread.sd)
         return result
-
-
-def _json(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -146,6 +146,32 @@ class TraceLengths:
         return self.prompt_tokens[chosen], self.output_tokens[chosen]
 
 
+@dataclass(frozen=True, slots=True)
+class EvenLengths:
+    """Rows of a pool, drawn so evenly that few have its means: one of each slice of its lengths.
+
+    Args:
+        prompt_tokens, output_tokens: (rows,), at least one row.
+    """
+
+    prompt_tokens: Integers
+    output_tokens: Integers
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[Integers, Integers]:
+        rows = even_rows(self.prompt_tokens, self.output_tokens, count, rng)
+        rng.shuffle(rows)
+        return self.prompt_tokens[rows], self.output_tokens[rows]
+
+
+def even_rows(
+    prompt_tokens: Integers, output_tokens: Integers, count: int, rng: np.random.Generator
+) -> Integers:
+    """Positions of ``count`` rows: one of each slice of them sorted by length, short ones first."""
+    order = np.lexsort((output_tokens, prompt_tokens + output_tokens))
+    slices = (np.arange(count) + rng.random(count)) * order.size / count
+    return order[slices.astype(np.int64)]
+
+
 # Gaps vary by less than this: a clock. Its Gamma distribution's shape, 1/cv², would overflow.
 _CLOCK_CV = 1e-6
 

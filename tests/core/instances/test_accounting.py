@@ -20,7 +20,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hetero_gateway.core.instances.state import Dispatch, InstanceState
+from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import IN_FLIGHT, KV_TOKENS, LOAD_S, Table
 from hetero_gateway.core.types import InstanceId, Outcome
 from tests.core.builders import request

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
+from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.observation import (
     MOST_ROWS,
     FirstTokenRow,
@@ -12,7 +13,7 @@ from hetero_gateway.core.instances.observation import (
     StepRow,
     seconds,
 )
-from hetero_gateway.core.instances.state import Dispatch, InstanceState
+from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.types import InstanceId, Outcome
 from tests.core.builders import FAST_CONSTANTS, request

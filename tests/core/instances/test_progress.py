@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s
-from hetero_gateway.core.instances.state import Dispatch, InstanceState, PeerLoad
+from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
+from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import (
     CONTEXT,
     IN_FLIGHT,
@@ -22,7 +23,7 @@ from hetero_gateway.core.instances.table import (
     WAITING_PROMPT,
     Table,
 )
-from hetero_gateway.core.lengths.predictors import STAGE_TOKENS, ResidualLives
+from hetero_gateway.core.lengths.estimates import STAGE_TOKENS, ResidualLives
 from hetero_gateway.core.types import InstanceId, Outcome
 from tests.core.builders import FAST_CONSTANTS, SLOW_CONSTANTS, request
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.core.instances.state import Dispatch, InstanceState, PeerLoad
+from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
+from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime, idle_before_drain_s
 from hetero_gateway.core.scheduling.decision import Decision

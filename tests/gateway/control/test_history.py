@@ -1,5 +1,6 @@
 """/admin/requests: what finished, as a trace that our own tools read."""
 
+import asyncio
 from collections import deque
 
 import httpx
@@ -33,6 +34,7 @@ async def test_finished_requests_are_a_trace_without_prompts_or_ids() -> None:
     ):
         headers = {"x-request-id": "id-of-a-person"}
         usage = (await client.post(CHAT, json=chat(), headers=headers)).json()["usage"]
+        await asyncio.sleep(0.1)
         await client.post(CHAT, json=chat(max_tokens=5))
         await client.post("/v1/embeddings", json={"model": "m", "input": "x"})
         await client.post(CHAT, json=chat(fake={"die": "before_head"}))

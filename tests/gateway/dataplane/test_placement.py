@@ -186,13 +186,12 @@ async def test_the_total_time_out_counts_while_waiting() -> None:
 
 async def test_what_waits_goes_to_an_instance_that_comes_up() -> None:
     async with fake_instances(2) as fakes:
-        port = fakes[1].port
         await fakes[1].kill()
         async with serving(narrow(fakes)) as (running, client):
             first = await occupy(running, client, fakes[0], 2.0)
             second = asyncio.create_task(client.post(CHAT, json=chat()))
             await eventually(lambda: waiting(running) == 1)
-            await fakes[1].start(port)
+            await fakes[1].start()
             answer = await second
             assert answer.headers["x-hetero-gateway-instance"] == "i1"
             assert not first.done()

@@ -335,15 +335,13 @@ async def test_an_instance_that_comes_back_is_used_again() -> None:
     fake = FakeInstance()
     await fake.start()
     async with running_gateway(config_for([fake])) as running:
-        port = fake.port
         await fake.kill()
         async with httpx.AsyncClient(base_url=running.url) as client:
             assert (await client.post(CHAT, json=chat())).status_code == 503
-            fake = FakeInstance()
-            await fake.start(port)
+            await fake.start()
             await eventually(running.gateway.fleet.ready)
             assert (await client.post(CHAT, json=chat())).status_code == 200
-    await fake.kill()
+    await fake.close()
 
 
 async def test_an_unreachable_instance_at_start_does_not_stop_the_gateway() -> None:

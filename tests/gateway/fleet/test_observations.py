@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import yaml
 
 from hetero_gateway.cli import main
+from hetero_gateway.core.instances import calibration
 from hetero_gateway.core.instances.calibration import MOST_CHANGE
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
 from hetero_gateway.core.types import InstanceId
@@ -188,6 +191,36 @@ async def test_recalibrated_constants_are_bounded_and_can_be_taken_back(quick: N
         assert fleet.scheduler.spec(I0).profile.constants == original  # type: ignore[union-attr]
         await traffic(client, 4.0)
         assert fleet.instances[I0].calibrated is None
+
+
+async def test_a_fit_runs_off_the_event_loop_and_not_for_an_instance_that_has_gone(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def refit(steps: Any, first_tokens: Any, present: Any) -> Any:
+        threads.append(threading.get_ident())
+        return calibration.refit(steps, first_tokens, present)
+
+    monkeypatch.setattr(recalibration, "refit", refit)
+    monkeypatch.setattr(recalibration, "_MOST_ERROR", math.inf)
+    async with (
+        fake_instances(1) as fakes,
+        serving(fakes, profiles=(FAST,), scheduler={"recalibrate": True}) as (running, client),
+    ):
+        fleet = running.gateway.fleet
+        instance = fleet.instances[I0]
+        load = asyncio.create_task(traffic(client, 5.0, delay_s=0.1))
+        await eventually(lambda: instance.calibrated is not None, within_s=15)
+        await load
+        assert threading.get_ident() not in threads
+        instance.calibrated = None
+        count = len(threads)
+        recalibration.Recalibration(fleet).look()
+        fleet.remove(I0)  # while the thread fits
+        await eventually(lambda: len(threads) > count)
+        await asyncio.sleep(0.1)
+        assert instance.calibrated is None
 
 
 async def test_an_unprofiled_instance_learns_its_constants_where_that_is_on(quick: None) -> None:

@@ -152,7 +152,7 @@ async def test_tls_instances_are_verified(tmp_path: Path) -> None:
         instances = running.gateway.fleet.instances
         assert [i.up for i in instances.values()] == [True, False]
         assert "certificate" in instances["other"].down_reason.lower()  # type: ignore[index]
-    await fake.kill()
+    await fake.close()
 
 
 async def test_a_path_prefix_is_kept() -> None:

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.costs.least_squares import non_negative_solution
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.errors import ProfileError
 
@@ -162,7 +162,7 @@ def fit_rows(
     root = np.ones(len(seconds)) if weights is None else np.sqrt(weights)
     ties = TIE_BREAK * np.eye(terms.shape[1])[1:3]
     rows = np.vstack((shares / scale * root[:, None], ties))
-    solution, _ = nnls(rows, np.concatenate((root, np.zeros(len(ties)))))
+    solution = non_negative_solution(rows, np.concatenate((root, np.zeros(len(ties)))))
     result: FloatArray = solution / scale
     return result
 

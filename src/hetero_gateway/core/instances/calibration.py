@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.costs.least_squares import non_negative_solution
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
 
@@ -143,7 +143,7 @@ def _fit(
         weighted = rows * (weights / scatter)[:, None]
         lhs = np.concatenate((weighted, np.eye(len(base))))
         rhs = np.concatenate((wanted * weights / scatter, base / unit))
-        found, _ = nnls(lhs, rhs)
+        found = non_negative_solution(lhs, rhs)
         solution = found * unit
     covariance = np.linalg.inv(lhs.T @ lhs)
     return solution, np.sqrt(np.diag(covariance))
@@ -160,7 +160,7 @@ def _scaled(terms: FloatArray, times: FloatArray, present: FloatArray) -> FloatA
     rows = phases[usable] * ratio / times[usable, None]
     lhs = np.concatenate((rows, 0.5 * np.eye(2)))
     rhs = np.concatenate((np.ones(len(rows)), 0.5 * np.ones(2)))
-    found, _ = nnls(lhs, rhs)
+    found = non_negative_solution(lhs, rhs)
     low, high = 1 / _MOST_RATIO, _MOST_RATIO
     prefill, decode = (float(np.clip(ratio * f, low, high)) for f in found)
     result: FloatArray = present * np.array([prefill] * 4 + [decode] * 4)

@@ -53,20 +53,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import NamedTuple
 
 from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.core.instances.dispatch import UNITS_PER_S, Dispatch, PeerLoad
 from hetero_gateway.core.instances.observation import (
     FirstTokenRow,
     Observations,
     StepRow,
     seconds,
 )
-from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
+from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.types import InstanceId, Outcome, Request
 
-# 2^-40 s is 0.9 ps: far below any workload that matters, and a power of two keeps floats exact.
-_UNITS_PER_S = 2.0**40
 _STAGES = len(STAGE_TOKENS)
 
 # The speed factor forgets over seconds of observed steps: long enough to average the noise of a
@@ -76,90 +74,6 @@ _FORGET_S = 5.0
 _PRIOR_S = 0.2
 _SPEED_BOUNDS = (0.1, 10.0)
 _STAND_IN_BOUNDS = (1e-3, 1e3)
-
-
-class Dispatch:
-    """One request on one instance, with what it was charged. Changed by its instance's state alone.
-
-    Attributes:
-        workload: what it added to the load, s.
-        kv_tokens: what it will hold in the KV cache at its end, tokens.
-        prompt_tokens, prefill_tokens, output_tokens: of all its sequences: the prompts, what of
-            them the engine has to compute, and the predicted output.
-        outcome: how it ended; None while it is outstanding.
-        streaming: past its first token.
-        tracked: its progress is followed; without it, only the load counts.
-    """
-
-    __slots__ = (
-        "_before",
-        "_joined",
-        "_stage",
-        "_units",
-        "kv_tokens",
-        "outcome",
-        "output_tokens",
-        "prefill_tokens",
-        "prompt_tokens",
-        "request",
-        "state",
-        "streaming",
-        "tracked",
-        "workload",
-    )
-
-    def __init__(
-        self,
-        state: InstanceState,
-        request: Request,
-        workload: float,
-        kv_tokens: int,
-        prefill_tokens: float,
-        *,
-        tracked: bool,
-    ) -> None:
-        n = request.sequences
-        self.state = state
-        self.request = request
-        self.workload = workload
-        self.kv_tokens = kv_tokens
-        self.prompt_tokens = n * request.prompt_tokens
-        self.prefill_tokens = prefill_tokens
-        self.output_tokens = n * request.predicted_output_tokens
-        self.outcome: Outcome | None = None
-        self.streaming = False
-        self.tracked = tracked
-        self._units = round(workload * _UNITS_PER_S)
-        self._stage = -1
-        self._joined = 0.0  # the step clock at its first token
-        # When it was sent, and what was there: waiting, their prompts, streaming, context.
-        self._before: tuple[float, float, float, float, float] | None = None
-
-    @property
-    def instance_id(self) -> InstanceId:
-        return self.state.instance_id
-
-    def __repr__(self) -> str:
-        phase = "streaming" if self.streaming else "waiting"
-        where = phase if self.outcome is None else self.outcome.value
-        return f"<Dispatch {where} on {self.instance_id} w={self.workload:.4g} s>"
-
-
-class PeerLoad(NamedTuple):
-    """What another gateway has on an instance: load that is not ours. Units as above."""
-
-    load_s: float = 0.0
-    kv_tokens: float = 0.0
-    in_flight: float = 0.0
-    waiting: float = 0.0
-    streaming: float = 0.0
-    waiting_prompt: float = 0.0
-    waiting_prefill: float = 0.0
-    waiting_output: float = 0.0
-    context: float = 0.0
-
-
-NO_PEERS = PeerLoad()
 
 
 class _Interval:
@@ -338,15 +252,15 @@ class InstanceState:
             prefill_tokens = request.sequences * request.prompt_tokens
         entry = Dispatch(self, request, workload, kv_tokens, prefill_tokens, tracked=tracked)
         self._outstanding.add(entry)
-        self._load_units += entry._units
-        self.load_s = self._load_units / _UNITS_PER_S
+        self._load_units += entry.units
+        self.load_s = self._load_units / UNITS_PER_S
         self.kv_tokens += kv_tokens
         self.in_flight += 1
         if tracked:
             if self.waiting == 0:
                 self.heard_s = now_s
             if alone and self._keeps:
-                entry._before = (
+                entry.before = (
                     now_s,
                     self.waiting,
                     self.waiting_prompt,
@@ -373,8 +287,8 @@ class InstanceState:
         clock = self._read_clock(now_s)
         self._leave_waiting(entry)
         entry.streaming = True
-        entry._stage = 0
-        entry._joined = clock
+        entry.stage = 0
+        entry.joined = clock
         n = entry.request.sequences
         self.heard_s = now_s
         if self.streaming > 0:
@@ -382,8 +296,8 @@ class InstanceState:
             interval = self._interval
             interval.prompts += n
             interval.prompt_tokens += entry.prefill_tokens
-        if seen and entry._before is not None:
-            self._keep_first_token(entry, entry._before, now_s)
+        if seen and entry.before is not None:
+            self._keep_first_token(entry, entry.before, now_s)
         self.streaming += n
         # The first token is out: each sequence holds its prompt and that one.
         self.context += entry.prompt_tokens + n
@@ -401,8 +315,8 @@ class InstanceState:
             self._leave(entry, now_s)
         entry.outcome = outcome
         self._outstanding.remove(entry)
-        self._load_units -= entry._units
-        self.load_s = self._load_units / _UNITS_PER_S
+        self._load_units -= entry.units
+        self.load_s = self._load_units / UNITS_PER_S
         self.kv_tokens -= entry.kv_tokens
         self.in_flight -= 1
         if not self.noted:
@@ -444,9 +358,9 @@ class InstanceState:
         clock = self._read_clock(now_s)
         n = entry.request.sequences
         self.streaming -= n
-        self.context -= entry.prompt_tokens + n * (1 + clock - entry._joined)
-        self.stages[entry._stage] -= n
-        entry._stage = -1
+        self.context -= entry.prompt_tokens + n * (1 + clock - entry.joined)
+        self.stages[entry.stage] -= n
+        entry.stage = -1
         if self.streaming == 0:
             # Exactly nothing, so that no remainder of the sums outlives a busy period.
             self.context = self._clock = 0.0
@@ -558,19 +472,19 @@ class InstanceState:
         moves = self._moves
         while moves and moves[0][0] <= clock:
             _, _, entry = heapq.heappop(moves)
-            if entry._stage >= 0:
+            if entry.stage >= 0:
                 n = entry.request.sequences
-                self.stages[entry._stage] -= n
-                entry._stage += 1
-                self.stages[entry._stage] += n
+                self.stages[entry.stage] -= n
+                entry.stage += 1
+                self.stages[entry.stage] += n
                 self._schedule_move(entry)
 
     def _schedule_move(self, entry: Dispatch) -> None:
-        following = entry._stage + 1
+        following = entry.stage + 1
         if following < _STAGES:
             self._sequence += 1
             # The first token came before the clock's first step.
-            due = entry._joined + STAGE_TOKENS[following] - 1
+            due = entry.joined + STAGE_TOKENS[following] - 1
             heapq.heappush(self._moves, (due, self._sequence, entry))
 
     def _set_rate(self) -> None:

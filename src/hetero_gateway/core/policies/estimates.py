@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.instances.state import NO_PEERS, InstanceState
+from hetero_gateway.core.instances.dispatch import NO_PEERS
+from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import (
     CONTEXT,
     SILENT_S,

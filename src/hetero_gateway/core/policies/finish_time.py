@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray, workload
-from hetero_gateway.core.instances.state import NO_PEERS
+from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.table import SPEED, STREAMING, WAITING
 from hetero_gateway.core.policies import estimates as arithmetic
 from hetero_gateway.core.policies.base import (

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from hetero_gateway.core.instances.state import Dispatch
+from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.types import InstanceId, Reject, Request

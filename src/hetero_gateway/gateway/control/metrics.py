@@ -11,7 +11,6 @@ that panels overlay.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from hetero_gateway import __version__
+from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 
 PREFIX = "hetero_gateway_"
@@ -60,30 +60,6 @@ QUEUE_WAIT_BOUNDS_S = (
 )  # fmt: skip
 # Actual over predicted: 1 is right.
 PREDICTION_BOUNDS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-
-
-class Histogram:
-    """Counts by bucket, and the sum."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative (upper bound, count) pairs, the last one +Inf."""
-        total = 0
-        result = []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            total += count
-            result.append((str(float(bound)) if bound != float("inf") else "+Inf", float(total)))
-        return result
 
 
 class Series:

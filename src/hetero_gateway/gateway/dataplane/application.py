@@ -14,7 +14,8 @@ import os
 import re
 from collections import deque
 
-from hetero_gateway.core.lengths.predictors import BytesPerToken, OutputLengthPredictor
+from hetero_gateway.core.lengths.estimates import BytesPerToken
+from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
 from hetero_gateway.engines.vllm import Work
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission

@@ -7,12 +7,8 @@ configuration names one: the only step that may take a while, so that its driver
 
 from __future__ import annotations
 
-from hetero_gateway.core.lengths.predictors import (
-    BytesPerToken,
-    LengthFeatures,
-    OutputLengthPredictor,
-    capped_output_tokens,
-)
+from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
+from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.types import Request
 from hetero_gateway.engines.vllm import Work, starts_with_a_token
 from hetero_gateway.errors import Refusal

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from hetero_gateway.core.instances.state import Dispatch
+from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request

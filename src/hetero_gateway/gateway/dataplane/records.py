@@ -9,10 +9,8 @@ import time
 from typing import NamedTuple
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
-from hetero_gateway.core.lengths.predictors import (
-    BytesPerToken,
-    OutputLengthPredictor,
-)
+from hetero_gateway.core.lengths.estimates import BytesPerToken
+from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import Outcome
 from hetero_gateway.engines.vllm import tokens_of_events

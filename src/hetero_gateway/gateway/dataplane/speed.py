@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from hetero_gateway.core.instances.state import Dispatch
+from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import CLOSING_EVENTS
 from hetero_gateway.gateway.fleet.instances import Fleet

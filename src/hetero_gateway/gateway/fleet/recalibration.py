@@ -2,27 +2,28 @@
 
 Off by default, and then nothing here is ever called. Where it is on, an instance's constants are
 fitted anew after each minute of observed time and replaced when that changes what they predict;
-``core/instances/calibration.py`` fits, and keeps every constant within bounds of the original. The
-original profile is kept, and PATCH /admin/instances/ID {"recalibrated": false} brings it back for
-good. An instance without a profile gets a learned one, once its engine has told how large its KV
-cache is.
+``core/instances/calibration.py`` fits, and keeps every constant within bounds of the original. A
+fit runs in a thread, as it takes some 5 ms, and the first one imports scipy; what comes of it is
+applied on the event loop, unless the instance has gone or was taken back meanwhile. The original
+profile is kept, and PATCH /admin/instances/ID {"recalibrated": false} brings it back for good. An
+instance without a profile gets a learned one, once its engine has told how large its KV cache is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import math
 from collections.abc import Sequence
 
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.core.instances.calibration import bounded, refit
+from hetero_gateway.core.instances.calibration import Refit, bounded, refit
 from hetero_gateway.core.instances.observation import StepRow, seconds
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 
-# Observed seconds between two fits, and rows that one looks at: the last few minutes. A fit takes
-# some 5 ms of the event loop.
+# Observed seconds between two fits, and rows that one looks at: the last few minutes.
 EVERY_S = 60.0
 _MOST_ROWS = 300
 # Constants that predict the same as before are not worth a new start of the speed factor.
@@ -57,14 +58,30 @@ class Recalibration:
                 self._fit(instance)
 
     def _fit(self, instance: Instance) -> None:
-        scheduler = self._fleet.scheduler
+        scheduler, original = self._fleet.scheduler, instance.profile
         seen = scheduler.observations(instance.id)
         steps = seen.steps.last(_MOST_ROWS)
-        original = instance.profile
         base = scheduler.stand_in(instance.id) if original is None else original.constants
-        fit = refit(steps, seen.first_tokens.last(_MOST_ROWS), base)
-        if fit is None or fit.decode.median is None or fit.decode.median > _MOST_ERROR:
+        fitting = asyncio.get_running_loop().run_in_executor(
+            None, refit, steps, seen.first_tokens.last(_MOST_ROWS), base
+        )
+
+        def done(future: asyncio.Future[Refit | None]) -> None:
+            if future.cancelled():
+                return
+            if (error := future.exception()) is not None:
+                _log.error("instance %s: the fit failed", instance.id, exc_info=error)
+            elif (fit := future.result()) is not None:
+                self._apply(instance, steps, fit)
+
+        fitting.add_done_callback(done)
+
+    def _apply(self, instance: Instance, steps: Sequence[StepRow], fit: Refit) -> None:
+        if self._fleet.instances.get(instance.id) is not instance or not instance.recalibrates:
             return
+        if fit.decode.median is None or fit.decode.median > _MOST_ERROR:
+            return
+        original = instance.profile
         constants = (
             fit.constants if original is None else bounded(fit.constants, original.constants)
         )

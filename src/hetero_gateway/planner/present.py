@@ -8,7 +8,7 @@ not those of another tensor parallelism on the same accelerator: these are scale
 differs from what was believed, or whatever was not tried would look better on every slow machine.
 And both deployments are simulated with the same profiles and requests.
 
-Arrays and values only; the command asks the gateway.
+Values only; ``profiler.seen`` asks the gateway.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from dataclasses import dataclass
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.deployment.instances import machine_names
+from hetero_gateway.core.nearest import folded
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
-from hetero_gateway.planner.layouts import group_machines
+from hetero_gateway.planner.layouts import group_machines, machine_names
 from hetero_gateway.planner.model_shape import ModelShape
-from hetero_gateway.planner.nearest import folded
 from hetero_gateway.planner.plan import (
-    Alone,
     Candidate,
     Figures,
     InstanceType,
@@ -39,6 +37,7 @@ from hetero_gateway.planner.plan import (
     MemoryEstimate,
 )
 from hetero_gateway.planner.search import Key, Question
+from hetero_gateway.sim.alone import Alone, Mix, run_alone
 
 # Below it a gain is the simulator's noise: one in twenty choices is off by up to this much.
 NOISE = 0.02
@@ -274,13 +273,13 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
 
     ``question.goals.rate_per_s`` is what latencies are told for; without one there are none.
     """
-    mix = trials.Mix.of(question.lengths, question.seed)
+    mix = Mix.of(question.lengths, question.seed)
     machines = {machine.id: machine for machine in question.machines}
     keys = Counter((machines[i].accelerator, t) for i, of in layouts.items() for t in of)
     counts = {question.types[key].profile: n for key, n in sorted(keys.items())}
     alone: dict[Profile, Alone] = {}
     for profile in counts:
-        of_it = trials.run_alone(profile, mix, question.engines)
+        of_it = run_alone(profile, mix, question.engines)
         if of_it is None:
             return None
         alone[profile] = of_it
@@ -305,9 +304,7 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
     )
 
 
-def _at_rate(
-    question: Question, system: trials.System, mix: trials.Mix, full: Figures
-) -> Figures | None:
+def _at_rate(question: Question, system: trials.System, mix: Mix, full: Figures) -> Figures | None:
     """None where no rate is asked for, or where it is too much."""
     rate_per_s = question.goals.rate_per_s
     if rate_per_s is None:

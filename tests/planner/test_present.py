@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s
-from hetero_gateway.deployment.present import (
+from hetero_gateway.planner.goals import Goals
+from hetero_gateway.planner.models import model_card
+from hetero_gateway.planner.plan import Machine, Unfit
+from hetero_gateway.planner.present import (
     Present,
     Running,
     aligned,
@@ -18,9 +21,6 @@ from hetero_gateway.deployment.present import (
     simulate_present,
     with_running_types,
 )
-from hetero_gateway.planner.goals import Goals
-from hetero_gateway.planner.models import model_card
-from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.search import Question, search
 from hetero_gateway.sim.workload import TraceLengths
 from tests.deployment.plans import instance_type, plan, profile

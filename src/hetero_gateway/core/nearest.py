@@ -1,4 +1,4 @@
-"""Names of a catalogue that are close to one that it does not have, for an error's text."""
+"""Names that are close to one that does not exist, for an error's text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ def folded(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
-def nearest_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """The ``count`` names most like ``name``, best first; equal ones in alphabetical order."""
+def nearest_names(
+    name: str, names: Iterable[str], count: int = 3, *, least: float = 0.0
+) -> list[str]:
+    """The ``count`` names most like ``name``, best first; equal ones in alphabetical order.
+
+    Args:
+        least: how like they must be, 0 to 1: at 0.6 a name has a letter or two wrong.
+    """
     wanted = folded(name)
 
     def likeness(candidate: str) -> float:
@@ -22,4 +28,6 @@ def nearest_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
         # "H100" is all of the beginning of "H100-80GB-SXM", though less than half of its letters.
         return whole + (1.0 if wanted and known.startswith(wanted) else 0.0)
 
-    return sorted(names, key=lambda known: (-likeness(known), known))[:count]
+    found = {known: likeness(known) for known in names}
+    close = [known for known, value in found.items() if value >= least]
+    return sorted(close, key=lambda known: (-found[known], known))[:count]

@@ -1,0 +1,105 @@
+"""What is on an instance: one request of ours, and the sums of another gateway's.
+
+Plain records: ``state.py`` makes and changes them, and says which changes there are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from hetero_gateway.core.types import InstanceId, Outcome, Request
+
+if TYPE_CHECKING:
+    from hetero_gateway.core.instances.state import InstanceState
+
+# Loads are whole numbers of 2^-40 s: 0.9 ps, far below any workload that matters, and a power of
+# two keeps floats exact.
+UNITS_PER_S = 2.0**40
+
+
+class Dispatch:
+    """One request on one instance, with what it was charged. Changed by its instance's state alone.
+
+    Attributes:
+        workload: what it added to the load, s.
+        kv_tokens: what it will hold in the KV cache at its end, tokens.
+        prompt_tokens, prefill_tokens, output_tokens: of all its sequences: the prompts, what of
+            them the engine has to compute, and the predicted output.
+        units: the workload in units of 1 / ``UNITS_PER_S``, whole.
+        outcome: how it ended; None while it is outstanding.
+        streaming: past its first token.
+        tracked: its progress is followed; without it, only the load counts.
+        stage: index in ``STAGE_TOKENS`` of its progress; -1: it does not stream.
+        joined: the instance's step clock at its first token, steps.
+        before: when it was sent, s, and what was there: sequences waiting, the tokens of their
+            prompts, sequences streaming, tokens cached; None: nothing is to be learnt from it.
+    """
+
+    __slots__ = (
+        "before",
+        "joined",
+        "kv_tokens",
+        "outcome",
+        "output_tokens",
+        "prefill_tokens",
+        "prompt_tokens",
+        "request",
+        "stage",
+        "state",
+        "streaming",
+        "tracked",
+        "units",
+        "workload",
+    )
+
+    def __init__(
+        self,
+        state: InstanceState,
+        request: Request,
+        workload: float,
+        kv_tokens: int,
+        prefill_tokens: float,
+        *,
+        tracked: bool,
+    ) -> None:
+        n = request.sequences
+        self.state = state
+        self.request = request
+        self.workload = workload
+        self.kv_tokens = kv_tokens
+        self.prompt_tokens = n * request.prompt_tokens
+        self.prefill_tokens = prefill_tokens
+        self.output_tokens = n * request.predicted_output_tokens
+        self.outcome: Outcome | None = None
+        self.streaming = False
+        self.tracked = tracked
+        self.units = round(workload * UNITS_PER_S)
+        self.stage = -1
+        self.joined = 0.0
+        self.before: tuple[float, float, float, float, float] | None = None
+
+    @property
+    def instance_id(self) -> InstanceId:
+        return self.state.instance_id
+
+    def __repr__(self) -> str:
+        phase = "streaming" if self.streaming else "waiting"
+        where = phase if self.outcome is None else self.outcome.value
+        return f"<Dispatch {where} on {self.instance_id} w={self.workload:.4g} s>"
+
+
+class PeerLoad(NamedTuple):
+    """What another gateway has on an instance: load that is not ours. Units as above."""
+
+    load_s: float = 0.0
+    kv_tokens: float = 0.0
+    in_flight: float = 0.0
+    waiting: float = 0.0
+    streaming: float = 0.0
+    waiting_prompt: float = 0.0
+    waiting_prefill: float = 0.0
+    waiting_output: float = 0.0
+    context: float = 0.0
+
+
+NO_PEERS = PeerLoad()

@@ -1,0 +1,169 @@
+"""Who is there: the instances, what they serve, and how they stand; pools by model.
+
+``Scheduler`` owns one. An instance joins, changes and leaves here; what happens to its requests is
+``InstanceState``'s. Reading changes nothing: stand-in constants are given by ``stand_in_for``, on
+an instance's first dispatch, not when somebody looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.instances.drift import Drift
+from hetero_gateway.core.instances.snapshot import InstanceSnapshot, snapshot_of
+from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.instances.table import Table
+from hetero_gateway.core.scheduling.pool import Eligible, Pool, stand_in
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason, Request
+
+
+class Members:
+    """The instances of a scheduler.
+
+    Args:
+        reference: (prompt, output) tokens of the request that fitted capacities are computed for.
+        stand_ins: instances without a profile get constants that stand in for their own.
+        observes: keep what is observed, and how far profiles are off.
+    """
+
+    def __init__(self, reference: tuple[float, float], *, stand_ins: bool, observes: bool) -> None:
+        self.specs: dict[InstanceId, InstanceSpec] = {}
+        self.table = Table(keeps=observes)
+        self.drifts: dict[InstanceId, Drift] = {}
+        self.pools: dict[str, Pool] = {}  # of names that somebody serves, as far as asked for
+        self._reference = reference
+        self._gives_stand_ins = stand_ins
+        self._observes = observes
+
+    def __repr__(self) -> str:
+        return f"<Members {', '.join(self.specs)}>"
+
+    def join(self, spec: InstanceSpec) -> None:
+        """Raises ValueError when the id is taken."""
+        if spec.instance_id in self.specs:
+            raise ValueError(f"instance {spec.instance_id!r} exists already")
+        self.specs[spec.instance_id] = spec
+        self._begin(self.table.join(spec.instance_id), spec)
+        self.pools.clear()
+
+    def change(self, spec: InstanceSpec) -> None:
+        """Other models, profile or availability; its load stays. KeyError: unknown."""
+        before = self.specs[spec.instance_id]
+        if before != spec:
+            self.specs[spec.instance_id] = spec
+            if constants_of(before) != constants_of(spec):
+                self._begin(self.table[spec.instance_id], spec)
+            self.pools.clear()
+
+    def leave(self, instance_id: InstanceId, now_s: float) -> list[Dispatch]:
+        """Everything on it is settled and returned. KeyError: unknown."""
+        del self.specs[instance_id]
+        self.drifts.pop(instance_id, None)
+        self.pools.clear()
+        return self.table.leave(instance_id, now_s)
+
+    def _begin(self, state: InstanceState, spec: InstanceSpec) -> None:
+        """Its constants are new."""
+        self.drifts.pop(spec.instance_id, None)
+        if spec.profile is not None:
+            state.set_constants(spec.profile.constants)
+            if self._observes:
+                stated = dict(spec.profile.source.get("error") or {})
+                self.drifts[spec.instance_id] = Drift(float(stated.get("decode") or 0.0))
+        else:
+            state.set_constants(None, stands_in=self._gives_stand_ins)
+            if state.stands_in:
+                state.set_speed(self.table.stand_in_speed())
+
+    def snapshot(self, instance_id: InstanceId) -> InstanceSnapshot:
+        """All that there is to show of an instance. KeyError: unknown."""
+        return snapshot_of(
+            self.specs[instance_id],
+            self.table[instance_id],
+            self.drifts.get(instance_id),
+            queues=self._gives_stand_ins,
+        )
+
+    # Who can take what
+
+    def eligible(self, request: Request, exclude: Collection[InstanceId]) -> Eligible | Reject:
+        """Who may get a request, or why nobody can."""
+        pool = self.pools.get(request.model) or self.pool(request.model)
+        if not pool.ids:
+            return self._nobody(request.model, pool)
+        return pool.eligible(request, exclude)
+
+    def pool(self, model: str) -> Pool:
+        """The available instances that serve the model; maybe none."""
+        pool = self.pools.get(model)
+        if pool is None:
+            pool = self._make_pool(model)
+            # Names come from clients: only a name that an instance serves is worth keeping.
+            if pool.ids or pool.absent:
+                self.pools[model] = pool
+        return pool
+
+    def _make_pool(self, model: str) -> Pool:
+        members: list[tuple[InstanceSpec, InstanceState]] = []
+        absent = []
+        for spec in self.specs.values():
+            if model not in spec.models:
+                continue
+            if spec.draining:
+                absent.append((spec, "draining"))
+            elif not spec.available:
+                absent.append((spec, "unhealthy"))
+            else:
+                members.append((spec, self.table[spec.instance_id]))
+        stand_ins = None
+        if self._gives_stand_ins:
+            others = [s for s, _ in members] + [s for s, _ in absent]
+            stand_ins = {
+                spec.instance_id: state.constants or stand_in(spec, others)
+                for spec, state in members
+                if spec.profile is None
+            }
+        return Pool(members, absent, self._reference, stand_ins)
+
+    def _nobody(self, model: str, pool: Pool) -> Reject:
+        # An instance that has not answered yet may serve any name.
+        if pool.absent or any(not spec.models for spec in self.specs.values()):
+            why = ", ".join(f"{spec.instance_id} {why}" for spec, why in pool.absent[:5])
+            detail = f"no instance of the model {model!r} can take requests now"
+            return Reject(RejectReason.NO_AVAILABLE_INSTANCE, detail + (f": {why}" if why else ""))
+        return Reject(RejectReason.UNKNOWN_MODEL, f"The model `{model}` does not exist.")
+
+    def knows(self, model: str) -> bool:
+        """Whether any instance, available or not, serves the model."""
+        return any(model in spec.models for spec in self.specs.values())
+
+    def context_tokens(self, model: str) -> int | None:
+        """The longest sequence that any available instance of the model takes; None: unknown."""
+        longest = self.pool(model).longest_context_tokens
+        return None if longest in (0, math.inf) else int(longest)
+
+    # Stand-ins
+
+    def stand_in_for(self, state: InstanceState, model: str) -> None:
+        """What its pool takes it for is what it is taken for from now on, in every pool."""
+        pool = self.pool(model)
+        member = pool.members[pool.ids.index(state.instance_id)]
+        speed = state.speed
+        state.set_constants(Constants(*member[:8]), stands_in=True)
+        state.set_speed(speed)
+        self.pools = {model: pool}
+
+    def stand_in(self, instance_id: InstanceId) -> Constants:
+        """What an instance without a profile is taken for. KeyError: unknown."""
+        state = self.table[instance_id]
+        if state.stands_in and state.constants is not None:
+            return state.constants
+        return stand_in(self.specs[instance_id], ())
+
+
+def constants_of(spec: InstanceSpec) -> Constants | None:
+    """Its profile's; None: it has none."""
+    return None if spec.profile is None else spec.profile.constants

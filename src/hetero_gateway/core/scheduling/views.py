@@ -1,0 +1,157 @@
+"""What a policy sees: the candidates of one request, gathered from pool, states and queue.
+
+Two forms of the same: plain numbers for small pools, arrays for large ones. Nothing here decides.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+
+from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.instances.table import Table
+from hetero_gateway.core.lengths.estimates import ResidualLives
+from hetero_gateway.core.policies.base import Backlog, Demand, Outlook, SmallView, View
+from hetero_gateway.core.scheduling.pool import Eligible, Pool
+from hetero_gateway.core.scheduling.queue import ModelQueue
+from hetero_gateway.core.types import Request
+
+
+class Views:
+    """Makes views.
+
+    Args:
+        table: the states.
+        theta: θ of Eq. (7), above 0.
+        reference: (prompt, output) tokens of a typical request while nothing has arrived.
+        queues: the policy wants an ``Outlook``.
+    """
+
+    def __init__(
+        self, table: Table, theta: float, reference: tuple[float, float], *, queues: bool
+    ) -> None:
+        self.residual = ResidualLives(reference[1])
+        self._table = table
+        self._theta = theta
+        self._reference = reference
+        self._queues = queues
+
+    def small(
+        self, request: Request, eligible: Eligible, now_s: float, queue: ModelQueue
+    ) -> SmallView:
+        """The form in plain numbers."""
+        pool, kept, _ = eligible
+        ids, states, members = pool.ids, pool.states, pool.members
+        if kept is not None:
+            ids = tuple([ids[i] for i in kept])
+            states = tuple([states[i] for i in kept])
+            members = tuple([members[i] for i in kept])
+        size, n = len(ids), request.sequences
+        demand = Demand(
+            [float(n * request.prompt_tokens)] * size, [float(request.kv_tokens)] * size
+        )
+        backlog = self._backlog(request.model, eligible, now_s, queue, keep=True)
+        return SmallView(request, ids, states, members, demand, self._theta, now_s, backlog)
+
+    def wide(
+        self,
+        request: Request,
+        eligible: Eligible,
+        now_s: float,
+        queue: ModelQueue | None,
+        *,
+        keep: bool,
+    ) -> View:
+        """The form in arrays. ``keep``: a decision is made of it, not only an explanation."""
+        pool, kept, _ = eligible
+        times = pool.request_times_s(request.prompt_tokens, request.predicted_output_tokens)
+        n = request.sequences
+        if n != 1:
+            times = times * n
+        ids, slots, where = pool.ids, pool.slots, pool.where
+        kv_capacity, capacity, weight = pool.kv_capacity_tokens, pool.capacity, pool.weight
+        if kept is not None:
+            ids = tuple([ids[i] for i in kept])
+            times, slots, kv_capacity = times[kept], slots[kept], kv_capacity[kept]
+            capacity, weight, where = capacity[kept], weight[kept], slots
+        load, kv_tokens, in_flight = self._table.loads(where)
+        each = pool.ones[: len(ids)]
+        view = View(
+            request,
+            ids,
+            slots,
+            Demand(each * (n * request.prompt_tokens), each * request.kv_tokens),
+            times,
+            load,
+            kv_tokens / kv_capacity,
+            in_flight,
+            capacity,
+            weight,
+            self._theta,
+        )
+        if self._queues:
+            constants, max_num_seqs = pool.constants, pool.max_num_seqs
+            if kept is not None:
+                constants, max_num_seqs = constants.take(kept, axis=1), max_num_seqs[kept]
+            view.outlook = Outlook(
+                constants,
+                kv_capacity,
+                max_num_seqs,
+                self._table.rows(where, now_s),
+                self._table.stages(where),
+                self._backlog(request.model, eligible, now_s, queue, keep=keep),
+            )
+        return view
+
+    def _backlog(
+        self,
+        model: str,
+        eligible: Eligible,
+        now_s: float,
+        queue: ModelQueue | None,
+        *,
+        keep: bool,
+    ) -> Backlog:
+        pool, kept, _ = eligible
+        queued, idle_s, mean_gap_s, mean_times = 0, 0.0, math.inf, None
+        lengths = self._reference
+        if queue is not None:
+            queued, idle_s, mean_gap_s = len(queue), now_s - queue.last_arrival_s, queue.mean_gap_s
+            if queued:
+                mean_times = partial(mean_request_times_s, pool, queue, kept)
+            if queue.arrivals:
+                lengths = (queue.mean_prompt_tokens, queue.mean_output_tokens)
+        typical = pool.typical_request_time_s(*lengths, keep=keep)
+        profiled = pool.profiled
+        if not profiled:
+            states = pool.states if kept is None else [pool.states[i] for i in kept]
+            profiled = any(state.stands_in and state.observed for state in states)
+        return Backlog(
+            queued,
+            idle_s,
+            mean_gap_s,
+            mean_times,
+            typical if kept is None else typical[kept],
+            self.residual.table(model),
+            profiled,
+            pool.stands_in,
+        )
+
+
+def mean_request_times_s(
+    pool: Pool, queue: ModelQueue, kept: list[int] | None = None
+) -> FloatArray:
+    """T of the mean queued request on each instance, s, as if it fitted."""
+    waiting = len(queue)
+    times = pool.request_times_s(
+        queue.prompt_tokens / waiting, queue.output_tokens / waiting, as_if_it_fitted=True
+    )
+    return times if kept is None else times[kept]
+
+
+def drain_time_s(pool: Pool, queue: ModelQueue) -> float:
+    """How long a queue would take with every instance at full speed, s; neither may be empty."""
+    speed = np.array([state.speed for state in pool.states])
+    return len(queue) / float((1 / (speed * mean_request_times_s(pool, queue))).sum())

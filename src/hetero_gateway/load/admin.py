@@ -1,0 +1,86 @@
+"""What a running gateway answers at its /admin: asked, never changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from hetero_gateway.errors import ConfigError, HeteroGatewayError
+
+if TYPE_CHECKING:
+    import httpx
+
+_TIMEOUT_S = 10.0
+
+
+def fetch_document(
+    url: str, admin_key_env: str | None, path: str, params: dict[str, Any]
+) -> dict[str, Any]:
+    """What GET ``path`` answers.
+
+    Raises:
+        ConfigError: the URL cannot be one, or the key's variable is not set.
+        HeteroGatewayError: not reachable, refused, or not a gateway.
+    """
+    response = _get(url, admin_key_env, path, params)
+    document = _document(response)
+    if response.is_success and isinstance(document, dict):
+        return document
+    raise HeteroGatewayError(f"{url}: {_refusal(response, document)}")
+
+
+def fetch_csv(url: str, admin_key_env: str | None, path: str) -> str:
+    """The table that GET ``path`` answers. Raises as ``fetch_document`` does."""
+    response = _get(url, admin_key_env, path, {})
+    if response.is_success and response.headers.get("content-type", "").startswith("text/csv"):
+        return response.text
+    raise HeteroGatewayError(f"{url}: {_refusal(response, _document(response))}")
+
+
+def _get(url: str, admin_key_env: str | None, path: str, params: dict[str, Any]) -> httpx.Response:
+    # Imported here so that --help stays quick.
+    from hetero_gateway.files.gateway_config import secret
+    from hetero_gateway.plain_httpx import httpx
+
+    if not _is_address(url):
+        raise ConfigError("URL: must be http://HOST:PORT or https://HOST:PORT, and hold no key")
+    key = secret(admin_key_env, "--admin-key-env")
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        # trust_env: a proxy of the environment would get the key.
+        with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+            return client.get(url.rstrip("/") + path, params=params, headers=headers)
+    except httpx.LocalProtocolError:
+        raise ConfigError(f"--admin-key-env: {admin_key_env} is no valid key") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise HeteroGatewayError(f"{url}: the gateway does not answer: {error}") from error
+
+
+def _document(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError:
+        return None
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.username
+
+
+def _refusal(response: httpx.Response, document: Any) -> str:
+    error = document.get("error") if isinstance(document, dict) else None
+    if not isinstance(error, dict):
+        return f"answered {response.status_code}, which is not a gateway's answer"
+    message = printable(str(error.get("message")))
+    if response.status_code == 401:
+        message += " Name its variable with --admin-key-env."
+    return message
+
+
+def printable(text: str) -> str:
+    """Text without control characters: names come from instances, and a terminal obeys them."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

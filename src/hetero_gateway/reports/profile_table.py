@@ -1,0 +1,70 @@
+"""What ``profile`` prints of a fit: constants, errors, and cautions."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from hetero_gateway.core.costs.fitting import Fit, PartFit
+
+_WIDTH = 100
+
+
+def report(fit: Fit, *, discarded: Mapping[str, int] | None = None) -> str:
+    """Two tables and the cautions, for a terminal 100 columns wide or a pipe.
+
+    Args:
+        fit: what to tell.
+        discarded: samples that were not fitted, by reason.
+    """
+    console = Console(file=io.StringIO(), width=_WIDTH, highlight=False, markup=False)
+    console.print(_constants_table(fit))
+    console.print(_errors_table(fit))
+    for part, name in ((fit.prefill, "prefill"), (fit.decode, "decode")):
+        console.print(f"{name} errors: {part.validation}", soft_wrap=True)
+    if discarded:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in discarded.items())
+        console.print(f"{sum(discarded.values())} samples discarded: {reasons}", soft_wrap=True)
+    for note in (*fit.prefill.notes, *fit.decode.notes):
+        console.print(f"note: {note}", soft_wrap=True)
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return output.getvalue()
+
+
+def _constants_table(fit: Fit) -> Table:
+    table = Table()
+    for name in ("constant", "multiplies", "seconds", "95 % interval", ""):
+        table.add_column(name, no_wrap=True, justify="left" if name == "multiplies" else "right")
+    terms = ("batch · tokens", "batch", "tokens", "1")
+    for first, part in ((1, fit.prefill), (5, fit.decode)):
+        for i, term in enumerate(terms):
+            low, high = part.intervals[i]
+            table.add_row(
+                f"p{first + i}",
+                term,
+                f"{part.constants[i]:.3g}",
+                f"{low:.3g} to {high:.3g}",
+                "" if part.identified[i] else "not identified",
+            )
+    return table
+
+
+def _errors_table(fit: Fit) -> Table:
+    table = Table()
+    names = ("part", "used", "outliers", "R²", "median error", "mean", "worst", "with b·I²")
+    for name in names:
+        table.add_column(name, no_wrap=True, justify="left" if name == "part" else "right")
+    for name, part in (("prefill", fit.prefill), ("decode", fit.decode)):
+        table.add_row(name, str(part.used), str(part.outliers), *_error_cells(part))
+    return table
+
+
+def _error_cells(part: PartFit) -> Sequence[str]:
+    errors = (part.median_error, part.mean_error, part.worst_error, part.attention_error)
+    r2 = f"{part.r2:.3f}" if math.isfinite(part.r2) else "–"
+    return [r2, *("–" if error is None else f"{error:.1%}" for error in errors)]

@@ -1,0 +1,83 @@
+"""What a command imports: memory of a gateway, and the time that every command takes to start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+server: {host: 127.0.0.1, port: 0}
+instances:
+  - {id: a, base_url: "http://127.0.0.1:9", profile: V100-32GB-NVLink2/Llama-3-8B/tp4}
+"""
+SERVE = """
+import asyncio, sys
+from pathlib import Path
+import hetero_gateway.cli.serve
+from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.gateway import server
+from hetero_gateway.gateway.app import create_app
+
+async def run(path):
+    app = create_app(load_gateway_config(path), path)
+    await app.gateway.start()
+    await app.gateway.stop()
+
+asyncio.run(run(Path(sys.argv[1])))
+print(*sys.modules)
+"""
+COMMAND = """
+import sys
+from hetero_gateway.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print(*sys.modules, file=sys.stderr)
+"""
+DRAWING = {"matplotlib", "plotly"}
+SERVERS = {"asyncio", "fastapi", "uvicorn", "httpx"}
+
+
+def modules_of(text: str) -> set[str]:
+    """All that was imported, packages of packages by the first two names as well."""
+    names = text.split()
+    return {name.split(".")[0] for name in names} | {".".join(n.split(".")[:2]) for n in names}
+
+
+def test_a_gateway_imports_nothing_that_it_does_not_need(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(CONFIG)
+    ran = subprocess.run(
+        [sys.executable, "-c", SERVE, str(path)], capture_output=True, text=True, check=True
+    )
+    modules = modules_of(ran.stdout)
+    assert "fastapi" in modules
+    unwanted = {"scipy", "numba", "rich", "pygments", *DRAWING}
+    ours = {"sim", "planner", "emulator", "profiler", "deployment", "load", "reports"}
+    assert not modules & (unwanted | {f"hetero_gateway.{name}" for name in ours})
+
+
+@pytest.mark.parametrize(
+    ("words", "unwanted"),
+    [
+        (["--version"], {"pydantic", "yaml", "numpy", "scipy", "rich", *SERVERS, *DRAWING}),
+        (["validate", "-c"], {"numpy", "scipy", "rich", *SERVERS, *DRAWING}),
+        (["emulate", "--help"], {"numpy", "scipy", "rich", *SERVERS, *DRAWING}),
+        (["status", "--help"], {"numpy", "scipy", "rich", *SERVERS, *DRAWING}),
+    ],
+)
+def test_a_command_imports_little_before_it_begins(
+    words: list[str], unwanted: set[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(CONFIG)
+    words = [*words, str(path)] if words[-1] == "-c" else words
+    ran = subprocess.run(
+        [sys.executable, "-c", COMMAND, *words], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout
+    assert not modules_of(ran.stderr) & unwanted

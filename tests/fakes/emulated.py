@@ -1,0 +1,37 @@
+"""Emulated instances in the test's own event loop, for virtual time (tests/fakes/clock.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from hetero_gateway.emulator.app import EmulatedVLLM
+from hetero_gateway.emulator.server import Server
+from hetero_gateway.emulator.settings import Settings
+
+
+@asynccontextmanager
+async def emulated(settings: Settings, port: int = 0) -> AsyncIterator[tuple[str, EmulatedVLLM]]:
+    """(its URL, itself) until the block ends."""
+    instance = EmulatedVLLM(settings)
+    async with serving(instance, port) as url:
+        yield url, instance
+
+
+@asynccontextmanager
+async def serving(app: EmulatedVLLM, port: int = 0) -> AsyncIterator[str]:
+    """The URL of an emulated instance, or of something around one."""
+    # asyncio sends small writes at once only where the socket says that it is TCP.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(1024)
+    ready = asyncio.Event()
+    server = Server(app, listener, on_ready=ready.set)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.serve(sockets=[listener]))
+        await ready.wait()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True

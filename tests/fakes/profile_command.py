@@ -1,0 +1,41 @@
+"""``profile`` and the engine that it measures, in one process and in virtual time.
+
+    python -m tests.fakes.profile_command COUNT profile URL ...
+
+The URL is replaced by that of the process's own engine. At the engine's COUNT-th completion the
+process stops itself by SIGSTOP, so that whoever started it can kill or interrupt it right there; 0:
+it does not stop.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import uvloop
+
+from hetero_gateway.cli import main
+from hetero_gateway.load.client import parse_target
+from hetero_gateway.profiler import live
+from tests.fakes.clock import VirtualClock
+from tests.fakes.engine import engine
+
+
+def run(stop_after: int, words: list[str]) -> int:
+    measure = live.measure
+
+    async def measure_own(_target: object, *args: Any, **options: Any) -> live.Measured:
+        async with engine(stop_after=stop_after) as (url, _):
+            return await measure(parse_target(url), *args, **options)
+
+    clock = VirtualClock()
+    with pytest.MonkeyPatch.context() as patch:
+        clock.install(patch)
+        patch.setattr(uvloop, "new_event_loop", clock.new_loop)
+        patch.setattr(live, "measure", measure_own)
+        return main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[1]), sys.argv[2:]))
