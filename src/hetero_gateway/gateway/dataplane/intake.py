@@ -124,7 +124,8 @@ class Intake:
         model = parsed.model
         assert model is not None
         if inbound.work is Work.LIGHT:
-            return Job(inbound, client, parsed, Request(model, 1, 0.0, streams=False), None)
+            light = Request(model, 1, 0.0, streams=False, client=client.name)
+            return Job(inbound, client, parsed, light, None)
         tokens = parsed.exact_prompt_tokens
         if tokens is None:
             tokens = counted
@@ -133,7 +134,7 @@ class Intake:
         tokens += parsed.media_parts * self._image_tokens
         prompt_tokens = max(1, -(-tokens // parsed.prompt_count))
         if inbound.work is Work.PREFILL:
-            request = Request(model, prompt_tokens, 0.0, parsed.sequences, streams=False)
+            request = Request(model, prompt_tokens, 0.0, parsed.sequences, False, client.name)
             return Job(inbound, client, parsed, request, None)
         limit, body = parsed.max_output_tokens, inbound.body
         features = LengthFeatures(model, prompt_tokens, limit, body, prompt_text)
@@ -144,5 +145,7 @@ class Intake:
             prompt_tokens,
         )
         streams = parsed.stream and starts_with_a_token(inbound.path)
-        request = Request(model, prompt_tokens, output_tokens, parsed.sequences, streams)
+        request = Request(
+            model, prompt_tokens, output_tokens, parsed.sequences, streams, client.name
+        )
         return Job(inbound, client, parsed, request, features)
