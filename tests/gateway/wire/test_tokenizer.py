@@ -68,7 +68,10 @@ async def test_the_scheduler_sees_the_exact_length(file: Path) -> None:
         async with httpx.AsyncClient(base_url=running.url) as client:
             body = {"model": "m", "prompt": "a " * 77}
             assert (await client.post("/v1/completions", json=body)).status_code == 200
-        assert running.gateway.dataplane.decisions[-1].decision.request.prompt_tokens == 77
+        assert (
+            next(running.gateway.dataplane.decisions.newest_first()).decision.request.prompt_tokens
+            == 77
+        )
 
 
 def test_a_missing_or_broken_file_is_a_configuration_error(tmp_path: Path) -> None:

@@ -206,13 +206,9 @@ class SmallView(NamedTuple):
 
 
 class Figures:
-    """What a choice was made from, kept small: named columns of one number per candidate.
+    """What a choice was made from, kept small: named columns of one number per candidate."""
 
-    Hundreds of decisions are kept, so those of small pools lie in one flat array, candidate by
-    candidate.
-    """
-
-    __slots__ = ("_data", "_names", "by_speed", "size")
+    __slots__ = ("by_speed", "data", "names", "size")
 
     def __init__(
         self,
@@ -222,30 +218,33 @@ class Figures:
         *,
         by_speed: bool = False,
     ) -> None:
-        """``by_speed``: some candidate's times come from its observed speed alone."""
-        self._names = names
+        """``by_speed``: some candidate's times come from its observed speed alone.
+
+        ``data``: candidate by candidate in one flat array, or an array for each column.
+        """
+        self.names = names
         self.size = size
-        self._data = data
+        self.data = data
         self.by_speed = by_speed
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return name in self.names
 
     def column(self, name: str) -> FloatArray:
         """One number per candidate. KeyError: there is no such column."""
-        if name not in self._names:
+        if name not in self.names:
             raise KeyError(name)
-        position = self._names.index(name)
-        if isinstance(self._data, tuple):
-            return np.asarray(self._data[position], dtype=float)
-        return np.array(self._data[position :: len(self._names)])
+        position = self.names.index(name)
+        if isinstance(self.data, tuple):
+            return np.asarray(self.data[position], dtype=float)
+        return np.array(self.data[position :: len(self.names)])
 
     def at(self, name: str, candidate: int) -> float:
         """One number of a column. ValueError: there is no such column."""
-        position = self._names.index(name)
-        if isinstance(self._data, tuple):
-            return float(self._data[position][candidate])
-        return self._data[candidate * len(self._names) + position]
+        position = self.names.index(name)
+        if isinstance(self.data, tuple):
+            return float(self.data[position][candidate])
+        return self.data[candidate * len(self.names) + position]
 
 
 class Choice(NamedTuple):

@@ -273,7 +273,7 @@ async def list_decisions(
     policy = gateway.config.scheduler.policy
     records = (
         record
-        for record in reversed(gateway.dataplane.decisions)
+        for record in gateway.dataplane.decisions.newest_first()
         if request_id is None or record.request_id == request_id
     )
     decisions = []

@@ -12,10 +12,10 @@ import asyncio
 import itertools
 import os
 import re
-from collections import deque
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
+from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.engines.vllm import Work
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission
@@ -24,7 +24,7 @@ from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.attempts import Attempts, RetryBudget, Rooms
 from hetero_gateway.gateway.dataplane.intake import Intake
 from hetero_gateway.gateway.dataplane.placement import Placement
-from hetero_gateway.gateway.dataplane.records import DecisionRecord, Recorder
+from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
@@ -72,7 +72,7 @@ class DataPlane:
         # Each entry holds arrays of one entry per instance: about 8, or 30 with an outlook.
         entries = 25_000 if placement.queues else 100_000
         size = max(16, min(256, entries // max(1, len(config.instances))))
-        self.decisions: deque[DecisionRecord] = deque(maxlen=size)
+        self.decisions = DecisionLog(size)
         self._rooms = Rooms(
             admission=admission,
             intake=Intake(config, fleet, predictor, bytes_per_token, tokenizer),

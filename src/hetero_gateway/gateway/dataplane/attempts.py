@@ -36,11 +36,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.errors import Refusal
@@ -56,7 +56,7 @@ from hetero_gateway.gateway.dataplane.answers import (
 )
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
 from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
-from hetero_gateway.gateway.dataplane.records import DecisionRecord, Recorder
+from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
@@ -111,7 +111,7 @@ class Rooms:
     recorder: Recorder
     metrics: Metrics
     budget: RetryBudget
-    decisions: deque[DecisionRecord]
+    decisions: DecisionLog
     total_timeout_s: float
     open: set[Attempts]
 
@@ -284,9 +284,8 @@ class Attempts:
         if isinstance(place, Placed):
             self._placed = place
             rooms.metrics.decisions[place.instance.id] += 1
-            request_id = self._inbound.request_id.decode()
             rooms.decisions.append(
-                DecisionRecord(time.time(), request_id, place.decision, place.waited_s)
+                time.time(), self._inbound.request_id, place.decision, place.waited_s
             )
             self._send(place)
         elif (

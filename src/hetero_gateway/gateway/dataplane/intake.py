@@ -7,6 +7,8 @@ configuration names one: the only step that may take a while, so that its driver
 
 from __future__ import annotations
 
+import sys
+
 from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.types import Request
@@ -121,8 +123,9 @@ class Intake:
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None = None
     ) -> Job:
         """What the scheduler needs: the lengths of prompt and output; ``counted``: tokens."""
-        model = parsed.model
-        assert model is not None
+        assert parsed.model is not None
+        # What is kept of a request shares its model's name with the others.
+        model = sys.intern(parsed.model)
         if inbound.work is Work.LIGHT:
             light = Request(model, 1, 0.0, streams=False, client=client.name)
             return Job(inbound, client, parsed, light, None)

@@ -6,12 +6,10 @@ Once per attempt, after it is settled; the last one of a request is ``final`` an
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
-from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import Outcome
 from hetero_gateway.engines.vllm import tokens_of_events
 from hetero_gateway.gateway.control.history import FinishedRequest, RequestHistory
@@ -22,15 +20,6 @@ from hetero_gateway.gateway.dataplane.relay import Exchange
 from hetero_gateway.gateway.failures import Failure, InstanceError, Suspicion
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
-
-
-class DecisionRecord(NamedTuple):
-    """One line of /admin/decisions."""
-
-    unix_s: float
-    request_id: str
-    decision: Decision
-    waited_s: float
 
 
 class Recorder:

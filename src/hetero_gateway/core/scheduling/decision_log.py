@@ -1,0 +1,109 @@
+"""The last decisions, for whoever asks why.
+
+Each is packed into one row of numbers beside what it shares with others. A few hundred decisions as
+they are would be some thousand objects that every request has to touch when the oldest goes: they
+took a tenth of a request's CPU in a real server, whose caches are cold (nothing in a loop of one
+process). What a decision needs for its explanation is unpacked when somebody asks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from hetero_gateway.core.policies.base import Choice, Figures
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.types import Request
+
+
+class LoggedDecision(NamedTuple):
+    """A decision, and whose it was.
+
+    Args:
+        unix_s: when, by the wall clock.
+        request_id: of the request.
+        decision: with the model and lengths of its request, and nothing else of that.
+        waited_s: in the gateway's queue.
+    """
+
+    unix_s: float
+    request_id: str
+    decision: Decision
+    waited_s: float
+
+
+class DecisionLog:
+    """Keeps the last ``size`` decisions."""
+
+    def __init__(self, size: int) -> None:
+        self._rows: deque[tuple[Any, ...]] = deque(maxlen=size)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def append(self, unix_s: float, request_id: bytes, decision: Decision, waited_s: float) -> None:
+        request, choice = decision.request, decision.choice
+        numbers = array(
+            "d",
+            (
+                unix_s,
+                waited_s,
+                choice.position,
+                choice.charge,
+                request.prompt_tokens,
+                request.predicted_output_tokens,
+                request.sequences,
+                request.streams,
+                decision.prefill_tokens,
+                decision.kv_tokens,
+            ),
+        )
+        figures = choice.figures
+        self._rows.append(
+            (
+                numbers,
+                figures.data,
+                figures.names,
+                figures.by_speed,
+                request_id,
+                request.model,
+                decision.ids,
+                decision.theta,
+                decision.policy,
+                decision.excluded,
+            )
+        )
+
+    def newest_first(self) -> Iterator[LoggedDecision]:
+        for row in reversed(self._rows):
+            yield _unpacked(*row)
+
+
+def _unpacked(
+    numbers: array[float],
+    data: Any,
+    names: tuple[str, ...],
+    by_speed: bool,
+    request_id: bytes,
+    model: str,
+    ids: Any,
+    theta: float,
+    policy: Any,
+    excluded: Any,
+) -> LoggedDecision:
+    unix_s, waited_s, position, charge, prompt, output, sequences, streams, prefill, kv = numbers
+    figures = Figures(names, len(ids), data, by_speed=by_speed)
+    decision = Decision(
+        ids[int(position)],
+        Request(model, int(prompt), output, int(sequences), bool(streams)),
+        Choice(int(position), charge, figures),
+        prefill,
+        int(kv),
+        ids,
+        theta,
+        policy,
+        excluded,
+    )
+    return LoggedDecision(unix_s, request_id.decode(), decision, waited_s)
