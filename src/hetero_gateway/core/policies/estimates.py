@@ -17,8 +17,6 @@ bit.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,28 +52,10 @@ MOST_PATIENCE_S = 1.0
 MOST_USAGE = 1.5
 
 
-class Terms(NamedTuple):
-    """What a request brings: sequences, and the tokens of each."""
-
-    sequences: float
-    prompt_tokens: float
-    output_tokens: float
-
-
-class Estimate(NamedTuple):
-    """Of one instance; see ``estimates`` for the figures.
-
-    ``memory_price_s`` is still without the lowest latency on offer, which is its unit.
-    """
-
-    request_time_s: float
-    kv_usage: float
-    load_s: float
-    in_flight: float
-    latency_s: float
-    delay_s: float
-    memory_price: float
-    ttft_s: float
+# Of one instance, in this order: T of the request, KV usage, load and requests in flight there, as
+# in ``base.COLUMNS``; latency, delay, the memory price without the lowest latency on offer (its
+# unit), and the time to the first token. A bare tuple: one is made for each candidate.
+Estimate = tuple[float, float, float, float, float, float, float, float]
 
 
 def room(
@@ -178,9 +158,10 @@ def estimate(
     state: InstanceState,
     member: Member,
     prefill: float,
-    terms: Terms,
+    n_r: float,
+    prompt_tokens: float,
+    output: float,
     residual: list[float],
-    shared_residual: list[float],
     typical_request_time_s: float,
     now_s: float,
 ) -> Estimate:
@@ -188,10 +169,10 @@ def estimate(
 
     Args:
         prefill: prompt tokens to compute, of all the request's sequences.
-        residual: as in ``Backlog``; ``shared_residual``: each at most the request's own output.
+        n_r, prompt_tokens, output: its sequences, and the tokens of each.
+        residual: as in ``Backlog``.
     """
     p1, p2, p3, p4, p5, p6, p7, p8, kv, kv_limit, max_num_seqs, _ = member
-    n_r, prompt_tokens, output = terms
     waiting: float = state.waiting
     streaming: float = state.streaming
     waiting_prompt: float = state.waiting_prompt
@@ -202,10 +183,10 @@ def estimate(
     context = state.context
     remaining = shared = 0.0
     if streaming:
-        for count, left, both in zip(state.stages, residual, shared_residual, strict=True):
+        for count, left in zip(state.stages, residual, strict=True):
             if count:
                 remaining += count * left
-                shared += count * both
+                shared += count * (left if left < output else output)
     peers = state.peers
     if peers is not None:
         waiting += peers.waiting
@@ -215,7 +196,7 @@ def estimate(
         waiting_output += peers.waiting_output
         context += peers.context
         remaining += peers.streaming * residual[0]
-        shared += peers.streaming * shared_residual[0]
+        shared += peers.streaming * min(residual[0], output)
         load_s += peers.load_s
         kv_tokens += peers.kv_tokens
         in_flight += peers.in_flight
@@ -258,13 +239,5 @@ def estimate(
         + (p3 * prompt_tokens + p4 + p7 * (output * prompt_tokens + triangle) + p8 * output)
         / ideal_batch
     )  # fmt: skip
-    return Estimate(
-        request_time_s,
-        kv_tokens / kv,
-        load_s,
-        in_flight,
-        latency_s,
-        delay_s,
-        request_time_s / typical_request_time_s * usage * usage,
-        ttft_s,
-    )
+    price = request_time_s / typical_request_time_s * usage * usage
+    return request_time_s, kv_tokens / kv, load_s, in_flight, latency_s, delay_s, price, ttft_s

@@ -47,7 +47,7 @@ from hetero_gateway.core.policies.estimates import (
     MOST_PATIENCE_S,
     WORTH_WAITING,
     BoolArray,
-    Terms,
+    Estimate,
     estimate,
     room_of,
 )
@@ -195,19 +195,19 @@ class FinishTime(PlacesAtOnce):
             return None
         if not backlog.profiled:
             return self._count_small(view, rooms, rng)
-        request = view.request
-        output = float(request.predicted_output_tokens)
-        terms = Terms(float(request.sequences), float(request.prompt_tokens), output)
+        n_r, prompt_tokens, output = _lengths(view)
         residual: list[float] = backlog.residual.tolist()
-        shared = [left if left < output else output for left in residual]
-        typical = backlog.typical_request_time_s.tolist()
-        found = [
-            estimate(state, member, prefill, terms, residual, shared, typical_s, now_s)
-            for state, member, prefill, typical_s in zip(
-                view.states, view.members, view.demand.prefill_tokens, typical, strict=True
+        typical: list[float] = backlog.typical_request_time_s.tolist()
+        found: list[Estimate] = []
+        latencies: list[float] = []
+        for state, member, prefill, typical_s in zip(
+            view.states, view.members, view.demand.prefill_tokens, typical, strict=True
+        ):
+            one = estimate(
+                state, member, prefill, n_r, prompt_tokens, output, residual, typical_s, now_s
             )
-        ]
-        latencies = [e.latency_s for e in found]
+            found.append(one)
+            latencies.append(one[4])
         soonest_s = min(latencies)
         costs: list[float] = []
         told: list[float] = []
@@ -228,23 +228,14 @@ class FinishTime(PlacesAtOnce):
         if position is None:
             return None
         best = found[position]
-        return Choice(
-            position,
-            workload(best.request_time_s, best.kv_usage, view.theta),
-            Figures(_NAMES, len(costs), array("d", told), by_speed=backlog.stands_in),
-            ttft_s=best.ttft_s,
-        )
+        figures = Figures(_NAMES, len(costs), array("d", told), by_speed=backlog.stands_in)
+        return Choice(position, workload(best[0], best[1], view.theta), figures, False, best[7])
 
     def _count_small(
         self, view: SmallView, rooms: list[tuple[bool, bool]], rng: np.random.Generator
     ) -> Choice | None:
         """Without constants: the sequences there per weight, in place of seconds."""
-        request = view.request
-        terms = Terms(
-            float(request.sequences),
-            float(request.prompt_tokens),
-            float(request.predicted_output_tokens),
-        )
+        lengths = _lengths(view)
         none = [0.0] * len(view.backlog.residual)
         costs, told = [], []
         for state, member, prefill in zip(
@@ -253,7 +244,7 @@ class FinishTime(PlacesAtOnce):
             peers = state.peers or NO_PEERS
             there = state.waiting + state.streaming + peers.waiting + peers.streaming
             costs.append((there + 1) / member.weight)
-            told.append(estimate(state, member, prefill, terms, none, none, 1.0, view.now_s))
+            told.append(estimate(state, member, prefill, *lengths, none, 1.0, view.now_s))
         latest = math.inf
         if self._drains(view.backlog):
             speeds = np.array([state.speed for state in view.states])
@@ -264,7 +255,7 @@ class FinishTime(PlacesAtOnce):
         data = array("d")
         for row, cost, (_, has_room) in zip(told, costs, rooms, strict=True):
             data.extend((*row[: len(COLUMNS)], cost, has_room))
-        charge = workload(told[position].request_time_s, told[position].kv_usage, view.theta)
+        charge = workload(told[position][0], told[position][1], view.theta)
         figures = Figures(_NAMES_OF_COUNTS, len(costs), data)
         return Choice(position, charge, figures, ttft_s=costs[position])
 
@@ -296,6 +287,16 @@ class FinishTime(PlacesAtOnce):
         if figures.by_speed:
             told += " (where there is no profile, by observed speed)"
         return told
+
+
+def _lengths(view: SmallView) -> tuple[float, float, float]:
+    """The request's sequences, and the prompt and output tokens of each."""
+    request = view.request
+    return (
+        float(request.sequences),
+        float(request.prompt_tokens),
+        float(request.predicted_output_tokens),
+    )
 
 
 def _drain_s(backlog: Backlog, speeds: FloatArray) -> float:
