@@ -14,8 +14,8 @@ ROWS = [[1.5, 2.0, 0.25], [3.0, 0.0, 0.5]]
 @pytest.mark.parametrize(
     "figures",
     [
-        Figures(NAMES, 2, array("d", [figure for row in ROWS for figure in row])),
-        Figures(NAMES, 2, tuple(np.array(ROWS).T)),
+        Figures(NAMES, array("d", [figure for row in ROWS for figure in row])),
+        Figures(NAMES, tuple(np.array(ROWS).T)),
     ],
     ids=["small", "large"],
 )

@@ -443,13 +443,6 @@ class InstanceState:
 
     # The step clock
 
-    def context_at(self, now_s: float) -> float:
-        """Cached tokens of what streams, as of ``now_s``."""
-        elapsed_s = now_s - self.read_s
-        if elapsed_s > 0:
-            return self.context + self.streaming * elapsed_s * self.steps_per_s
-        return self.context
-
     def _read_clock(self, now_s: float) -> float:
         elapsed_s = now_s - self.read_s
         if elapsed_s > 0:

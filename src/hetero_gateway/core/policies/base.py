@@ -208,12 +208,11 @@ class SmallView(NamedTuple):
 class Figures:
     """What a choice was made from, kept small: named columns of one number per candidate."""
 
-    __slots__ = ("by_speed", "data", "names", "size")
+    __slots__ = ("by_speed", "data", "names")
 
     def __init__(
         self,
         names: tuple[str, ...],
-        size: int,
         data: array[float] | tuple[NDArray[Any], ...],
         *,
         by_speed: bool = False,
@@ -223,7 +222,6 @@ class Figures:
         ``data``: candidate by candidate in one flat array, or an array for each column.
         """
         self.names = names
-        self.size = size
         self.data = data
         self.by_speed = by_speed
 
@@ -330,7 +328,7 @@ class PlacesAtOnce:
 
     def figures(self, view: View) -> Figures:
         data = (view.request_time_s, view.kv_usage, view.load, view.in_flight)
-        return Figures(COLUMNS, len(view.ids), data)
+        return Figures(COLUMNS, data)
 
     def charge(self, view: View, position: int) -> float:
         """What the chosen candidate's load grows by: the common w_r^s, so that a load means the

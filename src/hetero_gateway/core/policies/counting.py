@@ -46,7 +46,7 @@ class CapacityWeighted(PlacesAtOnce):
 
     def figures(self, view: View) -> Figures:
         data = (view.request_time_s, view.kv_usage, view.load, view.in_flight, view.capacity)
-        return Figures((*COLUMNS, "capacity"), len(view.ids), data)
+        return Figures((*COLUMNS, "capacity"), data)
 
     def because(self, decision: Decision) -> str:
         figures = decision.choice.figures

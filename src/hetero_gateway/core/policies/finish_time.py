@@ -133,7 +133,7 @@ class FinishTime(PlacesAtOnce):
             cost: FloatArray = (rows[WAITING] + rows[STREAMING] + 1) / view.weight
             # As seconds they are wrong, but they let go of those whose first token nobody sees.
             latency_s = ttft_s = cost
-            figures = Figures(_NAMES_OF_COUNTS, cost.size, (*told, cost, room))
+            figures = Figures(_NAMES_OF_COUNTS, (*told, cost, room))
         else:
             output = float(view.request.predicted_output_tokens)
             latency_s, delay_s, price_s, cost, ttft_s = self._estimates(
@@ -151,7 +151,7 @@ class FinishTime(PlacesAtOnce):
                 output,
             )
             data = (*told, latency_s, delay_s, price_s, cost, ttft_s, room)
-            figures = Figures(_NAMES, cost.size, data, by_speed=backlog.stands_in)
+            figures = Figures(_NAMES, data, by_speed=backlog.stands_in)
         if self._drains(backlog):
             slots = slots & self._worth_it(outlook, backlog, latency_s)
             room = room & slots
@@ -220,15 +220,12 @@ class FinishTime(PlacesAtOnce):
             told += (
                 time_s, usage, load_s, in_flight, lat_s, delay_s, price_s, cost_s, ttft_s, room,
             )  # fmt: skip
-        latest_s = math.inf
-        if self._drains(backlog):
-            speeds = np.array([state.speed for state in view.states])
-            latest_s = soonest_s + _drain_s(backlog, speeds) / _DRAIN_FACTOR
+        latest_s = self._latest_small(view, soonest_s)
         position = _cheapest_small(costs, rooms, latencies, latest_s, rng)
         if position is None:
             return None
         best = found[position]
-        figures = Figures(_NAMES, len(costs), array("d", told), by_speed=backlog.stands_in)
+        figures = Figures(_NAMES, array("d", told), by_speed=backlog.stands_in)
         return Choice(position, workload(best[0], best[1], view.theta), figures, False, best[7])
 
     def _count_small(
@@ -245,10 +242,7 @@ class FinishTime(PlacesAtOnce):
             there = state.waiting + state.streaming + peers.waiting + peers.streaming
             costs.append((there + 1) / member.weight)
             told.append(estimate(state, member, prefill, *lengths, none, 1.0, view.now_s))
-        latest = math.inf
-        if self._drains(view.backlog):
-            speeds = np.array([state.speed for state in view.states])
-            latest = min(costs) + _drain_s(view.backlog, speeds) / _DRAIN_FACTOR
+        latest = self._latest_small(view, min(costs))
         position = _cheapest_small(costs, rooms, costs, latest, rng)
         if position is None:
             return None
@@ -256,8 +250,15 @@ class FinishTime(PlacesAtOnce):
         for row, cost, (_, has_room) in zip(told, costs, rooms, strict=True):
             data.extend((*row[: len(COLUMNS)], cost, has_room))
         charge = workload(told[position][0], told[position][1], view.theta)
-        figures = Figures(_NAMES_OF_COUNTS, len(costs), data)
+        figures = Figures(_NAMES_OF_COUNTS, data)
         return Choice(position, charge, figures, ttft_s=costs[position])
+
+    def _latest_small(self, view: SmallView, soonest_s: float) -> float:
+        """The drain rule: until when a request may be done, where the soonest is ``soonest_s``."""
+        if not self._drains(view.backlog):
+            return math.inf
+        speeds = np.array([state.speed for state in view.states])
+        return soonest_s + _drain_s(view.backlog, speeds) / _DRAIN_FACTOR
 
     # In words
 

@@ -94,7 +94,7 @@ def _unpacked(
     excluded: Any,
 ) -> LoggedDecision:
     unix_s, waited_s, position, charge, prompt, output, sequences, streams, prefill, kv = numbers
-    figures = Figures(names, len(ids), data, by_speed=by_speed)
+    figures = Figures(names, data, by_speed=by_speed)
     decision = Decision(
         ids[int(position)],
         Request(model, int(prompt), output, int(sequences), bool(streams)),
