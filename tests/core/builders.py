@@ -104,7 +104,7 @@ def candidates(
         request(),
         tuple(InstanceId(f"i{i}") for i in range(size)),
         np.arange(size, dtype=np.intp),
-        Demand(np.full(size, 512.0), np.full(size, 768.0)),
+        Demand(512.0, 768.0),
         array(request_time_s, 1.0),
         array(load, 0.0),
         array(kv_usage, 0.0),

@@ -43,10 +43,12 @@ class Table:
 
     Args:
         keeps: keep what is observed as rows, too.
+        loads_only: nobody asks for ``rows`` or ``stages``, which spares most of writing a column.
     """
 
-    def __init__(self, *, keeps: bool = True) -> None:
+    def __init__(self, *, keeps: bool = True, loads_only: bool = False) -> None:
         self._keeps = keeps
+        self._loads_only = loads_only
         self._states: dict[InstanceId, InstanceState] = {}
         self._free_slots: list[int] = []
         self._changed: list[InstanceState] = []
@@ -127,6 +129,9 @@ class Table:
         changed = self._changed
         if not changed:
             return
+        if self._loads_only:
+            self._refresh_loads()
+            return
         rows, stages = self._rows, self._stages
         for s in changed:
             s.noted = False
@@ -149,3 +154,13 @@ class Table:
             stages[:, s.slot] = s.stages
             stages[0, s.slot] += p.streaming  # how far those are, nobody says
         changed.clear()
+
+    def _refresh_loads(self) -> None:
+        load_s, kv_tokens, in_flight = self._rows[LOAD_S : IN_FLIGHT + 1]
+        for state in self._changed:
+            state.noted = False
+            peers, slot = state.peers or NO_PEERS, state.slot
+            load_s[slot] = state.load_s + peers.load_s
+            kv_tokens[slot] = state.kv_tokens + peers.kv_tokens
+            in_flight[slot] = state.in_flight + peers.in_flight
+        self._changed.clear()

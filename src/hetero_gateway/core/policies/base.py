@@ -12,7 +12,7 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,18 +49,24 @@ class PolicyOptions:
     prefill_depth: int = 8
 
 
-Numbers = TypeVar("Numbers", FloatArray, list[float])
+# One number per candidate; or a single one, where it is the same for all.
+Amount = float | Sequence[float] | FloatArray
 
 
-class Demand(NamedTuple, Generic[Numbers]):
-    """What a request would take of each candidate, one entry each; equal for all today.
+class Demand(NamedTuple):
+    """What a request would take of each candidate; the same of all today.
 
     ``prefill_tokens``: prompt tokens to compute, of all its sequences. ``kv_tokens``: tokens that
     it will hold in the KV cache at its end.
     """
 
-    prefill_tokens: Numbers
-    kv_tokens: Numbers
+    prefill_tokens: Amount
+    kv_tokens: Amount
+
+
+def amount_at(amount: Amount, position: int) -> float:
+    """What it is for one candidate."""
+    return amount if isinstance(amount, float) else float(amount[position])
 
 
 class Backlog(NamedTuple):
@@ -132,7 +138,7 @@ class View:
         request: Request,
         ids: tuple[InstanceId, ...],
         slots: NDArray[np.intp],
-        demand: Demand[FloatArray],
+        demand: Demand,
         request_time_s: FloatArray,
         load: FloatArray,
         kv_usage: FloatArray,
@@ -199,7 +205,7 @@ class SmallView(NamedTuple):
     ids: tuple[InstanceId, ...]
     states: Sequence[InstanceState]
     members: Sequence[Member]
-    demand: Demand[list[float]]
+    demand: Demand
     theta: float
     now_s: float
     backlog: Backlog

@@ -33,7 +33,7 @@ from hetero_gateway.core.instances.table import (
     WAITING_PREFILL,
     WAITING_PROMPT,
 )
-from hetero_gateway.core.policies.base import Member
+from hetero_gateway.core.policies.base import Amount, Member
 
 BoolArray = NDArray[np.bool_]
 
@@ -105,7 +105,7 @@ def estimates(
     shared: FloatArray,
     request_time_s: FloatArray,
     typical_request_time_s: FloatArray,
-    prefill: FloatArray,
+    prefill: Amount,
     n_r: float,
     prompt_tokens: float,
     output: float,

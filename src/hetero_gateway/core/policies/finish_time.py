@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -201,7 +202,7 @@ class FinishTime(PlacesAtOnce):
         found: list[Estimate] = []
         latencies: list[float] = []
         for state, member, prefill, typical_s in zip(
-            view.states, view.members, view.demand.prefill_tokens, typical, strict=True
+            view.states, view.members, _prefills(view), typical, strict=True
         ):
             one = estimate(
                 state, member, prefill, n_r, prompt_tokens, output, residual, typical_s, now_s
@@ -235,9 +236,7 @@ class FinishTime(PlacesAtOnce):
         lengths = _lengths(view)
         none = [0.0] * len(view.backlog.residual)
         costs, told = [], []
-        for state, member, prefill in zip(
-            view.states, view.members, view.demand.prefill_tokens, strict=True
-        ):
+        for state, member, prefill in zip(view.states, view.members, _prefills(view), strict=True):
             peers = state.peers or NO_PEERS
             there = state.waiting + state.streaming + peers.waiting + peers.streaming
             costs.append((there + 1) / member.weight)
@@ -298,6 +297,12 @@ def _lengths(view: SmallView) -> tuple[float, float, float]:
         float(request.prompt_tokens),
         float(request.predicted_output_tokens),
     )
+
+
+def _prefills(view: SmallView) -> Sequence[float] | FloatArray:
+    """Prompt tokens to compute, by candidate."""
+    prefill = view.demand.prefill_tokens
+    return [prefill] * len(view.states) if isinstance(prefill, float) else prefill
 
 
 def _drain_s(backlog: Backlog, speeds: FloatArray) -> float:

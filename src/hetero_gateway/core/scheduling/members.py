@@ -31,7 +31,7 @@ class Members:
 
     def __init__(self, reference: tuple[float, float], *, stand_ins: bool, observes: bool) -> None:
         self.specs: dict[InstanceId, InstanceSpec] = {}
-        self.table = Table(keeps=observes)
+        self.table = Table(keeps=observes, loads_only=not stand_ins)
         self.drifts: dict[InstanceId, Drift] = {}
         self.pools: dict[str, Pool] = {}  # of names that somebody serves, as far as asked for
         self._reference = reference

@@ -56,7 +56,6 @@ class Pool:
         self.states = tuple(state for _, state in members)
         self.slots: NDArray[np.intp] = np.array([s.slot for s in self.states], dtype=np.intp)
         self.where = _where(self.slots)
-        self.ones = np.ones(len(self.specs))
         self.weight = np.array([spec.weight for spec in self.specs])
         profiles = _effective_profiles(self.specs, stand_ins)
         distinct = list(dict.fromkeys(profiles))

@@ -32,7 +32,7 @@ from hetero_gateway.core.instances.drift import Drift
 from hetero_gateway.core.instances.observation import Observations, seconds
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.policies import Policy, View
-from hetero_gateway.core.policies.base import Choice, Jit, SmallView
+from hetero_gateway.core.policies.base import Choice, Jit, SmallView, amount_at
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.members import Members, constants_of
@@ -198,6 +198,14 @@ class Scheduler:
 
         The ticket says which: ``dispatch``, ``rejected``, or it ``waits``.
         """
+        if not self.policy.queues:
+            # Nobody ever waits, and what arrives is of no interest: no queue has to know.
+            eligible = self._members.eligible(request, exclude)
+            if isinstance(eligible, Reject):
+                return eligible
+            ticket = Ticket(request, now_s, exclude, owner, eligible)
+            self._place(ticket, None, now_s)
+            return ticket
         ticket = self.submit(request, now_s, exclude, owner=owner, first=first)
         if self.queued != 1 or isinstance(ticket, Reject):
             return ticket
@@ -270,7 +278,7 @@ class Scheduler:
         pool, queue = self._members.pool(model), self._queues.get(model)
         return drain_time_s(pool, queue) if queue and pool.ids else 0.0
 
-    def _place(self, ticket: Ticket, queue: ModelQueue, now_s: float) -> bool:
+    def _place(self, ticket: Ticket, queue: ModelQueue | None, now_s: float) -> bool:
         """Decide on a queue's head. False: it has to wait."""
         request = ticket.request
         if self._members.pools.get(request.model) is not ticket.eligible.pool:
@@ -332,7 +340,7 @@ class Scheduler:
         return self._decision(view, policy.would_choose(view, rng), eligible)
 
     def _decide(
-        self, request: Request, eligible: Eligible, now_s: float, queue: ModelQueue
+        self, request: Request, eligible: Eligible, now_s: float, queue: ModelQueue | None
     ) -> Decision | None:
         """None: it has to wait."""
         policy = self.policy
@@ -350,8 +358,8 @@ class Scheduler:
             view.ids[position],
             view.request,
             choice,
-            float(demand.prefill_tokens[position]),
-            round(demand.kv_tokens[position]),
+            amount_at(demand.prefill_tokens, position),
+            round(amount_at(demand.kv_tokens, position)),
             view.ids,
             self._theta,
             self.policy,

@@ -39,7 +39,7 @@ class Views:
         self._queues = queues
 
     def small(
-        self, request: Request, eligible: Eligible, now_s: float, queue: ModelQueue
+        self, request: Request, eligible: Eligible, now_s: float, queue: ModelQueue | None
     ) -> SmallView:
         """The form in plain numbers."""
         pool, kept, _ = eligible
@@ -48,12 +48,10 @@ class Views:
             ids = tuple([ids[i] for i in kept])
             states = tuple([states[i] for i in kept])
             members = tuple([members[i] for i in kept])
-        size, n = len(ids), request.sequences
-        demand = Demand(
-            [float(n * request.prompt_tokens)] * size, [float(request.kv_tokens)] * size
-        )
         backlog = self._backlog(request.model, eligible, now_s, queue, keep=True)
-        return SmallView(request, ids, states, members, demand, self._theta, now_s, backlog)
+        return SmallView(
+            request, ids, states, members, _demand(request), self._theta, now_s, backlog
+        )
 
     def wide(
         self,
@@ -77,12 +75,11 @@ class Views:
             times, slots, kv_capacity = times[kept], slots[kept], kv_capacity[kept]
             capacity, weight, where = capacity[kept], weight[kept], slots
         load, kv_tokens, in_flight = self._table.loads(where)
-        each = pool.ones[: len(ids)]
         view = View(
             request,
             ids,
             slots,
-            Demand(each * (n * request.prompt_tokens), each * request.kv_tokens),
+            _demand(request),
             times,
             load,
             kv_tokens / kv_capacity,
@@ -138,6 +135,10 @@ class Views:
             profiled,
             pool.stands_in,
         )
+
+
+def _demand(request: Request) -> Demand:
+    return Demand(float(request.sequences * request.prompt_tokens), float(request.kv_tokens))
 
 
 def mean_request_times_s(
