@@ -203,9 +203,9 @@ class Scheduler:
             eligible = self._members.eligible(request, exclude)
             if isinstance(eligible, Reject):
                 return eligible
-            ticket = Ticket(request, now_s, exclude, owner, eligible)
-            self._place(ticket, None, now_s)
-            return ticket
+            placed = Ticket(request, now_s, exclude, owner, eligible)
+            self._place(placed, None, now_s)
+            return placed
         ticket = self.submit(request, now_s, exclude, owner=owner, first=first)
         if self.queued != 1 or isinstance(ticket, Reject):
             return ticket
