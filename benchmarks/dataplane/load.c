@@ -1,7 +1,10 @@
 /* A load generator that costs next to nothing and checks every answer: one thread, epoll.
  *
  *   load --port P --stream 0|1 --connections C --rate R --count N [--chunks K] [--body-bytes B]
- *        [--hold-s 30] [--seed S]
+ *        [--hold-s 30] [--seed S] [--distinct 0|1]
+ *
+ * Every request has the same prompt; with --distinct 1 each begins with a number of its own, so that
+ * what looks for shared prefixes finds none.
  *
  * It opens C connections, sends one two-chunk stream over each as a warm-up (so that a proxy's
  * own connections to the instances exist), prints "ready", waits for a line on standard input,
@@ -49,7 +52,7 @@ struct conn {
     size_t tail_len;
 };
 
-static int port, connections = 1, streamed, chunks = 200, body_bytes = 1024;
+static int port, connections = 1, streamed, chunks = 200, body_bytes = 1024, distinct;
 static long count = 1, started, finished, errors, reconnects, late, total_events;
 static long long total_bytes;
 static double rate = 100, hold_s = 30;
@@ -57,7 +60,7 @@ static uint64_t *latency, *first;
 static long recorded;
 static struct conn *conns, **free_ring;
 static int free_head, free_count, epoll_fd, measuring;
-static char *request, *warm_request;
+static char *request, *request_text, *warm_request;
 static size_t request_len, warm_len;
 static char first_error[256];
 
@@ -119,6 +122,11 @@ static void start(struct conn *c)
 {
     const char *data = measuring ? request : warm_request;
     size_t len = measuring ? request_len : warm_len;
+    if (distinct && measuring) {
+        char number[17];
+        snprintf(number, sizeof number, "%08lx%08lx", mrand48() & 0xffffffffL, mrand48() & 0xffffffffL);
+        memcpy(request_text, number, 16);
+    }
     c->busy = 1;
     c->framing = HEAD;
     c->head_len = 0;
@@ -402,6 +410,7 @@ static void options(int argc, char **argv)
         else if (!strcmp(name, "--body-bytes")) body_bytes = atoi(value);
         else if (!strcmp(name, "--hold-s")) hold_s = atof(value);
         else if (!strcmp(name, "--seed")) srand48(atol(value));
+        else if (!strcmp(name, "--distinct")) distinct = atoi(value);
         else {
             fprintf(stderr, "load: unknown option %s\n", name);
             exit(2);
@@ -414,6 +423,7 @@ int main(int argc, char **argv)
     options(argc, argv);
     signal(SIGPIPE, SIG_IGN);
     request = make_request(streamed, streamed ? chunks : 16, &request_len);
+    request_text = strstr(request, "\"content\":\"") + strlen("\"content\":\"");
     warm_request = make_request(1, 2, &warm_len);
     latency = calloc((size_t)count + 1, sizeof *latency);
     first = calloc((size_t)count + 1, sizeof *first);

@@ -5,12 +5,12 @@
 
 Every server is up at once, on one core, before the same two mock instances; the load, the mocks
 and this script are on another core. Each round measures every server once with each kind of load,
-in shuffled order: plain requests (1 KB out, 1 KB back), short streams (10 chunks), long ones
-(200 chunks of 250 bytes, 15 ms apart, --streams at a time), and plain requests at 100 per second,
-whose median latency is compared with that of the same without any server between. A server's CPU is
-that of its whole process tree, less what it uses when idle. Two kinds of stream give the cost of a
-chunk (the slope) and of a stream as such (the intercept). Rates are lowered for a server that would
-use more than --utilization of its core.
+in shuffled order: plain requests (1 KB out, 1 KB back), short streams (10 chunks), long ones (200
+chunks of 250 bytes, 15 ms apart, --streams at a time), and plain requests at 100 per second, whose
+median latency is compared with that of the same without any server between. All prompts are the
+same one, with --distinct all differ. A server's CPU is that of its whole process tree, less what it
+uses when idle. Two kinds of stream give the cost of a chunk (the slope) and of a stream as such
+(the intercept). Rates are lowered for a server that would use more than --utilization of its core.
 
 CPU used meanwhile by anything else is reported. A segment waits a while for a quiet machine; one
 that had much foreign CPU is measured again, once, and left out where at least half of its kind are
@@ -49,6 +49,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a segment")
     parser.add_argument("--streams", type=int, default=64, help="streams at a time")
     parser.add_argument("--request-rate", type=float, default=1000.0, help="requests per second")
+    parser.add_argument(
+        "--distinct", action="store_true", help="a prompt of its own for each request"
+    )
     parser.add_argument("--skip-install", action="store_true", help="use what is installed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every segment there")
     parser.add_argument(

@@ -76,6 +76,7 @@ class Bench:
         self.utilization: float = args.utilization
         self.request_rate_per_s: float = args.request_rate
         self.streams: int = args.streams
+        self.distinct: bool = args.distinct
         self.max_foreign: float = args.max_foreign
         self.patience_s: float = args.patience
         self.shapes: dict[tuple[str, str], Shape] = {}
@@ -115,6 +116,7 @@ class Bench:
                 count=shape.count,
                 chunks=shape.chunks,
                 seed=self._rng.randrange(2**31),
+                distinct=int(self.distinct),
             )
             time.sleep(SETTLE_S)  # the warm-up's own tidying up
             watch = Watch.start(self.own_cpu_s())
