@@ -124,6 +124,7 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
         "profile_drift_ratio": ("gauge", "instance phase"),
         "profile_age_seconds": ("gauge", "instance"),
         "build_info": ("gauge", "version"),
+        "event_loop_tasks": ("gauge", ""),
     }
     return {
         f"hetero_gateway_{n}": (kind, set(labels.split())) for n, (kind, labels) in listed.items()

@@ -24,7 +24,8 @@ EXPECTED = {
     "time_per_output_token_seconds", "input_tokens", "output_tokens", "in_flight_requests",
     "instance_workload", "instance_kv_usage_ratio", "instance_up", "routing_decisions",
     "scheduler_decision_seconds", "prediction_error", "retries", "upstream_errors",
-    "client_disconnects", "overhead_seconds", "build_info", "queue_depth", "queue_wait_seconds",
+    "client_disconnects", "overhead_seconds", "build_info", "event_loop_tasks", "queue_depth",
+    "queue_wait_seconds",
     "queue_rejections", "instance_speed_factor", "instance_waiting_first_token",
     "predictor_failures",
 }  # fmt: skip

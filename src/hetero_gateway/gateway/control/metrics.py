@@ -11,6 +11,7 @@ that panels overlay.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -266,6 +267,11 @@ class Metrics(Collector):
             "predictor_failures", "What an installed length predictor failed to do.",
             ("reason",), {(k,): v for k, v in self.predictor_failures.items()},
         )  # fmt: skip
+        tasks = GaugeMetricFamily(
+            PREFIX + "event_loop_tasks", "Tasks of the event loop; back where it was when idle."
+        )
+        tasks.add_metric([], _task_count())
+        yield tasks
         info = GaugeMetricFamily(PREFIX + "build_info", "Always 1.", labels=["version"])
         info.add_metric([__version__], 1)
         yield info
@@ -273,6 +279,13 @@ class Metrics(Collector):
     def exposition(self) -> tuple[bytes, str]:
         """(body, content type) of /metrics."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+def _task_count() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # no event loop runs: nothing is being served
+        return 0
 
 
 def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, int]) -> Metric:
