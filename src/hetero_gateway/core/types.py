@@ -11,6 +11,11 @@ from hetero_gateway.core.costs.profile import Profile
 
 InstanceId = NewType("InstanceId", str)
 
+# Far above what any engine holds, and so low that no product of them overflows a float: with more
+# than that, the arithmetic of everybody's placement could break.
+MOST_TOKENS = 2**40
+MOST_SEQUENCES = 2**31
+
 
 class Request(NamedTuple):
     """What the scheduler needs to know of a request.
@@ -43,6 +48,28 @@ class Request(NamedTuple):
     def kv_tokens(self) -> int:
         """Tokens that the request will hold in the KV cache when it is finished."""
         return self.sequences * (self.prompt_tokens + round(self.predicted_output_tokens))
+
+    def check(self) -> None:
+        """Raise ValueError where a number is negative, not finite or absurd."""
+        if not (
+            0 <= self.prompt_tokens <= MOST_TOKENS
+            and 0 <= self.predicted_output_tokens <= MOST_TOKENS
+            and 1 <= self.sequences <= MOST_SEQUENCES
+        ):
+            raise ValueError(self._what_is_wrong())
+
+    def _what_is_wrong(self) -> str:
+        for name, low, high in (
+            ("prompt_tokens", 0, MOST_TOKENS),
+            ("predicted_output_tokens", 0, MOST_TOKENS),
+            ("sequences", 1, MOST_SEQUENCES),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                # A number of many digits cannot be printed, and would help nobody.
+                shown = value if -MOST_TOKENS <= value <= MOST_TOKENS else "out of all bounds"
+                return f"a request's {name} must be within {low} and {high}, and is {shown}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,6 +263,36 @@ async def test_a_retry_waits_at_the_head_even_of_a_full_queue() -> None:
         unlucky.cancel()
 
 
+async def test_a_bug_in_a_placement_is_500_for_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with fake_instances(1) as fakes, serving(narrow(fakes)) as (running, client):
+        policy = running.gateway.fleet.scheduler.policy
+        choose = policy.choose_small
+
+        def broken(view: Any, rng: Any) -> Any:
+            choice = choose(view, rng)
+            if choice is not None and view.request.prompt_tokens == 13:
+                raise OverflowError("int too large to convert to float")
+            return choice
+
+        monkeypatch.setattr(policy, "choose_small", broken)
+        unlucky = {"model": "m", "prompt": [1] * 13, "stream": True}
+        # Where it is placed at once, and where it waits in front of another.
+        assert error_of(await client.post(CHAT, json=unlucky)) == (500, "internal_error")
+        held = await occupy(running, client, fakes[0])
+        posts = [client.post(CHAT, json=body) for body in (unlucky, chat())]
+        tasks = []
+        for i, post in enumerate(posts):
+            tasks.append(asyncio.create_task(post))
+            if i == 0:
+                await eventually(lambda: waiting(running) == 1)
+        answers = await asyncio.gather(*tasks)
+        assert error_of(answers[0]) == (500, "internal_error")
+        assert answers[1].status_code == 200
+        assert (await held).status_code == 200
+
+
 async def test_light_work_does_not_wait() -> None:
     async with fake_instances(1) as fakes, serving(narrow(fakes)) as (running, client):
         first = await occupy(running, client, fakes[0], 1.0)

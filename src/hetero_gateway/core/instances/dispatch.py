@@ -15,10 +15,16 @@ if TYPE_CHECKING:
 # Loads are whole numbers of 2^-40 s: 0.9 ps, far below any workload that matters, and a power of
 # two keeps floats exact.
 UNITS_PER_S = 2.0**40
+# T of the longest request that there may be, times e^50, is far below, and so are its tokens;
+# sums of so much stay finite.
+_MOST_WORKLOAD_S = 1e100
+_MOST_TOKENS = 2.0**80
 
 
 class Dispatch:
     """One request on one instance, with what it was charged. Changed by its instance's state alone.
+
+    Making one raises ValueError for a charge that is negative, not finite or absurd.
 
     Attributes:
         workload: what it added to the load, s.
@@ -70,6 +76,15 @@ class Dispatch:
         self.prompt_tokens = n * request.prompt_tokens
         self.prefill_tokens = prefill_tokens
         self.output_tokens = n * request.predicted_output_tokens
+        # What is put on an instance has to come off again: nothing else may get into its sums.
+        if not (
+            0 <= workload <= _MOST_WORKLOAD_S
+            and 0 <= kv_tokens <= _MOST_TOKENS
+            and 0 <= prefill_tokens <= _MOST_TOKENS
+            and 0 <= self.prompt_tokens <= _MOST_TOKENS
+            and 0 <= self.output_tokens <= _MOST_TOKENS
+        ):
+            raise ValueError("what a request is charged must be finite, bounded and not negative")
         self.outcome: Outcome | None = None
         self.streaming = False
         self.tracked = tracked

@@ -9,7 +9,8 @@ A request's life is a row of events, and this is what they change on its instanc
     settle        WAITING, STREAMING    settled      all that it put on is taken off, once
     leave         (of the instance)     –            everything outstanding is settled
 
-Any other event changes nothing: a second first token, a second ``settle``, a token after it.
+Any other event changes nothing: a second first token, a second ``settle``, a token after it. An
+event that raises has changed nothing either: all that can fail comes first, then come the sums.
 
 Rules:
 
@@ -237,7 +238,7 @@ class InstanceState:
         tracked: bool = True,
         alone: bool = True,
     ) -> Dispatch:
-        """A request is sent to it.
+        """A request is sent to it. Raises ValueError for what cannot be charged (``Dispatch``).
 
         Args:
             workload: what it adds to the load, s, 0 or more.
@@ -251,9 +252,10 @@ class InstanceState:
         if prefill_tokens is None:
             prefill_tokens = request.sequences * request.prompt_tokens
         entry = Dispatch(self, request, workload, kv_tokens, prefill_tokens, tracked=tracked)
+        load_units = self._load_units + entry.units
+        self.load_s = load_units / UNITS_PER_S
+        self._load_units = load_units
         self._outstanding.add(entry)
-        self._load_units += entry.units
-        self.load_s = self._load_units / UNITS_PER_S
         self.kv_tokens += kv_tokens
         self.in_flight += 1
         if tracked:
@@ -308,13 +310,17 @@ class InstanceState:
         return True
 
     def settle(self, entry: Dispatch, outcome: Outcome, now_s: float) -> bool:
-        """It is over: take off what it put on. True the first time, False and no change after."""
+        """It is over: take off what it put on. True the first time, False and no change after.
+
+        Raises KeyError when it is another instance's.
+        """
         if entry.outcome is not None:
             return False
-        if entry.tracked:
-            self._leave(entry, now_s)
-        entry.outcome = outcome
+        clock = self._read_clock(now_s) if entry.streaming else 0.0
         self._outstanding.remove(entry)
+        entry.outcome = outcome
+        if entry.tracked:
+            self._leave(entry, clock)
         self._load_units -= entry.units
         self.load_s = self._load_units / UNITS_PER_S
         self.kv_tokens -= entry.kv_tokens
@@ -350,12 +356,11 @@ class InstanceState:
             self.waiting_prefill -= entry.prefill_tokens
             self.waiting_output -= entry.output_tokens
 
-    def _leave(self, entry: Dispatch, now_s: float) -> None:
+    def _leave(self, entry: Dispatch, clock: float) -> None:
         self.tracked -= 1
         if not entry.streaming:
             self._leave_waiting(entry)
             return
-        clock = self._read_clock(now_s)
         n = entry.request.sequences
         self.streaming -= n
         self.context -= entry.prompt_tokens + n * (1 + clock - entry.joined)

@@ -27,7 +27,8 @@ class Ticket:
 
     ``exclude``: instances it was tried on. ``owner``: whatever the shell wants to find again.
     ``eligible``: who may get it, as judged in its model's present pool. When it leaves the queue
-    by being placed or refused, it has either ``decision`` and ``dispatch``, or ``rejected``.
+    by being placed or refused, it has either ``decision`` and ``dispatch``, or ``rejected``, or
+    ``failed``: what its placement met, a bug that is nobody else's.
     """
 
     __slots__ = (
@@ -36,6 +37,7 @@ class Ticket:
         "eligible",
         "enqueued_s",
         "exclude",
+        "failed",
         "owner",
         "rejected",
         "request",
@@ -57,15 +59,18 @@ class Ticket:
         self.decision: Decision | None = None
         self.dispatch: Dispatch | None = None
         self.rejected: Reject | None = None
+        self.failed: Exception | None = None
 
     @property
     def waits(self) -> bool:
         """Nothing has become of it yet."""
-        return self.dispatch is None and self.rejected is None
+        return self.dispatch is None and self.rejected is None and self.failed is None
 
     def __repr__(self) -> str:
         if self.rejected is not None:
             state = f"rejected: {self.rejected.reason.value}"
+        elif self.failed is not None:
+            state = f"failed: {self.failed!r}"
         else:
             state = "waiting" if self.dispatch is None else f"placed: {self.dispatch!r}"
         return f"<Ticket {self.request.model} since {self.enqueued_s:.3f} s, {state}>"

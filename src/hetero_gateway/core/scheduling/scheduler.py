@@ -14,6 +14,11 @@ With most policies a request is placed at once. A policy that ``queues`` lets re
 until an instance has room, so whoever drives the scheduler pumps after each event that may make
 room: a first token, a settlement, a change of membership or health, a cancellation, and at
 ``next_wakeup_s``. Reading (``explain``, ``snapshot``, ``knows``) changes nothing.
+
+A request is judged by numbers that come from outside, so it may be one that the arithmetic, or a
+policy, cannot bear. Its numbers are checked where it comes in; and what placing it raises is kept
+on its ticket (``failed``) for whoever owns it, while the others go on. Nothing of such a request is
+left behind: a dispatch is made whole or not at all.
 """
 
 from __future__ import annotations
@@ -168,7 +173,11 @@ class Scheduler:
 
         Returns:
             A ticket, or why nobody can ever take the request as things are.
+
+        Raises:
+            ValueError: a number of the request is out of bounds (``Request.check``).
         """
+        request.check()
         eligible = self._members.eligible(request, exclude)
         if isinstance(eligible, Reject):
             return eligible
@@ -196,7 +205,7 @@ class Scheduler:
     ) -> Ticket | Reject:
         """``submit``; and when nobody waits before it, place it in the same step if it can be.
 
-        The ticket says which: ``dispatch``, ``rejected``, or it ``waits``.
+        The ticket says which: ``dispatch``, ``rejected``, ``failed``, or it ``waits``.
         """
         if not self.policy.queues:
             # Nobody ever waits, and what arrives is of no interest: no queue has to know.
@@ -227,7 +236,7 @@ class Scheduler:
         return True
 
     def pump(self, now_s: float) -> list[Ticket]:
-        """Place all that can be placed now; returns the tickets that were placed or rejected.
+        """Place all that can be placed now; returns the tickets that wait no more.
 
         A queue's head waits for its turn, and those behind it wait for the head. Where queues share
         instances, the head that has waited longest goes first.
@@ -280,6 +289,14 @@ class Scheduler:
 
     def _place(self, ticket: Ticket, queue: ModelQueue | None, now_s: float) -> bool:
         """Decide on a queue's head. False: it has to wait."""
+        try:
+            return self._judge_and_dispatch(ticket, queue, now_s)
+        except Exception as error:
+            # The boundary between requests: left at the head, it would fail all that come after.
+            ticket.failed = error
+            return True
+
+    def _judge_and_dispatch(self, ticket: Ticket, queue: ModelQueue, now_s: float) -> bool:
         request = ticket.request
         if self._members.pools.get(request.model) is not ticket.eligible.pool:
             # The membership has changed since it was judged.
@@ -291,8 +308,8 @@ class Scheduler:
         decision = self._decide(request, ticket.eligible, now_s, queue)
         if decision is None:
             return False
-        ticket.decision = decision
         ticket.dispatch = self.dispatch(decision, now_s)
+        ticket.decision = decision
         return True
 
     def _pass_unseen(self, now_s: float) -> None:
@@ -313,7 +330,11 @@ class Scheduler:
         Returns:
             The decision; when it ``waits``, no instance has room, and the one that is named would
             be the best if it had.
+
+        Raises:
+            ValueError: a number of the request is out of bounds.
         """
+        request.check()
         eligible = self._members.eligible(request, exclude)
         if isinstance(eligible, Reject):
             return eligible
@@ -321,6 +342,7 @@ class Scheduler:
 
     def explain(self, request: Request, now_s: float = 0.0) -> Decision | Reject:
         """What ``choose`` would say now, without taking the policy's turn or a random draw."""
+        request.check()
         eligible = self._members.eligible(request, ())
         if isinstance(eligible, Reject):
             return eligible
@@ -369,18 +391,21 @@ class Scheduler:
     # A request's events
 
     def dispatch(self, decision: Decision, now_s: float = 0.0) -> Dispatch:
-        """Put the decision's charge on its instance."""
+        """Put the decision's charge on its instance. ValueError: that cannot be charged."""
         state = self._members.table[decision.instance_id]
         request, choice = decision.request, decision.choice
         if state.constants is None and state.stands_in:
             self._members.stand_in_for(state, request.model)
         if self.policy.queues:
+            due_s = now_s + (choice.ttft_s or 0.0)
+            if not due_s < math.inf:
+                # In a heap, what compares with nothing would keep all others there for ever.
+                raise ValueError(f"a first token is predicted in {choice.ttft_s} s")
             dispatch = state.dispatch(
                 request, choice.charge, now_s, decision.kv_tokens, decision.prefill_tokens
             )
             if not request.streams and choice.ttft_s is not None:
                 self._dispatched += 1
-                due_s = now_s + choice.ttft_s
                 heapq.heappush(self._unseen, (due_s, self._dispatched, dispatch))
             return dispatch
         return state.dispatch(

@@ -161,6 +161,7 @@ class Placement:
 
         Raises:
             Refusal: 429 for a full queue.
+            Exception: placing it met a bug, which is this request's alone.
         """
         now_s = time.monotonic()
         if self.queues and not waits:
@@ -187,6 +188,8 @@ class Placement:
             self._metrics.decision_s.observe(time.perf_counter() - began_s)
         if ticket.rejected is not None:
             return ticket.rejected
+        if ticket.failed is not None:
+            raise ticket.failed
         decision, dispatch = ticket.decision, ticket.dispatch
         assert decision is not None
         assert dispatch is not None
@@ -215,6 +218,7 @@ class Placement:
             SleeperGone: it has left the queue, too.
             Refusal: 429 for a wait that was too long, 504 after the deadline, 503 when the gateway
                 ends. The ticket has left the queue.
+            Exception: placing it met a bug, which is this request's alone.
         """
         waiter = self._waiting[ticket]
         limit_s = min(ticket.enqueued_s + self._timeout_s, deadline_s)
@@ -239,6 +243,8 @@ class Placement:
                 self._leave(ticket)
         if ticket.rejected is not None:
             return ticket.rejected
+        if ticket.failed is not None:
+            raise ticket.failed
         assert ticket.dispatch is not None
         assert ticket.decision is not None
         assert waiter.instance is not None

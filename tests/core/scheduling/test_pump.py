@@ -1,0 +1,186 @@
+"""Who waits, who goes on and in which order; and what a request that breaks the pump costs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.policies.base import Choice
+from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, Request
+from tests.core.builders import SLOW, loads, profile, request, scheduler, spec, state
+
+POLICIES = ("finish-time", "min-max", "round-robin")
+
+
+class Bug(Exception):
+    """What a policy of this module's raises."""
+
+
+def submitted(s: Scheduler, body: Request, now_s: float = 0.0, **options: Any) -> Ticket:
+    ticket = s.submit(body, now_s, **options)
+    assert isinstance(ticket, Ticket), ticket
+    return ticket
+
+
+def breaking(name: str, broken: Any) -> Any:
+    """A policy that does ``broken`` to its choice for a request of 13 prompt tokens."""
+    policy = make_policy(name)
+    choose, choose_small = policy.choose, policy.choose_small
+
+    def spoil(choice: Choice | None, view: Any) -> Choice | None:
+        if choice is None or view.request.prompt_tokens != 13:
+            return choice
+        return broken(choice)  # type: ignore[no-any-return]
+
+    policy.choose = lambda view, rng: spoil(choose(view, rng), view)  # type: ignore[method-assign]
+    policy.choose_small = lambda view, rng: spoil(  # type: ignore[method-assign]
+        choose_small(view, rng), view
+    )
+    return policy
+
+
+def raises(choice: Choice) -> Choice:
+    raise Bug
+
+
+BREAKS = {
+    "raises": raises,
+    "charge is nan": lambda choice: choice._replace(charge=math.nan),
+    "charge is infinite": lambda choice: choice._replace(charge=math.inf),
+    "charge is negative": lambda choice: choice._replace(charge=-1.0),
+    "charge is huge": lambda choice: choice._replace(charge=10**310),
+    "nobody is there": lambda choice: choice._replace(position=99),
+    "first token never": lambda choice: choice._replace(ttft_s=math.nan),
+}
+CASES = [
+    (name, break_by)
+    for name in POLICIES
+    for break_by in BREAKS
+    if name == "finish-time" or break_by != "first token never"  # it alone predicts one
+]
+
+
+@pytest.mark.parametrize(("name", "break_by"), CASES)
+def test_what_breaks_the_pump_fails_alone_and_leaves_nothing(name: str, break_by: str) -> None:
+    s = Scheduler(breaking(name, BREAKS[break_by]), np.random.default_rng(0))
+    s.add(spec("a"))
+    s.add(spec("b", SLOW))
+    lengths = (512, 13, 100, 13, 700)
+    tickets = [submitted(s, request(tokens)) for tokens in lengths]
+    done = s.pump(0.0)
+    assert done == tickets
+    assert s.queued == 0
+    for tokens, ticket in zip(lengths, tickets, strict=True):
+        if tokens == 13:
+            assert ticket.failed is not None
+            assert (ticket.dispatch, ticket.rejected, ticket.waits) == (None, None, False)
+        else:
+            assert ticket.failed is None
+            assert ticket.dispatch is not None
+    assert sum(s.snapshot(each.instance_id).in_flight for each in s.specs()) == 3
+    for ticket in tickets:
+        if ticket.dispatch is not None:
+            assert s.settle(ticket.dispatch, Outcome.COMPLETED, 1.0)
+    assert loads(s) == [0.0, 0.0]
+    # The next is placed as if nothing had been.
+    after = s.place(request(), 2.0)
+    assert isinstance(after, Ticket)
+    assert after.dispatch is not None
+
+
+def test_one_that_fails_when_it_is_placed_at_once_leaves_the_queue() -> None:
+    s = Scheduler(breaking("finish-time", raises), np.random.default_rng(0))
+    s.add(spec("a"))
+    ticket = s.place(request(13), 0.0)
+    assert isinstance(ticket, Ticket)
+    assert isinstance(ticket.failed, Bug)
+    assert s.queued == 0
+    assert not s.cancel(ticket)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "body",
+    [
+        request(sequences=10**310),
+        request(sequences=0),
+        request(prompt_tokens=10**310),
+        request(prompt_tokens=-1),
+        request(output_tokens=math.nan),
+        request(output_tokens=math.inf),
+        request(output_tokens=1e308),
+    ],
+)
+def test_absurd_numbers_are_refused_at_the_door_and_hurt_nobody(name: str, body: Request) -> None:
+    s = scheduler(spec("a"), spec("b", SLOW), policy=name)
+    for door in (s.submit, s.place):
+        with pytest.raises(ValueError, match="must be within"):
+            door(body, 0.0)
+    for judge in (s.choose, s.explain):
+        with pytest.raises(ValueError, match="must be within"):
+            judge(body)
+    assert (s.queued, loads(s)) == (0, [0.0, 0.0])
+    assert submitted(s, request()) in s.pump(0.0)
+
+
+bodies = st.builds(
+    request,
+    st.one_of(st.integers(1, 4000), st.just(13), st.just(10**310)),
+    st.one_of(st.floats(1, 2000), st.just(math.nan)),
+    st.just("m"),
+    st.one_of(st.integers(1, 300), st.just(10**310)),
+)
+
+
+@given(
+    st.sampled_from(POLICIES),
+    st.sampled_from(sorted(BREAKS)),
+    st.lists(st.tuples(st.sampled_from(("submit", "place", "settle", "token")), bodies)),
+)
+def test_whatever_fails_in_between_every_sum_ends_at_zero(
+    name: str, break_by: str, events: list[tuple[str, Request]]
+) -> None:
+    s = Scheduler(breaking(name, BREAKS[break_by]), np.random.default_rng(0))
+    s.add(spec("a", profile(max_num_seqs=4)))
+    s.add(spec("b", SLOW))
+    tickets: list[Ticket] = []
+    now_s = 0.0
+    for event, body in events:
+        now_s += 0.05
+        placed = [t.dispatch for t in tickets if t.dispatch is not None]
+        if event in ("submit", "place"):
+            try:
+                ticket = (s.submit if event == "submit" else s.place)(body, now_s)
+            except ValueError:
+                continue
+            assert not isinstance(ticket, Reject)
+            tickets.append(ticket)
+        elif event == "token" and placed:
+            s.first_token(placed[body.prompt_tokens % len(placed)], now_s)
+        elif placed:
+            s.settle(placed[body.prompt_tokens % len(placed)], Outcome.COMPLETED, now_s)
+        s.pump(now_s)
+    # Each has one outcome, and none is lost.
+    for _ in range(2 * len(tickets) + 1):
+        now_s += 10.0
+        for ticket in tickets:
+            if ticket.dispatch is not None:
+                s.settle(ticket.dispatch, Outcome.COMPLETED, now_s)
+        s.pump(now_s)
+    for ticket in tickets:
+        outcomes = (ticket.dispatch, ticket.rejected, ticket.failed)
+        assert sum(outcome is not None for outcome in outcomes) == 1
+    assert s.queued == 0
+    for each in s.specs():
+        at = state(s, each.instance_id)
+        assert (at.load_s, at.kv_tokens, at.in_flight) == (0.0, 0, 0)
+        assert (at.waiting, at.streaming, at.context) == (0, 0, 0.0)
+        assert s.snapshot(InstanceId(each.instance_id)).in_flight == 0
