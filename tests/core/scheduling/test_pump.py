@@ -96,8 +96,9 @@ def test_what_breaks_the_pump_fails_alone_and_leaves_nothing(name: str, break_by
     assert after.dispatch is not None
 
 
-def test_one_that_fails_when_it_is_placed_at_once_leaves_the_queue() -> None:
-    s = Scheduler(breaking("finish-time", raises), np.random.default_rng(0))
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_that_fails_when_it_is_placed_at_once_leaves_the_queue(name: str) -> None:
+    s = Scheduler(breaking(name, raises), np.random.default_rng(0))
     s.add(spec("a"))
     ticket = s.place(request(13), 0.0)
     assert isinstance(ticket, Ticket)

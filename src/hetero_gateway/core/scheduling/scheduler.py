@@ -209,6 +209,7 @@ class Scheduler:
         """
         if not self.policy.queues:
             # Nobody ever waits, and what arrives is of no interest: no queue has to know.
+            request.check()
             eligible = self._members.eligible(request, exclude)
             if isinstance(eligible, Reject):
                 return eligible
@@ -296,7 +297,7 @@ class Scheduler:
             ticket.failed = error
             return True
 
-    def _judge_and_dispatch(self, ticket: Ticket, queue: ModelQueue, now_s: float) -> bool:
+    def _judge_and_dispatch(self, ticket: Ticket, queue: ModelQueue | None, now_s: float) -> bool:
         request = ticket.request
         if self._members.pools.get(request.model) is not ticket.eligible.pool:
             # The membership has changed since it was judged.
