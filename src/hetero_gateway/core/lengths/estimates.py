@@ -39,16 +39,28 @@ class ResidualLives:
         self._tables: dict[str, FloatArray] = {}
         self._unseen: dict[str, int] = {}  # finished since the table was made
         self._unknown = np.full(len(STAGE_TOKENS), prior_tokens)
+        # The same as lists, for who takes a few of their numbers.
+        self._plain: dict[str, list[float]] = {}
+        self._unknown_plain: list[float] = self._unknown.tolist()
 
     def table(self, model: str) -> FloatArray:
         """Expected further output tokens of one sequence, by stage; do not write to it."""
+        return self._tables.get(self._current(model), self._unknown)
+
+    def plain(self, model: str) -> list[float]:
+        """``table`` as a list."""
+        return self._plain.get(self._current(model), self._unknown_plain)
+
+    def _current(self, model: str) -> str:
+        """The entry that a model's table is under, made anew where it is due."""
         if model not in self._lengths:
             model = OTHER_MODELS
         # Made only when someone asks: most policies never do.
         if self._unseen.get(model, 0) >= self._REFRESH_EVERY:
             self._unseen[model] = 0
-            self._tables[model] = self._residuals(np.array(self._lengths[model]))
-        return self._tables.get(model, self._unknown)
+            table = self._residuals(np.array(self._lengths[model]))
+            self._tables[model], self._plain[model] = table, table.tolist()
+        return model
 
     def observe(self, model: str, output_tokens: float) -> None:
         """Learn from one finished sequence."""

@@ -12,7 +12,7 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +69,11 @@ def amount_at(amount: Amount, position: int) -> float:
     return amount if isinstance(amount, float) else float(amount[position])
 
 
-class Backlog(NamedTuple):
+# In arrays, or plain: for a few candidates numpy costs more than it saves.
+Numbers = TypeVar("Numbers", FloatArray, list[float])
+
+
+class Backlog(NamedTuple, Generic[Numbers]):
     """What a policy that queues knows of those that wait in the gateway, and of what arrives.
 
     Args:
@@ -88,8 +92,8 @@ class Backlog(NamedTuple):
     idle_s: float
     mean_gap_s: float
     mean_request_times_s: Callable[[], FloatArray] | None
-    typical_request_time_s: FloatArray
-    residual: FloatArray
+    typical_request_time_s: Numbers
+    residual: Numbers
     profiled: bool
     stands_in: bool
 
@@ -106,7 +110,7 @@ class Outlook(NamedTuple):
     max_num_seqs: FloatArray
     rows: FloatArray
     stages: FloatArray
-    backlog: Backlog
+    backlog: Backlog[FloatArray]
 
 
 class View:
@@ -208,7 +212,7 @@ class SmallView(NamedTuple):
     demand: Demand
     theta: float
     now_s: float
-    backlog: Backlog
+    backlog: Backlog[list[float]]
 
 
 class Figures:

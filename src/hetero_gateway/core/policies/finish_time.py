@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -171,14 +171,16 @@ class FinishTime(PlacesAtOnce):
             float(ttft_s[position]),
         )
 
-    def _drains(self, backlog: Backlog) -> bool:
+    def _drains(self, backlog: Backlog[Any]) -> bool:
         if backlog.mean_request_times_s is None:
             return False
         return self._objective == "makespan" or backlog.idle_s >= idle_before_drain_s(
             backlog.mean_gap_s
         )
 
-    def _worth_it(self, outlook: Outlook, backlog: Backlog, latency_s: FloatArray) -> BoolArray:
+    def _worth_it(
+        self, outlook: Outlook, backlog: Backlog[Any], latency_s: FloatArray
+    ) -> BoolArray:
         """The drain rule: not where the fastest is done sooner after the queue is drained."""
         drain_s = _drain_s(backlog, outlook.rows[SPEED])
         result: BoolArray = _DRAIN_FACTOR * (latency_s - latency_s.min()) <= drain_s
@@ -197,15 +199,21 @@ class FinishTime(PlacesAtOnce):
         if not backlog.profiled:
             return self._count_small(view, rooms, rng)
         n_r, prompt_tokens, output = _lengths(view)
-        residual: list[float] = backlog.residual.tolist()
-        typical: list[float] = backlog.typical_request_time_s.tolist()
         found: list[Estimate] = []
         latencies: list[float] = []
         for state, member, prefill, typical_s in zip(
-            view.states, view.members, _prefills(view), typical, strict=True
+            view.states, view.members, _prefills(view), backlog.typical_request_time_s, strict=True
         ):
             one = estimate(
-                state, member, prefill, n_r, prompt_tokens, output, residual, typical_s, now_s
+                state,
+                member,
+                prefill,
+                n_r,
+                prompt_tokens,
+                output,
+                backlog.residual,
+                typical_s,
+                now_s,
             )
             found.append(one)
             latencies.append(one[4])
@@ -305,7 +313,7 @@ def _prefills(view: SmallView) -> Sequence[float] | FloatArray:
     return [prefill] * len(view.states) if isinstance(prefill, float) else prefill
 
 
-def _drain_s(backlog: Backlog, speeds: FloatArray) -> float:
+def _drain_s(backlog: Backlog[Any], speeds: FloatArray) -> float:
     """How long the queue would take at full speed, s."""
     assert backlog.mean_request_times_s is not None
     times = speeds * backlog.mean_request_times_s()

@@ -85,6 +85,7 @@ class Pool:
         )
         self._typical_lengths = (0.0, 0.0)
         self._typical_times_s = np.ones(len(profiles))
+        self._typical_plain: list[float] = []
         self.profiled = any(spec.profile is not None for spec in self.specs)
         self.stands_in = any(spec.profile is None for spec in self.specs)
         self.max_model_len = np.array([float(s.max_model_len or math.inf) for s in self.specs])
@@ -125,7 +126,13 @@ class Pool:
         if keep:
             self._typical_lengths = (prompt_tokens, output_tokens)
             self._typical_times_s = times
+            self._typical_plain = times.tolist()
         return times
+
+    def typical_plain(self, prompt_tokens: float, output_tokens: float) -> list[float]:
+        """The same as a list, kept."""
+        self.typical_request_time_s(prompt_tokens, output_tokens, keep=True)
+        return self._typical_plain
 
     def eligible(self, request: Request, exclude: Collection[InstanceId] = ()) -> Eligible | Reject:
         """Who may get the request: it fits, was not tried there, and is not bound elsewhere."""

@@ -6,6 +6,7 @@ Two forms of the same: plain numbers for small pools, arrays for large ones. Not
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -48,7 +49,7 @@ class Views:
             ids = tuple([ids[i] for i in kept])
             states = tuple([states[i] for i in kept])
             members = tuple([members[i] for i in kept])
-        backlog = self._backlog(request.model, eligible, now_s, queue, keep=True)
+        backlog = self._plain_backlog(request.model, eligible, now_s, queue)
         return SmallView(
             request, ids, states, members, _demand(request), self._theta, now_s, backlog
         )
@@ -110,31 +111,54 @@ class Views:
         queue: ModelQueue | None,
         *,
         keep: bool,
-    ) -> Backlog:
+    ) -> Backlog[FloatArray]:
         pool, kept, _ = eligible
-        queued, idle_s, mean_gap_s, mean_times = 0, 0.0, math.inf, None
-        lengths = self._reference
-        if queue is not None:
-            queued, idle_s, mean_gap_s = len(queue), now_s - queue.last_arrival_s, queue.mean_gap_s
-            if queued:
-                mean_times = partial(mean_request_times_s, pool, queue, kept)
-            if queue.arrivals:
-                lengths = (queue.mean_prompt_tokens, queue.mean_output_tokens)
-        typical = pool.typical_request_time_s(*lengths, keep=keep)
-        profiled = pool.profiled
-        if not profiled:
-            states = pool.states if kept is None else [pool.states[i] for i in kept]
-            profiled = any(state.stands_in and state.observed for state in states)
+        typical = pool.typical_request_time_s(*self._typical_lengths(queue), keep=keep)
         return Backlog(
-            queued,
-            idle_s,
-            mean_gap_s,
-            mean_times,
+            *_waiting(eligible, now_s, queue),
             typical if kept is None else typical[kept],
             self.residual.table(model),
-            profiled,
-            pool.stands_in,
+            *_known(eligible),
         )
+
+    def _plain_backlog(
+        self, model: str, eligible: Eligible, now_s: float, queue: ModelQueue | None
+    ) -> Backlog[list[float]]:
+        pool, kept, _ = eligible
+        typical = pool.typical_plain(*self._typical_lengths(queue))
+        return Backlog(
+            *_waiting(eligible, now_s, queue),
+            typical if kept is None else [typical[i] for i in kept],
+            self.residual.plain(model),
+            *_known(eligible),
+        )
+
+    def _typical_lengths(self, queue: ModelQueue | None) -> tuple[float, float]:
+        if queue is None or not queue.arrivals:
+            return self._reference
+        return queue.mean_prompt_tokens, queue.mean_output_tokens
+
+
+def _waiting(
+    eligible: Eligible, now_s: float, queue: ModelQueue | None
+) -> tuple[int, float, float, Callable[[], FloatArray] | None]:
+    """The first fields of a ``Backlog``."""
+    if queue is None:
+        return 0, 0.0, math.inf, None
+    queued, mean_times = len(queue), None
+    if queued:
+        mean_times = partial(mean_request_times_s, eligible.pool, queue, eligible.kept)
+    return queued, now_s - queue.last_arrival_s, queue.mean_gap_s, mean_times
+
+
+def _known(eligible: Eligible) -> tuple[bool, bool]:
+    """Its last ones: ``profiled`` and ``stands_in``."""
+    pool, kept, _ = eligible
+    profiled = pool.profiled
+    if not profiled:
+        states = pool.states if kept is None else [pool.states[i] for i in kept]
+        profiled = any(state.stands_in and state.observed for state in states)
+    return profiled, pool.stands_in
 
 
 def _demand(request: Request) -> Demand:
