@@ -10,7 +10,8 @@ import trustme
 
 from hetero_gateway.files.gateway_config import PoolConfig
 from hetero_gateway.gateway.failures import InstanceError
-from hetero_gateway.gateway.wire.upstream import InstancePool, ResponseHead
+from hetero_gateway.gateway.wire.response import ResponseHead
+from hetero_gateway.gateway.wire.upstream import InstancePool
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 

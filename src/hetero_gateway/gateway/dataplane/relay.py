@@ -21,7 +21,8 @@ from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.headers import NOT_TO_CLIENTS, Headers
 from hetero_gateway.gateway.wire.openai import sse_error_event
-from hetero_gateway.gateway.wire.upstream import ResponseHead, UpstreamConnection
+from hetero_gateway.gateway.wire.response import ResponseHead
+from hetero_gateway.gateway.wire.upstream import UpstreamConnection
 
 # The closing usage, ``[DONE]`` and the last chunk may come in reads of their own.
 _TAIL_READS = 6
@@ -151,7 +152,8 @@ class Exchange:
     def on_data(self, data: bytes) -> None:
         self.active = True
         self.events += data.count(b"data: ")
-        self._tail.append(data)
+        # A read may have 256 KB, and thousands of streams keep six of them.
+        self._tail.append(data if len(data) <= _TAIL_BYTES else data[-_TAIL_BYTES:])
         if self._rechunk:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self.first_body_at_s is None:

@@ -1,11 +1,9 @@
 """The HTTP/1.1 client towards the instances: one keep-alive pool per instance.
 
 A connection carries one exchange at a time. It is fed raw bytes, finds where a response's head,
-body and end are (httptools), and hands the raw bytes on: who relays them decides whether to pass
-them verbatim or decoded. It never half-closes, because vLLM takes that for a disconnect.
-
-httpx is used for probes and scrapes only: per request it costs twenty times what this does
-(benchmarks/dataplane/proxies.py).
+body and end are (``wire.response``, which judges them in front of anything else), and hands the raw
+bytes on: who relays them decides whether to pass them verbatim or decoded. It never half-closes,
+because vLLM takes that for a disconnect.
 """
 
 from __future__ import annotations
@@ -17,35 +15,21 @@ from collections import deque
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
-import httptools
-
 from hetero_gateway.files.gateway_config import PoolConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
-from hetero_gateway.gateway.wire.headers import Headers
-
-
-class ResponseHead:
-    """Status line and headers of a response, and how its body is framed."""
-
-    __slots__ = ("chunked", "content_length", "headers", "status")
-
-    def __init__(self, status: int, headers: Headers) -> None:
-        self.status = status
-        self.headers = headers
-        self.chunked = False
-        self.content_length: int | None = None
-        for name, value in headers:
-            if name == b"transfer-encoding":
-                self.chunked = value.strip().lower() == b"chunked"
-            elif name == b"content-length":
-                self.content_length = int(value)
-        if status in (204, 304):
-            self.content_length = 0
-
-    @property
-    def ends_at_close(self) -> bool:
-        """The body has no framing of its own and ends when the connection does."""
-        return not self.chunked and self.content_length is None
+from hetero_gateway.gateway.wire.response import (
+    MOST_HEAD_BYTES,
+    Body,
+    ChunkedBody,
+    DecodedBody,
+    HeadReader,
+    MalformedResponse,
+    ResponseHead,
+    UnframedBody,
+    body_of,
+    parse_head,
+    whole_chunk_length,
+)
 
 
 class ResponseSink(Protocol):
@@ -68,27 +52,6 @@ class ResponseSink(Protocol):
         ...
 
 
-class _BodyDecoder:
-    """Takes the framing off a body, for the few exchanges that want it: a parser of its own.
-
-    The connection's parser has no body callback, which would cost every chunk of every stream.
-    """
-
-    def __init__(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self._parts: list[bytes] = []
-
-    def on_body(self, body: bytes) -> None:
-        self._parts.append(body)
-
-    def feed(self, data: bytes) -> bytes:
-        """The body bytes in the next part of the response (whose head comes first)."""
-        self._parser.feed_data(data)
-        body = b"".join(self._parts)
-        self._parts.clear()
-        return body
-
-
 class UpstreamConnection(asyncio.Protocol):
     """One TCP or TLS connection to an instance."""
 
@@ -96,13 +59,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._sink: ResponseSink | None = None
-        self._parser = httptools.HttpResponseParser(self)
-        self._head: ResponseHead | None = None
-        self._head_bytes = b""
-        self._head_passed = False
-        self._headers: Headers = []
-        self._decoder: _BodyDecoder | None = None
-        self._message_complete = False
+        self._reader: HeadReader | None = None  # of a head that comes in pieces
+        self._body: Body | None = None  # from the head on
         self._keep_alive = False
         self._paused = False
         self.idle_since_s = 0.0
@@ -116,12 +74,7 @@ class UpstreamConnection(asyncio.Protocol):
     def send(self, request: bytes, sink: ResponseSink) -> None:
         """Send a whole request; its response goes to ``sink``."""
         self._sink = sink
-        self._head = None
-        self._head_bytes = b""
-        self._head_passed = False
-        self._headers = []
-        self._decoder = None
-        self._message_complete = False
+        self._reader = self._body = None
         self.got_bytes = False
         assert self._transport is not None
         self._transport.write(request)
@@ -171,25 +124,65 @@ class UpstreamConnection(asyncio.Protocol):
             # Bytes that nobody asked for: whatever they are, this connection is not to be trusted.
             self.abort()
             return
+        body = self._body
+        if (
+            body is not None
+            and body.at_chunk
+            and whole_chunk_length(data[:5]) == len(data)
+            and data[-1] == 10
+            and data[-2] == 13
+        ):
+            # One whole chunk: what a read of a stream nearly always is.
+            try:
+                sink.on_data(data)
+            except Exception as error:
+                self._broke(sink, error)
+            return
+        head = None
         try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, ValueError) as error:
+            if body is None:
+                self.got_bytes = True
+                found = self._read_head(data)
+                if found is None:
+                    return
+                head, data = found
+                body = self._body = body_of(head)
+                self._keep_alive = head.keep_alive
+            data = body.feed(data)
+        except MalformedResponse as error:
             message = f"the response is not valid HTTP/1.1: {error}"
             self._fail(InstanceError(Failure.PROTOCOL, message))
             return
         try:
-            if not self._head_passed:
-                data = self._pass_head(sink, data)
-            elif self._decoder is not None:
-                data = self._decoder.feed(data)
+            if (
+                head is not None
+                and sink.on_head(head, body_follows=bool(data))
+                and isinstance(body, ChunkedBody)
+            ):
+                self._body = decoded = DecodedBody(body)
+                data = decoded.decode(data)
             if data and self._sink is sink:
                 sink.on_data(data)
-            if self._message_complete and self._sink is sink:
-                self._finish(sink)
+            if body.ended and self._sink is sink:
+                self._finish(sink, body)
         except Exception as error:
-            # The boundary of a request: a bug in its relay must not end up in the event loop.
-            self.abort()
-            sink.on_bug(error)
+            self._broke(sink, error)
+
+    def _read_head(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
+        """As ``HeadReader.feed``, which most responses do not need: their head comes whole."""
+        if self._reader is None:
+            end = data.find(b"\r\n\r\n") + 4
+            if 4 <= end <= MOST_HEAD_BYTES:
+                head = parse_head(data[:end])
+                if head.status >= 200:
+                    return head, data[end:]
+            self._reader = HeadReader()
+        return self._reader.feed(data)
+
+    def _broke(self, sink: ResponseSink, error: Exception) -> None:
+        # The boundary of a request: a bug in its relay must not end up in the event loop.
+        self.abort()
+        sink.on_bug(error)
 
     def eof_received(self) -> bool:
         return False
@@ -199,54 +192,19 @@ class UpstreamConnection(asyncio.Protocol):
         sink = self._sink
         if sink is None:
             return
-        if exc is None and self._head is not None and self._head.ends_at_close:
+        if exc is None and isinstance(self._body, UnframedBody):
             self._sink = None
             sink.on_complete()
             return
         when = "before the response was complete" if self.got_bytes else "without an answer"
         self._fail(InstanceError(Failure.RESET, f"the instance closed the connection {when}"))
 
-    # httptools callbacks
-
-    def on_message_begin(self) -> None:
-        if self._message_complete:
-            raise ValueError("bytes after the end of the response")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        self._head = ResponseHead(self._parser.get_status_code(), self._headers)
-        # Asked now: after the message's end the parser has forgotten the framing.
-        self._keep_alive = self._parser.should_keep_alive()
-
-    def on_message_complete(self) -> None:
-        self._message_complete = True
-
-    def _pass_head(self, sink: ResponseSink, data: bytes) -> bytes:
-        """Hand on the head if it is whole now; returns the body bytes that came with it."""
-        self.got_bytes = True
-        self._head_bytes += data
-        head = self._head
-        if head is None:
-            return b""
-        if head.status < 200:
-            self._fail(InstanceError(Failure.PROTOCOL, f"unexpected status {head.status}"))
-            return b""
-        received, self._head_bytes = self._head_bytes, b""
-        body = received[received.index(b"\r\n\r\n") + 4 :]
-        self._head_passed = True
-        if sink.on_head(head, body_follows=bool(body)):
-            self._decoder = _BodyDecoder()
-            body = self._decoder.feed(received)
-        return body
-
-    def _finish(self, sink: ResponseSink) -> None:
+    def _finish(self, sink: ResponseSink, body: Body) -> None:
         self._sink = None
         if self._paused:
             # Its client is slow, which is no business of the next one's.
             self.resume_reading()
-        if self._keep_alive:
+        if self._keep_alive and not body.extra:
             self._pool.release(self)
         elif self._transport is not None:
             self._transport.close()
