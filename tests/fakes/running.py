@@ -26,6 +26,7 @@ class RunningGateway:
     url: str
     port: int
     app: App
+    server: GatewayServer
 
     @property
     def gateway(self) -> Gateway:
@@ -95,7 +96,7 @@ async def running_gateway(
             task.result()
             raise RuntimeError("the server stopped before it was ready")
         url = ready.result()
-        yield RunningGateway(url, int(url.rsplit(":", 1)[1]), app)
+        yield RunningGateway(url, int(url.rsplit(":", 1)[1]), app, server)
     finally:
         server.should_exit = True
         await task

@@ -72,6 +72,12 @@ class ServerConfig(StrictModel):
     max_body_bytes: int = Field(
         64 * 2**20, ge=1024, description="Largest request body; a larger one gets 413."
     )
+    max_connections: int | None = Field(
+        None,
+        ge=1,
+        description="Most connections of clients; one more gets 503. Default: half of the "
+        "descriptors that the process may open, at most 100 000.",
+    )
     api_key_env: str | None = Field(
         None, description="Environment variable with the key that clients must send; none: open."
     )
@@ -211,6 +217,22 @@ class TimeoutsConfig(StrictModel):
     )
     total_s: float = Field(
         3600.0, gt=0, le=86400, description="The whole exchange, retries and all."
+    )
+    header_s: float = Field(
+        30.0, gt=0, le=3600, description="A client's request line and headers, from their start."
+    )
+    body_s: float = Field(
+        30.0,
+        gt=0,
+        le=3600,
+        description="Between two reads of a request's body, and the whole of it with a second "
+        "more for every 500 bytes.",
+    )
+    write_s: float = Field(
+        60.0, gt=0, le=3600, description="How long a client may read nothing of what was written."
+    )
+    keep_alive_s: float = Field(
+        75.0, gt=0, le=3600, description="How long a client's connection may be idle."
     )
 
 

@@ -6,6 +6,7 @@ like. The gateway starts and stops in the lifespan.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import resources
@@ -14,6 +15,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
 from hetero_gateway import __version__
 from hetero_gateway.engines.vllm import work_of_path
@@ -53,6 +57,13 @@ _PAGE_FILES = {
 }
 
 
+# Of the gateway's own paths only a model's name may be escaped: it may have a slash.
+_PATH = re.compile(
+    r"/v1/models/[0-9A-Za-z._~!$&'()*+,=:@/%-]+|/(?:[0-9A-Za-z._~!$&'()*+,=:@-]+(?:/(?!$))?)*"
+)
+_DOTS = re.compile(r"/\.{1,2}(?:/|$)")
+
+
 class App:
     """What uvicorn serves. ``gateway`` is the running state, ``control`` the FastAPI part.
 
@@ -72,12 +83,28 @@ class App:
         return self.gateway.dataplane.open(inbound, downstream)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            work = work_of_path(scope["path"])
-            if work is not None:
-                await self.gateway.dataplane.serve(scope, receive, send, work)
-                return
-        await self.control(scope, receive, send)
+        if scope["type"] != "http":
+            await self.control(scope, receive, send)
+            return
+        method, path = scope["method"], _path_of(scope)
+        work = work_of_path(path)
+        if work is not None and method == "POST":
+            await self.gateway.dataplane.serve(scope, receive, send, work)
+            return
+        if work is not None:
+            refusal = Refusal(405, "method_not_allowed", f"{path} takes POST.")
+            await _error(refusal, path, {"allow": "POST"})(scope, receive, send)
+            return
+        if not _PATH.fullmatch(path) or _DOTS.search(path):
+            await _error(_nothing_at(path), path)(scope, receive, send)
+            return
+        if method == "HEAD":
+            # The server leaves the body out.
+            scope = {**scope, "method": "GET"}
+        try:
+            await self.control(scope, receive, send)
+        except ClientDisconnect:
+            pass  # nobody is left to answer
 
 
 def create_app(config: GatewayConfig, config_path: Path | None = None) -> App:
@@ -97,9 +124,11 @@ def create_app(config: GatewayConfig, config_path: Path | None = None) -> App:
         version=__version__,
         summary="A load-balancing gateway for unequal vLLM instances",
         lifespan=lifespan,
+        redirect_slashes=False,
     )
     control.state.gateway = gateway
     control.add_exception_handler(Refusal, _render_error)
+    control.add_exception_handler(HTTPException, _render_http_error)
     control.include_router(admin.router)
     _add_control_paths(control, gateway)
     return App(gateway, control)
@@ -107,8 +136,47 @@ def create_app(config: GatewayConfig, config_path: Path | None = None) -> App:
 
 async def _render_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    return Response(error_body(error, request.url.path), error.status, headers, "application/json")
+    return _error(error, request.url.path)
+
+
+async def _render_http_error(request: Request, error: Exception) -> Response:
+    """FastAPI's own errors (an unknown path, a wrong method) with OpenAI's body."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    refusal = Refusal(error.status_code, "bad_request", str(error.detail))
+    if error.status_code == 404:
+        refusal = _nothing_at(path)
+    elif error.status_code == 405:
+        message = f"{path} does not take {request.method}."
+        refusal = Refusal(405, "method_not_allowed", message)
+        return _error(refusal, path, {"allow": ", ".join(_methods_at(request))})
+    return _error(refusal, path, dict(error.headers or {}))
+
+
+def _methods_at(request: Request) -> list[str]:
+    """The methods of all routes at a request's path: an error names those of the first alone."""
+    methods: set[str] = set()
+    for route in (*request.app.routes, *admin.router.routes):
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)
+
+
+def _nothing_at(path: str) -> Refusal:
+    return Refusal(404, "not_found", f"There is nothing at {path[:200]}.")
+
+
+def _error(refusal: Refusal, path: str, headers: dict[str, str] | None = None) -> Response:
+    headers = headers or {}
+    if refusal.retry_after_s is not None:
+        headers["retry-after"] = str(refusal.retry_after_s)
+    return Response(error_body(refusal, path), refusal.status, headers, "application/json")
+
+
+def _path_of(scope: Scope) -> str:
+    """The path as it came: what was escaped is not the same path."""
+    raw: bytes | None = scope.get("raw_path")
+    return scope["path"] if raw is None else raw.decode("latin-1")
 
 
 def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:

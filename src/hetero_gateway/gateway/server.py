@@ -12,6 +12,7 @@ import uvicorn
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.gateway.app import App
+from hetero_gateway.gateway.wire.clients import Watch, client_limits, raise_descriptor_limit
 from hetero_gateway.gateway.wire.protocol import engine_protocol
 
 # Short backlogs drop connections when hundreds of clients come at once: with 128, first tokens
@@ -24,13 +25,14 @@ class GatewayServer(uvicorn.Server):
 
     def __init__(self, app: App, on_ready: Callable[[str], None]) -> None:
         server = app.gateway.config.server
+        self.watch = Watch(client_limits(app.gateway.config))
         super().__init__(
             uvicorn.Config(
                 app,
                 host=server.host,
                 port=server.port,
                 loop="uvloop",
-                http=engine_protocol(app),
+                http=engine_protocol(app, self.watch),
                 ws="none",
                 lifespan="on",
                 backlog=_BACKLOG,
@@ -39,7 +41,6 @@ class GatewayServer(uvicorn.Server):
                 date_header=False,
                 proxy_headers=False,
                 log_config=None,
-                timeout_keep_alive=75,
                 timeout_graceful_shutdown=round(server.shutdown_timeout_s),
             )
         )
@@ -67,6 +68,7 @@ def run(app: App, on_ready: Callable[[str], None]) -> None:
         gc.freeze()
         on_ready(url)
 
+    raise_descriptor_limit()
     server = GatewayServer(app, ready)
     # uvicorn raises the signal again once it has shut down: to whoever listened before it.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -11,7 +11,7 @@ from hetero_gateway.engines.vllm import Work, work_of_path
         ("/v1/chat/completions", Work.GENERATE),
         ("/v1/embeddings", Work.PREFILL),
         ("/tokenize", Work.LIGHT),
-        ("/v1/something/new", Work.PREFILL),
+        ("/v1/something/new", None),
         ("/v1/load_lora_adapter", None),
         ("/reset_prefix_cache", None),
         ("/nope", None),

@@ -11,12 +11,17 @@ import pytest
 import uvicorn
 
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.gateway.app import create_app
+from hetero_gateway.gateway.app import App, create_app
+from hetero_gateway.gateway.wire.clients import Watch, client_limits
 from hetero_gateway.gateway.wire.protocol import engine_protocol
 from tests.fakes.running import config_for, eventually
 from tests.fakes.vllm import fake_instances
 
 CHAT = "/v1/chat/completions"
+
+
+def of_the_gateway(app: App) -> type[asyncio.Protocol]:
+    return engine_protocol(app, Watch(client_limits(app.gateway.config)))
 
 
 @contextlib.asynccontextmanager
@@ -56,7 +61,7 @@ async def test_another_http_implementation_gives_the_same_answers(fake: dict[str
         for http in (None, "httptools", "h11"):
             app = create_app(config_for(fakes, timeouts={"first_byte_s": 0.3}))
             async with (
-                served(app, http or engine_protocol(app)) as url,
+                served(app, http or of_the_gateway(app)) as url,
                 httpx.AsyncClient(base_url=url) as client,
             ):
                 for stream in (False, True):
@@ -81,7 +86,7 @@ async def test_another_http_implementation_refuses_the_same(content: bytes, stat
         for http in (None, "httptools", "h11"):
             app = create_app(config_for(fakes, server={"max_body_bytes": 4096}))
             async with (
-                served(app, http or engine_protocol(app)) as url,
+                served(app, http or of_the_gateway(app)) as url,
                 httpx.AsyncClient(base_url=url) as client,
             ):
                 answer = await client.post(CHAT, content=content)

@@ -63,21 +63,15 @@ WORK_BY_PATH = {
     "/v1/images/generations": Work.GENERATE,
     "/v1/moderations": Work.PREFILL,
 }
-# They change one engine's state: sent to an instance of the policy's choice they would do harm.
-_NOT_ROUTED = frozenset(
-    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/files", "/v1/batches")
-)
 
 
 def work_of_path(path: str) -> Work | None:
-    """What a POST to this path is, or None when it is not an engine path.
+    """What a POST to this path is, or None when it isn't sent to an engine.
 
-    Paths of newer engines under /v1/ are treated as prefill-only work rather than refused.
+    Exactly these paths are, and no other spelling of one: an engine may decode or normalise what
+    it gets, and end up at /sleep or at what changes one engine's state.
     """
-    work = WORK_BY_PATH.get(path)
-    if work is None and path.startswith("/v1/") and path not in _NOT_ROUTED:
-        return Work.PREFILL
-    return work
+    return WORK_BY_PATH.get(path)
 
 
 def starts_with_a_token(path: str) -> bool:

@@ -349,6 +349,8 @@ class Attempts:
         dropped = NOT_TO_INSTANCES
         if self._rooms.admission.has_key or instance.api_key is not None:
             dropped = NOT_TO_INSTANCES_NOR_CREDENTIALS
+        if inbound.dropped:
+            dropped = dropped.union(inbound.dropped)
         for name, value in inbound.headers:
             if name not in dropped:
                 parts += (name, b": ", value, b"\r\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hetero_gateway.engines.vllm import Work
 from hetero_gateway.gateway.wire.headers import Headers
 
@@ -14,6 +16,7 @@ class Inbound:
         target: path and query as they are to be sent on.
         work: what the path makes an engine do.
         headers: names in lower case.
+        dropped: names of fields that its Connection names: they end here.
         content_type: "" where there is none.
         content_length: in bytes, as announced; 0 where it is not.
         asked_id: the client's own x-request-id, "" without one.
@@ -27,6 +30,7 @@ class Inbound:
         "body",
         "content_length",
         "content_type",
+        "dropped",
         "headers",
         "path",
         "received_s",
@@ -40,6 +44,7 @@ class Inbound:
         self.target = target
         self.work = work
         self.headers = headers
+        self.dropped: Collection[bytes] = ()
         self.content_type = b""
         self.content_length = 0
         self.asked_id = b""

@@ -1,306 +1,417 @@
-"""uvicorn's HTTP protocol, with engine paths served from its callbacks.
+"""A client's connection: uvicorn's HTTP protocol, with our reading and our engine paths.
 
-For a POST on an engine path over HTTP/1.1 there is no ASGI: no scope, no cycle of uvicorn's, no
-task. The parser's callbacks gather the body and hand an ``Inbound`` to the service; its answer is
-written to the transport, splice and all. Every other request goes uvicorn's way.
+For a POST on an engine path there is no ASGI: no scope, no cycle of uvicorn's, no task. The body is
+gathered and handed with an ``Inbound`` to the service; its answer is written to the transport,
+splice and all. Every other request gets uvicorn's cycle and the ASGI application. All of them are
+read here (``heads``, ``chunks``), by one grammar.
 
-``EngineCycle`` stands where uvicorn keeps its RequestResponseCycle (``self.cycle``, ``pipeline``),
-so that its code for keep-alive, pipelining, shutdown and flow control goes on working. What is
-leant on is pinned by tests/gateway/wire/test_protocol.py, which fails loudly when uvicorn changes.
+``cycle.EngineCycle`` stands where uvicorn keeps its RequestResponseCycle (``self.cycle``), so that
+uvicorn's code for shutdown and flow control goes on working. What is leant on is pinned by
+tests/gateway/wire/test_protocol.py, which fails loudly when uvicorn changes.
 
-A cycle's life, events down and states across; "–": cannot be or means nothing:
+A connection's phases (``clients.Phase``), events down; "–": cannot be or means nothing:
 
-    event             queued (pipelined)  reading             serving             over
-    ----------------  ------------------  ------------------  ------------------  --------
-    its turn          reading; serving    –                   –                   –
-                      if the body is here
-    body bytes        kept                kept, or 413: over  –                   dropped
-    body complete     noted               serving             –                   dropped
-    response's end    –                   over (refused)      over                –
-    client caught up  –                   –                   the relay resumes   –
-    connection lost   over                over                over                –
+    event             IDLE                HEAD                BODY                SERVING
+    ----------------  ------------------  ------------------  ------------------  ----------------
+    bytes             HEAD, BODY or       the same            kept, or dropped    kept, 64 KB and
+                      SERVING                                 once answered       a read at most
+    head refused      –                   4xx: CLOSING        –                   –
+    body complete     –                   –                   SERVING; IDLE once  –
+                                                              answered
+    response's end    –                   –                   the rest is dropped HEAD where there
+                                                                                  are bytes, or IDLE
+    too slow          closed              408: CLOSING        408: CLOSING        –
+    reads nothing     closed              closed              closed              closed
+    connection lost   over                over                over                over
 
-Only one cycle of a connection has its turn. The next one begins in a callback of its own: a client
-may pipeline more requests than the stack is deep.
+What a client sends behind a request waits, unread, until that is answered, and begins in a callback
+of its own: a client may pipeline more requests than the stack is deep. CLOSING drops what comes,
+until the client closes its side or ``clients.LINGER_S`` are over.
 """
 
 from __future__ import annotations
 
 import asyncio
-import http
+import re
 import urllib.parse
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from hetero_gateway.engines.vllm import WORK_BY_PATH, Work, work_of_path
-from hetero_gateway.gateway.wire.downstream import Downstream, Flow, Listener
-from hetero_gateway.gateway.wire.headers import Headers
+from hetero_gateway.engines.vllm import WORK_BY_PATH
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.wire.chunks import ChunkedBody
+from hetero_gateway.gateway.wire.clients import Phase, Watch
+from hetero_gateway.gateway.wire.cycle import STATUS_LINES, EngineCycle, Service
+from hetero_gateway.gateway.wire.heads import RequestHead, head_size, read_head
 from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.openai import error_body
 
-_STATUS_LINES = {
-    status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode())
-    for status in http.HTTPStatus
-}
-# As they stand on nearly every request line.
+_IDLE, _HEAD, _BODY, _SERVING, _CLOSING = Phase
+
+_LINE_ENDS = re.compile(rb"(?:\r\n)++")
 _BY_TARGET = {path.encode(): (path, work) for path, work in WORK_BY_PATH.items()}
-
-
-class Service(Protocol):
-    """What engine paths are served by."""
-
-    @property
-    def max_body_bytes(self) -> int: ...
-
-    def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
-        """Take a request whose head is here; it may be answered at once."""
-        ...
-
-
-class _NoEvent:
-    """Where uvicorn wakes a coroutine that is not there."""
-
-    def set(self) -> None:
-        pass
-
-
-class EngineCycle:
-    """One request on an engine path and its response: the ``Downstream`` of its relay."""
-
-    __slots__ = (
-        "_expects_continue",
-        "_listener",
-        "_parts",
-        "_protocol",
-        "_size",
-        "_whole",
-        "disconnected",
-        "flow",
-        "inbound",
-        "keep_alive",
-        "response_complete",
-        "started",
-        "write",
-    )
-
-    passes_framing = True
-    message_event = _NoEvent()  # of uvicorn's
-
-    def __init__(
-        self, protocol: EngineProtocol, inbound: Inbound, keep_alive: bool, expects_continue: bool
-    ) -> None:
-        self._protocol = protocol
-        self._expects_continue = expects_continue
-        self._listener: Listener | None = None
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._whole = False
-        self.inbound: Inbound | None = inbound  # until it is over
-        self.keep_alive = keep_alive
-        self.flow: Flow = protocol.flow
-        # A closed transport swallows what is written in the moment before the relay hears of it.
-        self.write = protocol.transport.write
-        self.started = False
-        self.disconnected = False
-        self.response_complete = False
-
-    def __repr__(self) -> str:
-        if self.response_complete or self.disconnected:
-            state = "over"
-        elif self._listener is None:
-            state = "queued"
-        else:
-            state = "serving" if self._whole else "reading"
-        return f"<EngineCycle {self.inbound!r} {state}>"
-
-    # The request
-
-    def take_turn(self) -> None:
-        """The responses ahead of it are complete."""
-        if self.disconnected or self.inbound is None:
-            return
-        service = self._protocol.service
-        listener = self._listener = service.open(self.inbound, self)
-        if listener.over:
-            return
-        if self._size > service.max_body_bytes:
-            listener.refuse_body()
-        elif self._whole:
-            self._begin(listener)
-        elif self._expects_continue:
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-    def take_body(self, data: bytes) -> None:
-        self._size += len(data)
-        if self._size <= self._protocol.service.max_body_bytes:
-            self._parts.append(data)
-            return
-        self._parts.clear()
-        if self._listener is not None:
-            self._listener.refuse_body()
-
-    def end_body(self) -> None:
-        self._whole = True
-        if self._listener is not None:
-            self._begin(self._listener)
-
-    def _begin(self, listener: Listener) -> None:
-        parts, self._parts = self._parts, []
-        listener.begin(parts[0] if len(parts) == 1 else b"".join(parts))
-
-    def caught_up(self) -> None:
-        if self._listener is not None:
-            self._listener.caught_up()
-
-    def lost(self) -> None:
-        """The connection is gone."""
-        self.disconnected = True
-        listener, self._listener = self._listener, None
-        if listener is not None and not self.response_complete:
-            listener.client_gone()
-
-    # Downstream
-
-    @property
-    def gone(self) -> bool:
-        return self.disconnected
-
-    def start(self, status: int, headers: Headers, *, chunked: bool) -> bytes:
-        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        for name, value in headers:
-            parts += (name, b": ", value, b"\r\n")
-        if chunked:
-            parts.append(b"transfer-encoding: chunked\r\n")
-        if not self.keep_alive:
-            parts.append(b"connection: close\r\n")
-        parts.append(b"\r\n")
-        self.started = True
-        return b"".join(parts)
-
-    def finish(self) -> None:
-        # What uvicorn's own cycle does after the last body message.
-        if self.response_complete:
-            return
-        self.response_complete = True
-        # An idle connection keeps its last cycle: not its body.
-        self._listener = self.inbound = None
-        self._parts.clear()
-        if not self.keep_alive:
-            self._protocol.transport.close()
-        self._protocol.on_response_complete()
-
-    def cut(self) -> None:
-        self.keep_alive = False
-        self.finish()
+# Of what comes behind a request: more is left to the kernel.
+_MOST_KEPT_BYTES = 65536
+# Of a body that nobody wants any more: where more is to come, the connection is given up.
+_MOST_DROPPED_BYTES = 16 * 2**20
 
 
 class EngineProtocol(HttpToolsProtocol):
     """A connection of a client. Use ``engine_protocol`` to make the class that uvicorn gets."""
 
-    # A slot: uvicorn's attributes are as many as instances can share the names of, and one more
+    # Slots: uvicorn's attributes are as many as instances can share the names of, and one more
     # would cost every connection 1.4 KB.
-    __slots__ = ("_serving",)
+    __slots__ = (
+        "_buffer",
+        "_chunks",
+        "_left",
+        "_seen",
+        "_watch_part",
+        "acked_bytes",
+        "body_bytes",
+        "moved_s",
+        "phase",
+        "seen_bytes",
+        "seen_turn",
+        "since_s",
+        "stalled_s",
+        "turn",
+    )
 
     service: Service
-    # The cycle whose turn it is, ours or uvicorn's; ``self.cycle`` is the one that came last.
-    _serving: Any
+    watch: Watch
+
+    phase: Phase
+    turn: int
+    body_bytes: int
+    seen_turn: int
+    seen_bytes: int
+    since_s: float
+    moved_s: float
+    stalled_s: float
+    acked_bytes: int
+
+    _buffer: bytearray | None  # a part of a head, or what comes behind the request
+    _seen: int  # bytes of that part which have been looked at
+    _chunks: ChunkedBody | None  # of the body, where it comes in chunks
+    _left: int  # of the body, in bytes, where its length is known
+    _watch_part: int
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._serving = None
         super().connection_made(transport)
+        # uvicorn's is never fed.
+        self.parser = None  # type: ignore[assignment]
+        self._buffer = self._chunks = None
+        self._seen = self._left = self.body_bytes = self.turn = 0
+        self.phase = _IDLE
+        self._watch_part = self.watch.add(self)
+        if self.watch.over > 0:
+            if self.watch.may_answer():
+                self._refuse(_TOO_MANY)
+            else:
+                transport.abort()
 
-    def on_message_begin(self) -> None:
-        # As the base class, but for the scope: it is made for those who want one.
-        self.url = b""
-        self.expect_100_continue = False
-        self.headers = []
+    def data_received(self, data: bytes) -> None:
+        phase = self.phase
+        if phase is _IDLE:
+            self._read(data)
+        elif phase is _BODY and self._buffer is None:
+            self._take_body(data)
+        elif phase is not _CLOSING:
+            self._keep(data)
+            if phase is _HEAD:
+                self._read_kept()
 
-    def on_headers_complete(self) -> None:
-        engine_path = self._engine_path()
-        if engine_path is None:
-            url, headers, expect = self.url, self.headers, self.expect_100_continue
-            super().on_message_begin()
-            self.url, self.expect_100_continue = url, expect
-            self.headers = self.scope["headers"] = headers
-            super().on_headers_complete()
+    # Heads
+
+    def _read(self, data: bytes) -> None:
+        """Begin the request that ``data`` begins with."""
+        if data.startswith(b"\r\n"):
+            # Some clients send one behind a body (RFC 9112, 2.2).
+            data = _LINE_ENDS.sub(b"", data, count=1)
+            if not data:
+                return
+        try:
+            size = head_size(data)
+            if size:
+                self._open(read_head(data[:size]), data[size:])
+                return
+        except Refusal as refusal:
+            self._refuse(refusal, has_body=not data.startswith(b"HEAD "))
             return
-        cycle = EngineCycle(
-            self, Inbound(*engine_path, self.headers), self.parser.should_keep_alive(),
-            self.expect_100_continue,
-        )  # fmt: skip
-        before = cast(Any, self.cycle)
-        self.cycle = cast(Any, cycle)
-        if before is None or before.response_complete:
-            self._serving = cycle
-            cycle.take_turn()
+        self._buffer = bytearray(data)
+        self._seen = len(data)
+        self.phase = _HEAD
+        self.turn += 1
+
+    def _read_kept(self) -> None:
+        """Go on where a part of a head, or a whole one, was kept."""
+        buffer = self._buffer
+        assert buffer is not None
+        if not self._seen:
+            self.phase, self._buffer = _IDLE, None
+            self._read(bytes(buffer))
+            return
+        try:
+            size = head_size(buffer, self._seen)
+        except Refusal as refusal:
+            self._refuse(refusal, has_body=not buffer.startswith(b"HEAD "))
+            return
+        self._seen = len(buffer)
+        if size:
+            self.phase, self._buffer = _IDLE, None
+            self._read(bytes(buffer))
+
+    def _open(self, head: RequestHead, rest: bytes) -> None:
+        length = head.length
+        self._chunks = ChunkedBody() if length is None else None
+        self._left = length or 0
+        self._seen = self.body_bytes = 0
+        self.turn += 1
+        self.phase = _SERVING if length == 0 else _BODY
+        path = head.target.partition(b"?")[0]
+        engine_path = _BY_TARGET.get(path) if head.method == b"POST" else None
+        if engine_path is None:
+            self.cycle = cycle = self._uvicorn_cycle(head, path)
+            self._start_asgi_task(cycle, self.app)
         else:
+            inbound = Inbound(engine_path[0], head.target, engine_path[1], head.headers)
+            inbound.dropped = head.options
+            ours = EngineCycle(self, inbound, head)
+            self.cycle = cast(Any, ours)
+            ours.begin(body_is_here=bool(rest))
+        if length == 0:
+            self._end_body(rest)
+        elif rest and self.phase is _BODY:
+            self._take_body(rest)
+
+    def _uvicorn_cycle(self, head: RequestHead, path: bytes) -> RequestResponseCycle:
+        text = path.decode("ascii")
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": "1.0" if head.http_10 else "1.1",
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": self.root_path,
+            "headers": head.headers,
+            "state": self.app_state.copy(),
+            "method": head.method.decode("ascii"),
+            "path": urllib.parse.unquote(text) if "%" in text else text,
+            "raw_path": path,
+            "query_string": head.target[len(path) + 1 :],
+        }
+        return RequestResponseCycle(
+            scope=cast(Any, scope),
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=head.expects_continue,
+            keep_alive=head.keep_alive and not head.http_10,
+            on_response=self.on_response_complete,
+        )
+
+    # Bodies
+
+    def _take_body(self, data: bytes) -> None:
+        chunks = self._chunks
+        if chunks is not None:
+            self.body_bytes += len(data)
+            try:
+                data, rest = chunks.feed(data)
+            except Refusal as refusal:
+                self._abandon(refusal)
+                return
+            self.body_bytes -= len(rest)
+            whole = chunks.complete
+        else:
+            rest = data[self._left :]
+            if rest:
+                data = data[: self._left]
+            self.body_bytes += len(data)
+            self._left -= len(data)
+            whole = not self._left
+        cycle: Any = self.cycle
+        if data and not cycle.response_complete:
+            if type(cycle) is EngineCycle:
+                cycle.take_body(data)
+            else:
+                cycle.body += data
+                if len(cycle.body) > HIGH_WATER_LIMIT:
+                    self.flow.pause_reading()
+                cycle.message_event.set()
+        if whole:
+            self._end_body(rest)
+        elif cycle.response_complete and self.body_bytes > _MOST_DROPPED_BYTES:
+            self.close()
+        elif rest:
+            self._keep(rest)
             self.flow.pause_reading()
-            self.pipeline.appendleft((self.cycle, self.app))
+            self.loop.call_soon(self._go_on)
 
-    def _engine_path(self) -> tuple[str, bytes, Work] | None:
-        """(path, target to send on, work) of a request that is ours."""
-        if self.parser.get_method() != b"POST" or self.parser.get_http_version() != "1.1":
-            return None
-        target = self.url
-        known = _BY_TARGET.get(target)
-        if known is not None:
-            return known[0], target, known[1]
-        parsed = httptools.parse_url(target)
-        path = urllib.parse.unquote(parsed.path.decode("ascii"))
-        work = work_of_path(path)
-        if work is None:
-            return None
-        return path, parsed.path + (b"?" + parsed.query if parsed.query else b""), work
-
-    def on_body(self, body: bytes) -> None:
+    def _end_body(self, rest: bytes) -> None:
+        self._chunks = None
+        if self.phase is _CLOSING:
+            return
+        self.phase = _SERVING
         cycle: Any = self.cycle
-        if type(cycle) is not EngineCycle:
-            super().on_body(body)
-        elif not cycle.response_complete:
-            cycle.take_body(body)
-
-    def on_message_complete(self) -> None:
-        cycle: Any = self.cycle
-        if type(cycle) is not EngineCycle:
-            super().on_message_complete()
-        elif not cycle.response_complete:
+        if rest and cycle.keep_alive:
+            self._keep(rest)
+        if cycle.response_complete:
+            self._await_request()
+        elif type(cycle) is EngineCycle:
             cycle.end_body()
-
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        # The base class comes here with each request of its own, and with the next in its pipeline.
-        self._serving = cycle
-        if type(cycle) is EngineCycle:
-            self.loop.call_soon(cycle.take_turn)
         else:
-            super()._start_asgi_task(cycle, app)
+            cycle.more_body = False
+            cycle.message_event.set()
 
-    def send_400_response(self, msg: str) -> None:
-        serving = self._serving
-        if type(serving) is EngineCycle and serving.started and not serving.response_complete:
-            # It would be taken for a part of the response that is on its way.
+    def _keep(self, data: bytes) -> None:
+        if self._buffer is None:
+            self._buffer = bytearray(data)
+        else:
+            self._buffer += data
+        if self.phase is _SERVING and len(self._buffer) > _MOST_KEPT_BYTES:
+            self.flow.pause_reading()
+
+    def _go_on(self) -> None:
+        """With what was kept."""
+        buffer = self._buffer
+        if buffer is None or self.transport.is_closing():
+            return
+        if self.phase is _HEAD:
+            self._read_kept()
+        elif self.phase is _BODY:
+            self._buffer = None
+            self.flow.resume_reading()
+            self._take_body(bytes(buffer))
+
+    # Ends
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.phase is _SERVING:
+            self._await_request()
+        elif self.phase is _BODY:
+            self.flow.resume_reading()
+            if self._left > _MOST_DROPPED_BYTES:
+                self.close()
+
+    def _await_request(self) -> None:
+        if self.transport.is_closing():
+            return
+        self.turn += 1
+        self.flow.resume_reading()
+        if self._buffer is None:
+            self.phase = _IDLE
+        else:
+            self.phase = _HEAD
+            self.loop.call_soon(self._go_on)
+
+    def close(self) -> None:
+        """Close the connection once what was written is sent; not under a client that writes."""
+        if self.phase is not _BODY or not self.transport.can_write_eof():
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self._linger()
+
+    def _linger(self) -> None:
+        self.phase = _CLOSING
+        self.turn += 1
+        self._buffer = self._chunks = None
+        self.flow.resume_reading()
+        self.transport.write_eof()
+
+    def _refuse(self, refusal: Refusal, *, has_body: bool = True) -> None:
+        """Answer what is no request, and nothing after it."""
+        self.watch.refused[refusal.status] += 1
+        body = error_body(refusal)
+        parts = [
+            STATUS_LINES[refusal.status],
+            b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body),
+        ]
+        if refusal.retry_after_s is not None:
+            parts.append(b"retry-after: %d\r\n" % refusal.retry_after_s)
+        parts.append(b"connection: close\r\n\r\n")
+        if has_body:
+            parts.append(body)
+        self.transport.write(b"".join(parts))
+        if self.transport.can_write_eof():
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _abandon(self, refusal: Refusal) -> None:
+        """Give up a request whose body can't be read to its end."""
+        cycle: Any = self.cycle
+        if cycle.response_complete:
+            self.close()
+            return
+        if type(cycle) is EngineCycle:
+            started = cycle.started
+            cycle.lost()
+        else:
+            started = cycle.response_started
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if started:
+            self.transport.abort()
+        else:
+            self._refuse(refusal)
+
+    # What its watch asks
+
+    @property
+    def reading_paused(self) -> bool:
+        return self.flow.read_paused
+
+    def expire(self) -> None:
+        if self.phase is _HEAD:
+            self._refuse(_LATE)
+        elif self.phase is _BODY:
+            self._abandon(_LATE)
+        elif self.phase is _IDLE:
             self.transport.close()
         else:
-            super().send_400_response(msg)
+            self.transport.abort()
+
+    def stall(self) -> None:
+        self.transport.abort()
+
+    # What the transport calls
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if type(self._serving) is EngineCycle:
-            self._serving.caught_up()
+        cycle: Any = self.cycle
+        if type(cycle) is EngineCycle:
+            cycle.caught_up()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        # The base class has informed the request that came last; others may be ahead of it.
-        for cycle in (self._serving, *(cycle for cycle, _ in self.pipeline)):
-            if type(cycle) is EngineCycle:
-                cycle.lost()
-            elif cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-        self.pipeline.clear()
-        self._serving = None
+        self.watch.discard(self, self._watch_part)
+        self._buffer = self._chunks = None
+        self.phase = _CLOSING
+        cycle: Any = self.cycle
+        if type(cycle) is EngineCycle:
+            cycle.lost()
 
 
-def engine_protocol(service: Service) -> type[asyncio.Protocol]:
+_LATE = Refusal(408, "request_timeout", "The request did not come in time.")
+_TOO_MANY = Refusal(
+    503,
+    "too_many_connections",
+    "The gateway has as many connections as it may.",
+    kind="server_error",
+    retry_after_s=2,
+)
+
+
+def engine_protocol(service: Service, watch: Watch) -> type[asyncio.Protocol]:
     """The protocol class for a server whose engine paths ``service`` serves."""
-    return type("EngineProtocol", (EngineProtocol,), {"service": service})
+    return type("EngineProtocol", (EngineProtocol,), {"service": service, "watch": watch})

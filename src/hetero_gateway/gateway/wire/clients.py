@@ -1,0 +1,243 @@
+"""How long clients may take, and how many there may be.
+
+One timer looks after all connections: each is looked at once in a period, an eighth of them at a
+time, so that ten thousand idle ones cost half a millisecond now and then. Nothing is armed or
+cancelled per request; a connection counts its turns and its bytes, and what doesn't move between
+two looks is what a time-out is about. A time-out is late by up to two periods of 2 s at most.
+
+Whether a client reads is asked of the kernel: how many bytes it has acknowledged. The size of what
+waits to be written says little, since an answer that grows hides one that is being read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import resource
+import socket
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+from hetero_gateway.files.gateway_config import GatewayConfig
+
+_PARTS = 8
+_MAX_PERIOD_S = 2.0
+# Of a connection that is given up: how long what still comes is read and dropped. Closed at once it
+# would be reset, and its client might never see the answer.
+LINGER_S = 5.0
+# A body may take its time-out and a second more for so many bytes of it (Apache's MinRate).
+_LEAST_BODY_BYTES_PER_S = 500
+# Descriptors that are neither clients' nor instances': the loop's, files, probes, refusals.
+_OWN_DESCRIPTORS = 128
+_MOST_CONNECTIONS = 100_000
+# Clients above the limit to whom 503 is being said; more are closed without a word.
+_MOST_TURNED_AWAY = 32
+
+# tcpi_bytes_acked of Linux's struct tcp_info (RFC 4898): a u64 behind eight u8, 24 u32, two u64.
+_TCP_INFO_BYTES = 192
+_BYTES_ACKED = struct.Struct("@Q")
+_BYTES_ACKED_AT = 120
+
+
+class Phase(enum.Enum):
+    """What a connection waits for."""
+
+    IDLE = "idle"  # a request
+    HEAD = "head"  # the rest of a head
+    BODY = "body"  # the rest of a body
+    SERVING = "serving"  # its answer's end
+    CLOSING = "closing"  # its client's end: what comes is dropped
+
+
+class Watched(Protocol):
+    """A connection, as its watch sees it. The last six are the watch's own."""
+
+    transport: asyncio.Transport
+    phase: Phase
+    turn: int  # grows with each phase that is not the last one
+    body_bytes: int  # of the request, so far
+
+    seen_turn: int
+    seen_bytes: int
+    since_s: float
+    moved_s: float
+    stalled_s: float
+    acked_bytes: int
+
+    @property
+    def reading_paused(self) -> bool: ...
+
+    def expire(self) -> None:
+        """What it waits for did not come in time."""
+        ...
+
+    def stall(self) -> None:
+        """Its client reads nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClientLimits:
+    """Times in seconds; as in the configuration's sections ``timeouts`` and ``server``."""
+
+    header_s: float
+    body_s: float
+    write_s: float
+    keep_alive_s: float
+    max_connections: int
+
+
+def client_limits(config: GatewayConfig) -> ClientLimits:
+    """What a gateway's configuration says, with the descriptors that the process may open."""
+    timeouts, most = config.timeouts, config.server.max_connections
+    return ClientLimits(
+        timeouts.header_s,
+        timeouts.body_s,
+        timeouts.write_s,
+        timeouts.keep_alive_s,
+        default_max_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        if most is None
+        else most,
+    )
+
+
+def raise_descriptor_limit() -> None:
+    """Let the process open as many descriptors as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):
+            pass  # an unlimited one is not allowed everywhere; what there is must do
+
+
+def default_max_connections(descriptors: int) -> int:
+    """Half of the descriptors: whoever is served has another one open to an instance."""
+    if descriptors == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return max(1, min(_MOST_CONNECTIONS, (descriptors - _OWN_DESCRIPTORS) // 2))
+
+
+class Watch:
+    """Looks after the connections of one server.
+
+    Attributes:
+        timeouts: how many connections ended by one, by what was waited for; ``write`` among them.
+        turned_away: connections above the limit.
+        refused: requests whose head was refused, by status.
+    """
+
+    def __init__(self, limits: ClientLimits) -> None:
+        self.limits = limits
+        self.timeouts: Counter[str] = Counter()
+        self.turned_away = 0
+        self.refused: Counter[int] = Counter()
+        self._parts: list[set[Watched]] = [set() for _ in range(_PARTS)]
+        self._next_part = 0
+        self._added = 0
+        self._count = 0
+        shortest_s = min(limits.header_s, limits.body_s, limits.write_s, limits.keep_alive_s)
+        self._tick_s = min(_MAX_PERIOD_S, max(0.08, shortest_s / 8)) / _PARTS
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def over(self) -> int:
+        """How many connections there are above the limit."""
+        return self._count - self.limits.max_connections
+
+    def may_answer(self) -> bool:
+        """Whether a connection above the limit gets an answer."""
+        self.turned_away += 1
+        return self.over <= _MOST_TURNED_AWAY
+
+    def add(self, connection: Watched) -> int:
+        """Look after a connection; returns what ``discard`` wants to know."""
+        part = self._added % _PARTS
+        self._added += 1
+        self._count += 1
+        self._parts[part].add(connection)
+        connection.seen_turn = -1
+        connection.stalled_s = 0.0
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._look)
+        return part
+
+    def discard(self, connection: Watched, part: int) -> None:
+        self._count -= 1
+        self._parts[part].discard(connection)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        part = self._parts[self._next_part]
+        self._next_part = (self._next_part + 1) % _PARTS
+        for connection in tuple(part):
+            self._look_at(connection, now_s)
+        self._timer = loop.call_later(self._tick_s, self._look) if self._count else None
+
+    def _look_at(self, connection: Watched, now_s: float) -> None:
+        if connection.transport.get_write_buffer_size():
+            if self._stalled(connection, now_s):
+                self.timeouts["write"] += 1
+                connection.stall()
+                return
+        elif connection.stalled_s:
+            connection.stalled_s = 0.0
+        phase = connection.phase
+        if connection.turn != connection.seen_turn:
+            connection.seen_turn = connection.turn
+            connection.since_s = connection.moved_s = now_s
+            connection.seen_bytes = connection.body_bytes
+        elif phase is not Phase.SERVING and self._late(connection, phase, now_s):
+            self.timeouts[phase.value] += 1
+            connection.expire()
+
+    def _late(self, connection: Watched, phase: Phase, now_s: float) -> bool:
+        limits, taken_s = self.limits, now_s - connection.since_s
+        if phase is Phase.IDLE:
+            return taken_s >= limits.keep_alive_s
+        if phase is Phase.HEAD:
+            return taken_s >= limits.header_s
+        if phase is Phase.CLOSING:
+            return taken_s >= min(LINGER_S, limits.body_s)
+        count = connection.body_bytes
+        if connection.reading_paused:
+            # It is we who keep the client waiting.
+            connection.since_s = connection.moved_s = now_s
+            return False
+        if count != connection.seen_bytes:
+            connection.seen_bytes, connection.moved_s = count, now_s
+        return (
+            now_s - connection.moved_s >= limits.body_s
+            or taken_s >= limits.body_s + count / _LEAST_BODY_BYTES_PER_S
+        )
+
+    def _stalled(self, connection: Watched, now_s: float) -> bool:
+        acked = acknowledged_bytes(connection.transport)
+        if not connection.stalled_s or acked != connection.acked_bytes:
+            connection.acked_bytes = acked
+            connection.stalled_s = now_s
+            return False
+        return now_s - connection.stalled_s >= self.limits.write_s
+
+
+def acknowledged_bytes(transport: asyncio.Transport) -> int:
+    """Bytes that the peer's kernel has taken; where that can't be asked, less what waits here."""
+    connection: socket.socket | None = transport.get_extra_info("socket")
+    try:
+        assert connection is not None
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        count: int = _BYTES_ACKED.unpack_from(info, _BYTES_ACKED_AT)[0]
+        return count
+    except (AssertionError, AttributeError, OSError, struct.error):
+        return -transport.get_write_buffer_size()

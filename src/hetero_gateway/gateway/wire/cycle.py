@@ -1,0 +1,175 @@
+"""One request on an engine path and its response, as its connection (``protocol``) has them."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from typing import Protocol
+
+from hetero_gateway.gateway.wire.clients import Phase
+from hetero_gateway.gateway.wire.downstream import Downstream, Flow, Listener
+from hetero_gateway.gateway.wire.headers import Headers
+from hetero_gateway.gateway.wire.heads import RequestHead
+from hetero_gateway.gateway.wire.inbound import Inbound
+
+STATUS_LINES = {
+    status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode())
+    for status in http.HTTPStatus
+}
+
+
+class Service(Protocol):
+    """What engine paths are served by."""
+
+    @property
+    def max_body_bytes(self) -> int: ...
+
+    def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
+        """Take a request whose head is here; it may be answered at once."""
+        ...
+
+
+class Connection(Protocol):
+    """What a cycle needs of the connection that it is of."""
+
+    service: Service
+    phase: Phase
+
+    @property
+    def transport(self) -> asyncio.Transport: ...
+
+    @property
+    def flow(self) -> Flow: ...
+
+    def close(self) -> None:
+        """Close it once what was written is sent."""
+        ...
+
+    def on_response_complete(self) -> None: ...
+
+
+class _NoEvent:
+    """Where uvicorn wakes a coroutine that is not there."""
+
+    def set(self) -> None:
+        pass
+
+
+class EngineCycle:
+    """One request on an engine path and its response: the ``Downstream`` of its relay."""
+
+    __slots__ = (
+        "_connection",
+        "_listener",
+        "_parts",
+        "_size",
+        "_waits_for_100",
+        "disconnected",
+        "flow",
+        "inbound",
+        "keep_alive",
+        "passes_framing",
+        "response_complete",
+        "started",
+        "write",
+    )
+
+    message_event = _NoEvent()  # of uvicorn's
+
+    def __init__(self, connection: Connection, inbound: Inbound, head: RequestHead) -> None:
+        self._connection = connection
+        self._waits_for_100 = head.expects_continue
+        self._listener: Listener | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+        self.inbound: Inbound | None = inbound  # until it is over
+        self.keep_alive = head.keep_alive
+        self.passes_framing = not head.http_10
+        self.flow: Flow = connection.flow
+        # A closed transport swallows what is written in the moment before the relay hears of it.
+        self.write = connection.transport.write
+        self.started = False
+        self.disconnected = False
+        self.response_complete = False
+
+    def __repr__(self) -> str:
+        over = self.response_complete or self.disconnected
+        return f"<EngineCycle {self.inbound!r} {'over' if over else self._connection.phase.value}>"
+
+    # The request
+
+    def begin(self, *, body_is_here: bool) -> None:
+        assert self.inbound is not None
+        listener = self._listener = self._connection.service.open(self.inbound, self)
+        if listener.over:
+            self._listener = None
+        elif self._waits_for_100 and not body_is_here:
+            self._waits_for_100 = False
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def take_body(self, data: bytes) -> None:
+        self._waits_for_100 = False
+        self._size += len(data)
+        if self._size <= self._connection.service.max_body_bytes:
+            self._parts.append(data)
+            return
+        self._parts.clear()
+        if self._listener is not None:
+            self._listener.refuse_body()
+
+    def end_body(self) -> None:
+        parts, self._parts = self._parts, []
+        if self._listener is not None:
+            self._listener.begin(parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def caught_up(self) -> None:
+        if self._listener is not None:
+            self._listener.caught_up()
+
+    def lost(self) -> None:
+        """The connection is gone, or given up."""
+        self.disconnected = True
+        listener, self._listener = self._listener, None
+        if listener is not None and not self.response_complete:
+            listener.client_gone()
+
+    # Downstream
+
+    @property
+    def gone(self) -> bool:
+        return self.disconnected
+
+    def start(self, status: int, headers: Headers, *, chunked: bool) -> bytes:
+        parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        for name, value in headers:
+            parts += (name, b": ", value, b"\r\n")
+        if chunked:
+            parts.append(b"transfer-encoding: chunked\r\n")
+        if self._waits_for_100:
+            # Whether its body will come is the client's to decide (RFC 9110, 10.1.1): what comes
+            # next could be that or a request.
+            self.keep_alive = False
+        if not self.passes_framing and self.keep_alive:
+            self.keep_alive = any(name == b"content-length" for name, _ in headers)
+            if self.keep_alive:
+                parts.append(b"connection: keep-alive\r\n")
+        if not self.keep_alive:
+            parts.append(b"connection: close\r\n")
+        parts.append(b"\r\n")
+        self.started = True
+        return b"".join(parts)
+
+    def finish(self) -> None:
+        if self.response_complete:
+            return
+        self.response_complete = True
+        # An idle connection keeps its last cycle: not its body.
+        self._listener = self.inbound = None
+        self._parts.clear()
+        if not self.keep_alive:
+            self._connection.close()
+        self._connection.on_response_complete()
+
+    def cut(self) -> None:
+        self.keep_alive = False
+        self.finish()
