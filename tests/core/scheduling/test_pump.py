@@ -185,3 +185,167 @@ def test_whatever_fails_in_between_every_sum_ends_at_zero(
         assert (at.load_s, at.kv_tokens, at.in_flight) == (0.0, 0, 0)
         assert (at.waiting, at.streaming, at.context) == (0, 0, 0.0)
         assert s.snapshot(InstanceId(each.instance_id)).in_flight == 0
+
+
+# Who passes whom
+
+
+LARGE = spec("large", profile(max_num_seqs=1), max_model_len=32_768)
+SMALL = spec("small", profile(SLOW.constants, 100_000), max_model_len=4096)
+LONG, SHORT = request(prompt_tokens=20_000), request(prompt_tokens=100)
+
+
+def fill(s: Scheduler, instance_id: str, seats: int, now_s: float = 0.0) -> list[Any]:
+    """Streams that take so many seats of an instance."""
+    result = []
+    for _ in range(seats):
+        dispatch = state(s, instance_id).dispatch(request(), 1.0, now_s)
+        s.first_token(dispatch, now_s)
+        result.append(dispatch)
+    return result
+
+
+def where(ticket: Ticket) -> str | None:
+    return None if ticket.dispatch is None else ticket.dispatch.instance_id
+
+
+@pytest.mark.parametrize("small_pool", [16, 0])
+def test_a_long_request_that_waits_for_the_large_instance_holds_no_short_one_up(
+    small_pool: int,
+) -> None:
+    s = Scheduler(make_policy("finish-time"), np.random.default_rng(0), small_pool=small_pool)
+    s.add(LARGE)
+    s.add(SMALL)
+    there = fill(s, "large", 9)
+    long = submitted(s, LONG, 1.0)
+    assert s.pump(1.0) == []
+    short = [submitted(s, SHORT, 1.0 + i) for i in range(5)]
+    assert s.pump(6.0) == short
+    assert {where(ticket) for ticket in short} == {"small"}
+    # What it waits for is kept for it, however many come.
+    s.settle(there[0], Outcome.COMPLETED, 7.0)
+    later = submitted(s, SHORT, 7.0)
+    assert s.pump(7.0)[0] is long
+    assert where(long) == "large"
+    assert where(later) == "small"
+
+
+def test_the_passed_one_is_not_starved_by_those_that_pass() -> None:
+    s = scheduler(LARGE, SMALL, policy="finish-time")
+    there = fill(s, "large", 9)
+    long = submitted(s, LONG, 0.0)
+    for i in range(200):
+        now_s = i * 0.01
+        submitted(s, SHORT, now_s)
+        for ticket in s.pump(now_s):
+            assert where(ticket) == "small"
+            assert ticket.dispatch is not None
+            s.settle(ticket.dispatch, Outcome.COMPLETED, now_s)
+    s.settle(there[0], Outcome.COMPLETED, 3.0)
+    submitted(s, SHORT, 3.0)
+    assert s.pump(3.0)[0] is long
+
+
+def test_who_passes_is_told_what_it_was_kept_from() -> None:
+    s = scheduler(LARGE, SMALL, policy="finish-time")
+    fill(s, "large", 9)
+    submitted(s, LONG)
+    short = submitted(s, SHORT)
+    s.pump(0.0)
+    assert short.decision is not None
+    (row,) = [c for c in short.decision.explain() if c.instance_id == "large"]
+    assert row.excluded == "kept for who waits longer"
+
+
+def test_a_retry_that_waits_holds_nobody_up() -> None:
+    s = scheduler(spec("a", profile(max_num_seqs=1)), spec("b"), policy="finish-time")
+    fill(s, "a", 9)
+    retry = submitted(s, SHORT, exclude=(InstanceId("b"),), first=True)
+    others = [submitted(s, SHORT) for _ in range(3)]
+    assert s.pump(0.0) == others
+    assert {where(ticket) for ticket in others} == {"b"}
+    assert retry.waits
+
+
+def test_those_with_the_same_instances_keep_their_order() -> None:
+    s = scheduler(LARGE, SMALL, spec("other", SLOW, max_model_len=4096), policy="finish-time")
+    there = fill(s, "large", 9) + fill(s, "small", 264) + fill(s, "other", 264)
+    rng = np.random.default_rng(3)
+    order = [LONG if rng.random() < 0.3 else SHORT for _ in range(60)]
+    tickets = [submitted(s, body, i * 1e-3) for i, body in enumerate(order)]
+    done: list[Ticket] = []
+    for i, dispatch in enumerate(rng.permutation(np.array(there, dtype=object))):
+        s.settle(dispatch, Outcome.COMPLETED, 1.0 + i * 0.01)
+        done += s.pump(1.0 + i * 0.01)
+    for body in (LONG, SHORT):
+        mine = [ticket for ticket in done if ticket.request is body]
+        assert mine == [t for t in tickets if t.request is body][: len(mine)]
+    assert len(done) > 30
+
+
+def test_a_crowd_leaves_the_last_instance_with_room_to_the_others_for_a_while() -> None:
+    s = scheduler(spec("a"), spec("b"), policy="finish-time")
+    first = submitted(s, request(sequences=1000))
+    second = submitted(s, request(sequences=1000), 0.1)
+    assert s.pump(0.1) == [first]
+    short = [submitted(s, SHORT, 0.2) for _ in range(4)]
+    assert s.pump(0.2) == short
+    assert {where(t) for t in short} == {"a", "b"} - {where(first)}
+    assert second.waits
+    # When the first is done, or after half a minute, it has its turn.
+    assert s.pump(30.0) == []
+    assert s.pump(30.2) == [second]
+
+
+def test_a_crowd_goes_on_where_there_is_one_instance() -> None:
+    s = scheduler(spec("a"), policy="finish-time")
+    ticket = submitted(s, request(sequences=1000))
+    assert s.pump(0.0) == [ticket]
+    assert where(ticket) == "a"
+
+
+def test_lines_follow_a_change_of_the_instances() -> None:
+    s = scheduler(LARGE, SMALL, policy="finish-time")
+    fill(s, "large", 9)
+    fill(s, "small", 264)
+    tickets = [submitted(s, body, i * 0.1) for i, body in enumerate((SHORT, LONG, SHORT, LONG))]
+    retry = submitted(s, SHORT, 1.0, exclude=(InstanceId("small"),), first=True)
+    assert s.pump(1.0) == []
+    s.add(spec("third", max_model_len=32_768))
+    assert s.pump(2.0) == [retry, *tickets]
+    assert s.queued == 0
+
+
+def test_with_the_large_instance_gone_the_long_ones_are_refused_and_the_short_ones_wait() -> None:
+    s = scheduler(LARGE, SMALL, policy="finish-time")
+    fill(s, "large", 9)
+    fill(s, "small", 264)
+    short, long = submitted(s, SHORT), submitted(s, LONG)
+    assert s.pump(0.0) == []
+    s.remove(InstanceId("large"), 1.0)
+    assert s.pump(1.0) == [long]
+    assert long.rejected is not None
+    assert (short.waits, s.queued) == (True, 1)
+    assert s.cancel(short)
+    assert s.queued == 0
+
+
+def test_a_pump_that_places_nobody_looks_at_few_of_many() -> None:
+    asked = 0
+    s = scheduler(LARGE, SMALL, spec("big", profile(max_num_seqs=1), max_model_len=16_000),
+                  policy="finish-time")  # fmt: skip
+    for name, seats in (("large", 9), ("small", 264), ("big", 9)):
+        fill(s, name, seats)
+    sizes = (20_000, 10_000, 100)
+    for i in range(10_000):
+        submitted(s, request(sizes[i % 3]))
+    decide = s._decide
+
+    def counted(*args: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return decide(*args)
+
+    s._decide = counted  # type: ignore[method-assign]
+    assert s.pump(1.0) == []
+    assert 1 <= asked <= 8

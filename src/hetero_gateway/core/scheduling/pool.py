@@ -38,6 +38,19 @@ class Eligible(NamedTuple):
     kept: list[int] | None
     excluded: tuple[tuple[InstanceSpec, str], ...]
 
+    def positions(self) -> Collection[int]:
+        """Who may get it, as positions in the pool."""
+        return range(len(self.pool.ids)) if self.kept is None else self.kept
+
+    def without(self, reserved: Collection[int], why: str) -> Eligible | None:
+        """The same but for these; None: nobody is left."""
+        pool, _, excluded = self
+        kept = [i for i in self.positions() if i not in reserved]
+        if not kept:
+            return None
+        left_out = tuple((pool.specs[i], why) for i in self.positions() if i in reserved)
+        return Eligible(pool, kept, excluded + left_out)
+
 
 class Pool:
     """The available instances of one model, as arrays."""
@@ -71,6 +84,8 @@ class Pool:
         constants = np.array([dataclasses.astuple(p.constants) for p in profiles])
         self.constants = np.ascontiguousarray(constants.T)
         self.max_num_seqs = np.array([float(p.max_num_seqs) for p in profiles])
+        # A request of more sequences fills every instance.
+        self.most_sequences = float(self.max_num_seqs.max(initial=0))
         self.members = tuple(
             Member(
                 *(

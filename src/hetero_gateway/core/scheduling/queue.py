@@ -3,18 +3,27 @@
 Models do not block each other. A ticket can leave from the middle (its client went away), which
 costs as much as from the head. Who is next is the discipline's business; the sums and means that a
 policy wants to know are kept beside it, by ``ModelQueue``.
+
+Within a model, those that the same instances can take stand in one line; where contexts and caches
+are equal and nothing is tried again, there is one. The line whose head has waited longest has its
+turn first. When that head has to wait, the heads of other lines may go to instances that it cannot
+use: what it waits for is kept for it, so nobody is held up by being passed. A *crowd*, a request of
+more sequences than any engine of its pool runs at once, stands in a line of its own.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.scheduling.pool import Eligible
+from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.types import InstanceId, Reject, Request
+
+# Which instances can take a ticket (positions in its pool; None: all), and whether it is a crowd.
+Line = tuple[tuple[int, ...] | None, bool] | None
 
 # What is typical of a model's requests changes over minutes, not from one to the next.
 _MEAN_OVER_REQUESTS = 1000
@@ -26,9 +35,10 @@ class Ticket:
     """One request waiting for an instance, or placed on one. Changed by the scheduler alone.
 
     ``exclude``: instances it was tried on. ``owner``: whatever the shell wants to find again.
-    ``eligible``: who may get it, as judged in its model's present pool. When it leaves the queue
-    by being placed or refused, it has either ``decision`` and ``dispatch``, or ``rejected``, or
-    ``failed``: what its placement met, a bug that is nobody else's.
+    ``eligible``: who may get it, as judged in its model's present pool; ``line``: where it stands,
+    ``rank``: since when, ``first``: as a retry, in front of who came after it. When it leaves
+    the queue by being placed or refused, it has either ``decision`` and ``dispatch``, or
+    ``rejected``, or ``failed``: what its placement met, a bug that is nobody else's.
     """
 
     __slots__ = (
@@ -38,7 +48,10 @@ class Ticket:
         "enqueued_s",
         "exclude",
         "failed",
+        "first",
+        "line",
         "owner",
+        "rank",
         "rejected",
         "request",
     )
@@ -56,6 +69,9 @@ class Ticket:
         self.exclude = exclude
         self.owner = owner
         self.eligible = eligible
+        self.line: Line = None
+        self.rank = 0
+        self.first = False
         self.decision: Decision | None = None
         self.dispatch: Dispatch | None = None
         self.rejected: Reject | None = None
@@ -77,9 +93,13 @@ class Ticket:
 
 
 class QueueDiscipline(Protocol):
-    """Who is next among those that wait for one model."""
+    """Who is next among those that wait in one line."""
 
     def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """All of them, in the order in which they would go."""
+        ...
 
     def head(self) -> Ticket:
         """The one whose turn it is; there must be one."""
@@ -105,6 +125,9 @@ class Fifo:
     def __len__(self) -> int:
         return len(self._tickets)
 
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets)
+
     def head(self) -> Ticket:
         return next(iter(self._tickets))
 
@@ -125,21 +148,32 @@ class ModelQueue:
 
     ``mean_prompt_tokens``, ``mean_output_tokens`` (predicted) and ``mean_gap_s`` are of what
     arrived lately.
+
+    Args:
+        make_line: makes an empty line.
     """
 
     __slots__ = (
-        "_tickets",
+        "_lines",
+        "_make_line",
+        "_sequence",
+        "_size",
         "arrivals",
         "last_arrival_s",
         "mean_gap_s",
         "mean_output_tokens",
         "mean_prompt_tokens",
         "output_tokens",
+        "pool",
         "prompt_tokens",
     )
 
-    def __init__(self, discipline: QueueDiscipline) -> None:
-        self._tickets = discipline
+    def __init__(self, make_line: Callable[[], QueueDiscipline]) -> None:
+        self._make_line = make_line
+        self._lines: dict[Line, QueueDiscipline] = {}  # none of them is empty
+        self._size = 0
+        self._sequence = 0
+        self.pool: Pool | None = None  # that the lines are of
         self.prompt_tokens = 0
         self.output_tokens = 0.0
         self.last_arrival_s = 0.0
@@ -149,22 +183,84 @@ class ModelQueue:
         self.mean_output_tokens = 0.0
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return self._size
 
     def __repr__(self) -> str:
-        return f"<ModelQueue of {len(self)}, mean gap {self.mean_gap_s:.3g} s>"
+        return (
+            f"<ModelQueue of {self._size} in {len(self._lines)} lines, "
+            f"mean gap {self.mean_gap_s:.3g} s>"
+        )
+
+    @property
+    def mixed(self) -> bool:
+        """It has several lines."""
+        return len(self._lines) > 1
 
     def head(self) -> Ticket:
         """The one whose turn it is; there must be one."""
-        return self._tickets.head()
+        lines = self._lines.values()
+        if len(lines) == 1:
+            return next(iter(lines)).head()
+        return min((line.head() for line in lines), key=_rank)
+
+    def heads(self, most: int) -> list[Ticket]:
+        """The heads of so many lines, those that have waited longest first."""
+        return sorted((line.head() for line in self._lines.values()), key=_rank)[:most]
+
+    def next_in_line(self, line: Line) -> Ticket | None:
+        """Who stands first there now; None: nobody."""
+        there = self._lines.get(line)
+        return None if there is None else there.head()
 
     def put(self, ticket: Ticket, *, first: bool) -> None:
         """Add a request that arrived, or, ``first``, one that has waited before (a retry)."""
-        self._tickets.put(ticket, first=first)
+        self._sequence += 1
+        ticket.rank = -self._sequence if first else self._sequence
+        ticket.first = first
+        self.pool = ticket.eligible.pool
+        self._stand(ticket)
         if not first:
             self._note_arrival(ticket)
+        self._size += 1
         self.prompt_tokens += ticket.request.prompt_tokens
         self.output_tokens += ticket.request.predicted_output_tokens
+
+    def _stand(self, ticket: Ticket) -> None:
+        pool, kept, _ = ticket.eligible
+        sequences = ticket.request.sequences
+        crowd = sequences > 1 and sequences > pool.most_sequences
+        name: Line = None
+        if kept is not None or crowd:
+            name = (None if kept is None else tuple(kept), crowd)
+        line = self._lines.get(name)
+        if line is None:
+            line = self._lines[name] = self._make_line()
+        ticket.line = name
+        line.put(ticket, first=ticket.first)
+
+    def stand_anew(self, pool: Pool, judge: Callable[[Ticket], bool]) -> list[Ticket]:
+        """The pool has changed: everybody is judged again, and stands where he belongs now.
+
+        Args:
+            judge: sets a ticket's ``eligible``. False: nobody can take it any more.
+
+        Returns:
+            those that nobody can take; they have left.
+        """
+        tickets = sorted((t for line in self._lines.values() for t in line), key=_rank)
+        self.pool = pool
+        self._lines = {}
+        refused = [ticket for ticket in tickets if not judge(ticket)]
+        gone = set(refused)
+        staying = [ticket for ticket in tickets if ticket not in gone]
+        for ticket in (t for t in staying if not t.first):
+            self._stand(ticket)
+        # The one that is put first last stands in front.
+        for ticket in reversed([t for t in staying if t.first]):
+            self._stand(ticket)
+        for ticket in refused:
+            self._take_off(ticket)
+        return refused
 
     def _note_arrival(self, ticket: Ticket) -> None:
         if self.arrivals:
@@ -180,11 +276,22 @@ class ModelQueue:
 
     def drop(self, ticket: Ticket) -> bool:
         """Take one out, wherever it stands; False when it is not there."""
-        if not self._tickets.drop(ticket):
+        line = self._lines.get(ticket.line)
+        if line is None or not line.drop(ticket):
             return False
-        if self._tickets:
+        if not line:
+            del self._lines[ticket.line]
+        self._take_off(ticket)
+        return True
+
+    def _take_off(self, ticket: Ticket) -> None:
+        self._size -= 1
+        if self._size:
             self.prompt_tokens -= ticket.request.prompt_tokens
             self.output_tokens -= ticket.request.predicted_output_tokens
         else:
             self.prompt_tokens, self.output_tokens = 0, 0.0
-        return True
+
+
+def _rank(ticket: Ticket) -> int:
+    return ticket.rank

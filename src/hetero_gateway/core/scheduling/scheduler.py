@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
+from bisect import insort
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -38,6 +39,7 @@ from hetero_gateway.core.instances.observation import Observations, seconds
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.policies import Policy, View
 from hetero_gateway.core.policies.base import Choice, Jit, SmallView, amount_at
+from hetero_gateway.core.policies.estimates import BEYOND_MAX_NUM_SEQS
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.members import Members, constants_of
@@ -55,6 +57,12 @@ from hetero_gateway.core.types import (
 
 # Up to so many candidates, plain floats are faster than numpy (benchmarks/scheduling/pump.py).
 SMALL_POOL = 16
+# Lines of a queue that are looked at in one pump: contexts and caches come in a few sizes. Retries
+# may have many lines, and each costs a decision.
+_MOST_LINES = 8
+# A request of more sequences than an engine runs at once fills it for minutes. It lets the others
+# pass for so long rather than take the last instance that has room.
+_CROWD_WAITS_S = 30.0
 
 
 class Scheduler:
@@ -188,7 +196,7 @@ class Scheduler:
             )
         queue = self._queues.get(request.model)
         if queue is None:
-            queue = self._queues[request.model] = ModelQueue(self._discipline())
+            queue = self._queues[request.model] = ModelQueue(self._discipline)
         ticket = Ticket(request, now_s, exclude, owner, eligible)
         queue.put(ticket, first=first)
         self.queued += 1
@@ -239,8 +247,9 @@ class Scheduler:
     def pump(self, now_s: float) -> list[Ticket]:
         """Place all that can be placed now; returns the tickets that wait no more.
 
-        A queue's head waits for its turn, and those behind it wait for the head. Where queues share
-        instances, the head that has waited longest goes first.
+        A queue's head waits for its turn, and those behind it wait for the head, unless they can
+        use instances that it cannot (``_let_pass``). Where queues share instances, the head that
+        has waited longest goes first.
         """
         self._pumped_s = now_s
         if self._unseen:
@@ -254,15 +263,72 @@ class Scheduler:
             if len(open_queues) > 1:
                 queue = min(open_queues, key=lambda q: q.head().enqueued_s)
             ticket = queue.head()
-            if not self._place(ticket, queue, now_s):
+            if self._members.pools.get(ticket.request.model) is not queue.pool:
+                self._judge_anew(queue, done)
+            elif self._place(ticket, queue, now_s):
+                self._leave(ticket, queue, done)
+            else:
+                if queue.mixed:
+                    self._let_pass(queue, now_s, done)
                 open_queues.remove(queue)
                 continue
-            done.append(ticket)
-            queue.drop(ticket)
-            self.queued -= 1
             if not queue:
                 open_queues.remove(queue)
         return done
+
+    def _leave(self, ticket: Ticket, queue: ModelQueue, done: list[Ticket]) -> None:
+        queue.drop(ticket)
+        self.queued -= 1
+        done.append(ticket)
+
+    def _judge_anew(self, queue: ModelQueue, done: list[Ticket]) -> None:
+        """The membership has changed since those in a queue were judged."""
+        members = self._members
+
+        def judge(ticket: Ticket) -> bool:
+            eligible = members.eligible(ticket.request, ticket.exclude)
+            if isinstance(eligible, Reject):
+                ticket.rejected = eligible
+                return False
+            ticket.eligible = eligible
+            return True
+
+        refused = queue.stand_anew(members.pool(queue.head().request.model), judge)
+        self.queued -= len(refused)
+        done += refused
+
+    def _let_pass(self, queue: ModelQueue, now_s: float, done: list[Ticket]) -> None:
+        """A queue's head has to wait: place those behind it that can use other instances.
+
+        What anybody in front may use is kept for him, so nobody waits longer for being passed.
+        """
+        kept_free: set[int] = set()
+        turns = queue.heads(_MOST_LINES)
+        held_up = turns.pop(0)
+        if not self._holds_back(held_up, now_s):
+            kept_free.update(held_up.eligible.positions())
+        while turns and len(kept_free) < len(held_up.eligible.pool.ids):
+            ticket = turns.pop(0)
+            eligible = ticket.eligible.without(kept_free, "kept for who waits longer")
+            if eligible is None:
+                continue
+            if self._place(ticket, queue, now_s, eligible):
+                self._leave(ticket, queue, done)
+                following = queue.next_in_line(ticket.line)
+                if following is not None:
+                    insort(turns, following, key=lambda t: t.rank)
+            elif not self._holds_back(ticket, now_s):
+                kept_free.update(ticket.eligible.positions())
+
+    def _holds_back(self, ticket: Ticket, now_s: float) -> bool:
+        """A crowd waits, for a while, rather than take the last instance that others can use."""
+        if ticket.line is None or not ticket.line[1] or now_s - ticket.enqueued_s >= _CROWD_WAITS_S:
+            return False
+        pool, seats = ticket.eligible.pool, 0
+        for state, member in zip(pool.states, pool.members, strict=True):
+            there = state.waiting + state.streaming
+            seats += there < member.max_num_seqs + BEYOND_MAX_NUM_SEQS
+        return len(pool.ids) > 1 and seats < 2
 
     def next_wakeup_s(self) -> float | None:
         """When to pump next although nothing happens, after the last pump; None: never."""
@@ -288,29 +354,25 @@ class Scheduler:
         pool, queue = self._members.pool(model), self._queues.get(model)
         return drain_time_s(pool, queue) if queue and pool.ids else 0.0
 
-    def _place(self, ticket: Ticket, queue: ModelQueue | None, now_s: float) -> bool:
-        """Decide on a queue's head. False: it has to wait."""
+    def _place(
+        self,
+        ticket: Ticket,
+        queue: ModelQueue | None,
+        now_s: float,
+        eligible: Eligible | None = None,
+    ) -> bool:
+        """Decide on a ticket, among all that are eligible or only these. False: it has to wait."""
         try:
-            return self._judge_and_dispatch(ticket, queue, now_s)
+            if ticket.line is not None and self._holds_back(ticket, now_s):
+                return False
+            decision = self._decide(ticket.request, eligible or ticket.eligible, now_s, queue)
+            if decision is None:
+                return False
+            ticket.dispatch = self.dispatch(decision, now_s)
+            ticket.decision = decision
         except Exception as error:
             # The boundary between requests: left at the head, it would fail all that come after.
             ticket.failed = error
-            return True
-
-    def _judge_and_dispatch(self, ticket: Ticket, queue: ModelQueue | None, now_s: float) -> bool:
-        request = ticket.request
-        if self._members.pools.get(request.model) is not ticket.eligible.pool:
-            # The membership has changed since it was judged.
-            eligible = self._members.eligible(request, ticket.exclude)
-            if isinstance(eligible, Reject):
-                ticket.rejected = eligible
-                return True
-            ticket.eligible = eligible
-        decision = self._decide(request, ticket.eligible, now_s, queue)
-        if decision is None:
-            return False
-        ticket.dispatch = self.dispatch(decision, now_s)
-        ticket.decision = decision
         return True
 
     def _pass_unseen(self, now_s: float) -> None:
