@@ -1,14 +1,19 @@
 """A long body without its long runs is read as the whole one is."""
 
+import contextlib
+import functools
 import json
 import random
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
 
+from benchmarks.dataplane.parse_body import hostile_bodies, memory_bytes
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.wire import openai
-from hetero_gateway.gateway.wire.folding import fold
+from hetero_gateway.gateway.wire import folding, openai
+from hetero_gateway.gateway.wire.folding import advance, finish, fold
 from hetero_gateway.gateway.wire.openai import ParsedRequest, parse_body, prompt_field
 
 WORDS = [
@@ -81,10 +86,117 @@ def test_a_folded_body_says_what_the_whole_one_says(
 )
 def test_long_runs_are_left_out(prompt: object, share: float) -> None:
     body = json.dumps({"model": "m", "prompt": prompt}).encode()
-    short, runs = fold(body)
-    assert runs
+    short, cuts = finish(fold(body))
+    assert cuts
     assert len(short) < share * len(body)
-    assert len(short) + sum(run.size_bytes for run in runs) == len(body)
+    assert len(short) + sum(cut.end - cut.start for cut in cuts) == len(body)
+
+
+def insides(body: bytes) -> list[tuple[int, int]]:
+    """What can be left out of a body, found byte by byte."""
+    spans, depth, in_string, escaped = [], 0, False, False
+    inside_from = string_from = 0
+    for at, byte in enumerate(body):
+        if in_string:
+            if escaped:
+                escaped = False
+            elif byte == b"\\"[0]:
+                escaped = True
+            elif byte == b'"'[0]:
+                in_string = False
+                if depth == 1:
+                    spans.append((string_from, at))
+        elif byte == b'"'[0]:
+            in_string, string_from = True, at + 1
+        elif byte in b"[{":
+            depth += 1
+            if depth == 2:
+                inside_from = at + 1
+        elif byte in b"]}":
+            depth -= 1
+            if depth == 1:
+                spans.append((inside_from, at))
+    return [(start, end) for start, end in spans if end - start >= 512]
+
+
+PIECES = [
+    "\\", "\\\\", '"', '\\"', "{", "}", "[", "]", ",", "x", "漢", "{}[]", "\\" * 63, '""', "7, ",
+]  # fmt: skip
+
+
+def nested(rng: random.Random, depth: int) -> str:
+    if depth == 0:
+        text = "".join(rng.choice(PIECES) * rng.randrange(1, 90) for _ in range(rng.randrange(9)))
+        return json.dumps(text, ensure_ascii=rng.random() < 0.5)
+    parts = [nested(rng, rng.randrange(depth)) for _ in range(rng.randrange(6))]
+    if rng.random() < 0.5:
+        return "[" + ", ".join(parts) + "]"
+    return "{" + ",".join(f"{json.dumps(rng.choice(PIECES))}:{part}" for part in parts) + "}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("block_bytes", [300, 1 << 10, 1 << 16])
+def test_the_insides_are_found_wherever_the_blocks_end(
+    seed: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folding, "_BLOCK_BYTES", block_bytes)
+    rng = random.Random(seed)
+    fields = [f"{json.dumps(rng.choice(PIECES))}:{nested(rng, 5)}" for _ in range(20)]
+    body = ("{" + ",".join(fields) + "}").encode()
+    _, cuts = finish(fold(body))
+    assert [(cut.start, cut.end) for cut in cuts] == insides(body)
+
+
+@pytest.mark.parametrize(
+    "body", [b"]" * 900 + b'{"a":' * 200, b'"' * 5000, b"\\" * 5000, b"}{" * 999]
+)
+def test_what_is_no_json_folds_to_something(body: bytes) -> None:
+    short, _ = finish(fold(body))
+    assert len(short) <= len(body)
+
+
+def test_reading_can_stop_after_each_block() -> None:
+    body = b'{"model":"m","n":[' + b"[]," * 500_000 + b"0]}"
+    steps = fold(body)
+    count = 0
+    while (result := advance(steps, 0.0)) is None:
+        count += 1
+    assert count > len(body) / (1 << 17)
+    assert len(result[0]) < 100
+
+
+def test_a_body_of_nothing_but_fields_is_refused() -> None:
+    with pytest.raises(Refusal) as caught:
+        parse_body(b'{"model":"m",' + b'"n":[],' * 100_000 + b'"n":1}', b"")
+    assert (caught.value.status, caught.value.code) == (400, "too_many_fields")
+
+
+HOSTILE_BYTES = 1 << 18
+
+
+@functools.cache
+def hostile() -> dict[str, bytes]:
+    return dict(hostile_bodies(HOSTILE_BYTES))
+
+
+@pytest.mark.parametrize("kind", dict(hostile_bodies(100)))
+def test_no_body_takes_long_or_much_memory(kind: str) -> None:
+    """In calls and bytes, which no busy machine changes; in seconds by the benchmark."""
+    body = hostile()[kind]
+    calls = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(trace)
+    try:
+        with contextlib.suppress(Refusal):
+            parse_body(body, b"", "/v1/completions")
+    finally:
+        sys.setprofile(None)
+    assert calls < 15_000  # what looks at each value would need 20 000 and more
+    assert memory_bytes(body) < 3 * len(body) + 2_000_000
 
 
 @pytest.mark.parametrize("end", [b"", b"}", b'", "model": 5}'])

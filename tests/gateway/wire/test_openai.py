@@ -20,6 +20,11 @@ from hetero_gateway.gateway.wire.openai import (
         ([7], 1, 1),
         ([[1, 2], [3, 4, 5]], 5, 2),
         ([[1]], 1, 1),
+        ([[], [1, 2], []], 2, 3),
+        ([1, "a"], None, 1),
+        ([[1], ["a", "b"]], None, 1),
+        ([1, [2]], None, 1),
+        (['a"b\\', "\\\\", '\\"', ""], None, 4),
         ("text", None, 1),
         (["one", "two, three [4]", "[5]"], None, 3),
         ([], None, 1),
@@ -29,8 +34,11 @@ from hetero_gateway.gateway.wire.openai import (
 def test_token_id_prompts_are_counted_exactly(
     prompt: object, tokens: int | None, prompts: int
 ) -> None:
-    parsed = parse_body(json.dumps({"prompt": prompt}).encode(), b"")
-    assert (parsed.exact_prompt_tokens, parsed.prompt_count) == (tokens, prompts)
+    for indent in (None, 2):
+        body = {"prompt": prompt, "x": [prompt] * 2}
+        for raw in (json.dumps(body, indent=indent), json.dumps(body | {"y": "z" * 70_000})):
+            parsed = parse_body(raw.encode(), b"")
+            assert (parsed.exact_prompt_tokens, parsed.prompt_count) == (tokens, prompts)
 
 
 def test_sequences_are_prompts_times_n() -> None:
@@ -39,20 +47,24 @@ def test_sequences_are_prompts_times_n() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "limit"),
+    ("path", "fields", "limit"),
     [
-        ({"max_tokens": 5}, 5),
-        ({"max_completion_tokens": 7, "max_tokens": 5}, 7),
-        ({"max_output_tokens": 9}, 9),
-        ({"max_tokens": None}, None),
-        ({"max_tokens": -1}, None),  # the engine's to refuse
-        ({"max_tokens": "5"}, None),
-        ({"max_tokens": True}, None),
-        ({}, None),
+        ("/v1/chat/completions", {"max_tokens": 5}, 5),
+        ("/v1/chat/completions", {"max_completion_tokens": 7, "max_tokens": 5}, 7),
+        ("/v1/chat/completions", {"max_output_tokens": 9}, None),  # no field of this path
+        ("/v1/responses", {"max_output_tokens": 9, "max_tokens": 5}, 9),
+        ("/v1/messages", {"max_tokens": 5}, 5),
+        ("/invocations", {"messages": [], "max_completion_tokens": 7}, 7),
+        ("/invocations", {"prompt": "", "max_completion_tokens": 7, "max_tokens": 5}, 5),
+        ("/v1/chat/completions", {"max_tokens": None}, None),
+        ("/v1/embeddings", {"max_tokens": 5}, None),
+        ("/v1/chat/completions", {}, None),
     ],
 )
-def test_the_output_limit(fields: dict[str, object], limit: int | None) -> None:
-    assert parse_body(json.dumps(fields).encode(), b"").max_output_tokens == limit
+def test_the_output_limit_is_the_one_that_the_path_minds(
+    path: str, fields: dict[str, object], limit: int | None
+) -> None:
+    assert parse_body(json.dumps(fields).encode(), b"", path).max_output_tokens == limit
 
 
 def test_bytes_of_messages_tools_and_system_count() -> None:
@@ -82,8 +94,30 @@ def test_images_count_by_number_and_not_by_size(size: int) -> None:
 
 
 def test_unknown_and_odd_fields_are_left_alone() -> None:
-    parsed = parse_body(b'{"model":"m","stream":1,"n":"x","zzz":{"a":[1]},"messages":7}', b"")
+    parsed = parse_body(b'{"model":"m","stream":[],"best_of":"x","zzz":{"a":[1]}}', b"")
     assert (parsed.model, parsed.stream, parsed.sequences) == ("m", False, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "streams"),
+    [(True, True), (1, True), (1.0, True), ("true", True), ("On", True), (False, False),
+     (None, False), (0, False), ("no", False), (2, False), ({}, False)],
+)  # fmt: skip
+def test_a_stream_is_what_an_engine_takes_for_one(value: object, streams: bool) -> None:
+    assert parse_body(json.dumps({"stream": value}).encode(), b"").stream is streams
+
+
+@pytest.mark.parametrize("size", [5000, 200_000])
+def test_a_name_that_no_model_can_have_is_not_repeated(size: int) -> None:
+    with pytest.raises(Refusal) as caught:
+        parse_body(b'{"model":"%b"}' % (b"m" * size), b"")
+    assert caught.value.param == "model"
+    assert len(caught.value.message) < 100
+
+
+def test_a_prompt_that_the_engine_truncates_is_known_for_it() -> None:
+    body = {"prompt": [1] * 9, "truncate_prompt_tokens": 5}
+    assert parse_body(json.dumps(body).encode(), b"").truncates
 
 
 def test_the_model_of_a_multipart_upload_is_found() -> None:
@@ -106,6 +140,13 @@ def test_deeply_nested_bodies_do_no_harm() -> None:
     for opening in (b"[", b'{"a":'):
         with pytest.raises(Refusal):
             parse_body(b'{"messages":' + opening * 200_000, b"")
+
+
+@pytest.mark.parametrize("depth", [2000, 200_000])
+def test_a_body_deeper_than_a_stack_is_the_engines_to_judge(depth: int) -> None:
+    nested = b"[" * depth + b"]" * depth
+    parsed = parse_body(b'{"model":"m","messages":%b,"n":2}' % nested, b"")
+    assert (parsed.model, parsed.sequences, parsed.text_bytes) == ("m", 2, 2 * depth)
 
 
 def test_errors_have_openais_shape_and_anthropics_where_that_is_spoken() -> None:

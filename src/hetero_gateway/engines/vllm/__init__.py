@@ -18,14 +18,17 @@ from hetero_gateway.engines.vllm.answers import (
 )
 from hetero_gateway.engines.vllm.metrics import CacheFacts, EngineMetrics, read_metrics
 from hetero_gateway.engines.vllm.paths import (
+    CHAT_COMPLETIONS,
     WORK_BY_PATH,
     Work,
+    limits_of,
     starts_with_a_token,
     work_of_path,
 )
 
 __all__ = [
     "ABORT",
+    "CHAT_COMPLETIONS",
     "CLOSING_EVENTS",
     "DONE",
     "WORK_BY_PATH",
@@ -35,6 +38,7 @@ __all__ = [
     "completion_counts_in",
     "deltas_in",
     "failed_in_tail",
+    "limits_of",
     "read_metrics",
     "read_models",
     "starts_with_a_token",

@@ -74,6 +74,31 @@ def work_of_path(path: str) -> Work | None:
     return WORK_BY_PATH.get(path)
 
 
+# The fields that limit an answer's tokens, the first one ahead of the next, each with the least
+# that may be asked for. A completion of none is a prompt's log probabilities where ``echo`` is set;
+# in some versions a chat's max_completion_tokens of 0 counts as none given.
+_CHAT_LIMITS = (("max_completion_tokens", 0), ("max_tokens", 1))
+_COMPLETION_LIMITS = (("max_tokens", 0),)
+_LIMITS_BY_PATH = {
+    CHAT_COMPLETIONS: _CHAT_LIMITS,
+    CHAT_COMPLETIONS + "/batch": _CHAT_LIMITS,
+    COMPLETIONS: _COMPLETION_LIMITS,
+    RESPONSES: (("max_output_tokens", 1),),
+    MESSAGES: (("max_tokens", 1),),
+}
+_TAKES_N = frozenset((CHAT_COMPLETIONS, CHAT_COMPLETIONS + "/batch", COMPLETIONS, INVOCATIONS))
+
+
+def limits_of(path: str, *, chats: bool) -> tuple[bool, tuple[tuple[str, int], ...]]:
+    """(whether ``n`` counts, the fields that limit an answer) in a body on this path.
+
+    Other paths ignore fields of these names, whatever is in them. ``chats``: it has messages.
+    """
+    if path == INVOCATIONS:
+        return True, _CHAT_LIMITS if chats else _COMPLETION_LIMITS
+    return path in _TAKES_N, _LIMITS_BY_PATH.get(path, ())
+
+
 def starts_with_a_token(path: str) -> bool:
     """Whether the first bytes of a stream's body are there with its first token.
 

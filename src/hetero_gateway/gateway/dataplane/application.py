@@ -84,6 +84,7 @@ class DataPlane:
             decisions=self.decisions,
             total_timeout_s=config.timeouts.total_s,
             open=set(),
+            reading=asyncio.Lock(),
         )
         self._request_ids = itertools.count()
         self._request_id_prefix = os.urandom(6).hex().encode()

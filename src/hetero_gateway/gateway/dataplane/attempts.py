@@ -61,6 +61,7 @@ from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.downstream import Downstream
+from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps, advance
 from hetero_gateway.gateway.wire.headers import (
     NOT_TO_INSTANCES,
     NOT_TO_INSTANCES_NOR_CREDENTIALS,
@@ -72,6 +73,8 @@ from hetero_gateway.gateway.wire.upstream import UpstreamConnection
 _log = logging.getLogger(__name__)
 
 _RETRY_WINDOW_S = 10.0
+# How long the reading of a body may hold the event loop at a time.
+_STEP_S = 0.002
 
 
 class RetryBudget:
@@ -102,7 +105,11 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class Rooms:
-    """What every request passes through. ``open``: the requests that are not over."""
+    """What every request passes through.
+
+    ``open``: the requests that are not over. ``reading``: one long body is read at a time, so that
+    all of them together hold the event loop for no longer than one.
+    """
 
     admission: Admission
     intake: Intake
@@ -114,6 +121,7 @@ class Rooms:
     decisions: DecisionLog
     total_timeout_s: float
     open: set[Attempts]
+    reading: asyncio.Lock
 
 
 class Attempts:
@@ -181,11 +189,15 @@ class Attempts:
         inbound.body = body
         inbound.received_s = time.monotonic()
         try:
-            parsed = rooms.intake.read(inbound)
-            if rooms.intake.counts(inbound, parsed):
-                self._start(self._count(parsed))
+            if len(body) < LEAST_BYTES:
+                self._understand(rooms.intake.read(inbound))
+                return
+            steps = rooms.intake.read_in_steps(inbound)
+            parsed = advance(steps, _STEP_S)
+            if parsed is not None:
+                self._understand(parsed)
             else:
-                self._describe(parsed, None)
+                self._start(self._read_on(steps))
         except Refusal as refusal:
             self._reject(refusal)
         except Exception as error:
@@ -220,6 +232,34 @@ class Attempts:
         self.wake()
 
     # Understanding
+
+    async def _read_on(self, steps: Steps[ParsedRequest]) -> None:
+        """Read the rest of a long body, while the event loop has its turns."""
+        parsed = None
+        async with self._rooms.reading:
+            while parsed is None and not self.over:
+                await asyncio.sleep(0)
+                try:
+                    parsed = advance(steps, _STEP_S)
+                except Refusal as refusal:
+                    if not self.over:
+                        self._reject(refusal)
+                    return
+        if parsed is None or self.over:
+            return
+        try:
+            if self._rooms.intake.counts(self._inbound, parsed):
+                await self._count(parsed)
+            else:
+                self._describe(parsed, None)
+        except Refusal as refusal:
+            self._reject(refusal)
+
+    def _understand(self, parsed: ParsedRequest) -> None:
+        if self._rooms.intake.counts(self._inbound, parsed):
+            self._start(self._count(parsed))
+        else:
+            self._describe(parsed, None)
 
     async def _count(self, parsed: ParsedRequest) -> None:
         counted = await self._rooms.intake.count(self._inbound)

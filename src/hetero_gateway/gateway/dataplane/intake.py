@@ -18,10 +18,12 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import too_large
 from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.wire.folding import Steps
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import (
     ParsedRequest,
     parse_body,
+    parse_in_steps,
     prompt_field,
     prompt_text,
 )
@@ -90,7 +92,14 @@ class Intake:
 
     def read(self, inbound: Inbound) -> ParsedRequest:
         """What the body says, its model filled in. Raises Refusal: 400 for an unusable one."""
-        parsed = parse_body(inbound.body, inbound.content_type)
+        return self._named(parse_body(inbound.body, inbound.content_type, inbound.path), inbound)
+
+    def read_in_steps(self, inbound: Inbound) -> Steps[ParsedRequest]:
+        """``read`` for a long body, for which the event loop cannot stand still."""
+        parsed = yield from parse_in_steps(inbound.body, inbound.content_type, inbound.path)
+        return self._named(parsed, inbound)
+
+    def _named(self, parsed: ParsedRequest, inbound: Inbound) -> ParsedRequest:
         if not parsed.model:
             parsed.model = self._default_model(inbound.path)
         return parsed

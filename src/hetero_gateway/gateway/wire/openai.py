@@ -3,6 +3,10 @@
 A request's body is passed on byte for byte; only the few fields that scheduling needs are looked
 at, with the prompt left as raw JSON. What an engine's paths and answers mean is in engines/vllm.
 
+What is read is what the engine reads: the last one of equal keys, numbers as pydantic takes them
+(``whole_numbers``), and what Python's ``json`` takes beyond JSON (NaN, lone surrogates, UTF-16).
+Numbers that no engine accepts are refused; what is not read is the engine's to judge.
+
 How long a prompt is (docs/scheduling.md, "Prompt length"):
 
 - Token-id prompts are exact: the numbers are counted.
@@ -13,6 +17,7 @@ How long a prompt is (docs/scheduling.md, "Prompt length"):
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,49 +26,92 @@ from typing import Any
 
 import msgspec
 
+from hetero_gateway.engines.vllm import CHAT_COMPLETIONS, limits_of
 from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.wire import whole_numbers
 from hetero_gateway.gateway.wire.folding import (
     LEAST_BYTES,
-    NO_FOLD,
-    Fold,
+    Buffer,
+    Cut,
+    Steps,
     count,
+    count_below,
+    count_byte,
+    finish,
     fold,
-    fold_of,
+    highest,
+    place,
     positions,
 )
 
+_SPACE = rb"[ \t\r\n]*+"
 _MEDIA_PART = re.compile(
-    rb'"type"\s*:\s*"(?:image_url|image|input_image|input_audio|audio_url|video_url)"'
+    rb'"type"%b:%b"(?:image_url|image|input_image|input_audio|audio_url|video_url)"'
+    % (_SPACE, _SPACE)
 )
 _BASE64_MARK = b";base64,"
 _MULTIPART_MODEL = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n')
-_JSON_NUMBERS = re.compile(rb"\[\s*\d")
-_JSON_LIST_OF_NUMBERS = re.compile(rb"\[\s*\[")
+_JSON_NUMBERS = re.compile(rb"\[%b[\d-]" % _SPACE)
+_JSON_LIST_OF_NUMBERS = re.compile(rb"\[%b\[" % _SPACE)
+_JSON_STRINGS = re.compile(rb'\[%b"' % _SPACE)
+_SPACE_IN_A_LIST = re.compile(rb"\[[ \t\r\n]")
+_ABOVE_NUMBERS = b":"[0]
+_QUOTE, _COMMA, _OPENING, _CLOSING = b'",[]'
+# A longer name is not of any model, and an error message would repeat it.
+_MOST_MODEL_BYTES = 4096
+# Of so many parts the types are looked at, and the others taken to be alike.
+_MOST_PARTS = 4096
+# Python's json makes objects of all that it reads: 0.3 ms for so much.
+_MOST_ODD_BYTES = 1 << 14
+
+# A body's own fields are a few dozen: so much without their insides has thousands.
+_MOST_SHORT_BYTES = 1 << 18
+
+# Where a field stands: between the two places of the bytes.
+_Extent = tuple[bytes | bytearray, int, int]
+_Scalar = int | float | str | bool | None
+_NONE = msgspec.Raw(b"")
 
 
 class _Body(msgspec.Struct):
-    """The fields that scheduling looks at; everything else is skipped."""
+    """The fields that scheduling looks at; everything else is skipped.
 
-    model: Any = None
-    stream: Any = None
-    n: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-    messages: msgspec.Raw = msgspec.Raw(b"")
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    input: msgspec.Raw = msgspec.Raw(b"")
-    system: msgspec.Raw = msgspec.Raw(b"")
-    instructions: msgspec.Raw = msgspec.Raw(b"")
-    tools: msgspec.Raw = msgspec.Raw(b"")
+    Where a plain value belongs, an array or an object is an error at its first byte.
+    """
 
+    model: str | None = None
+    stream: _Scalar = None
+    n: _Scalar = None
+    max_tokens: _Scalar = None
+    max_completion_tokens: _Scalar = None
+    max_output_tokens: _Scalar = None
+    truncate_prompt_tokens: _Scalar = None
+    messages: msgspec.Raw = _NONE
+    prompt: msgspec.Raw = _NONE
+    input: msgspec.Raw = _NONE
+    system: msgspec.Raw = _NONE
+    instructions: msgspec.Raw = _NONE
+    tools: msgspec.Raw = _NONE
+
+
+_PLAIN = _Body.__struct_fields__[:7]
+_NESTED = _Body.__struct_fields__[7:]
+# The same fields, and none of them looked into.
+_RawBody = msgspec.defstruct(
+    "_RawBody", [(name, msgspec.Raw, _NONE) for name in _Body.__struct_fields__]
+)
 
 _decode_body = msgspec.json.Decoder(_Body).decode
+_decode_raw = msgspec.json.Decoder(_RawBody).decode
+_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 @dataclass(slots=True)
 class ParsedRequest:
-    """What a body says. ``text_bytes`` is 0 when the prompt is exact."""
+    """What a body says. ``text_bytes`` is 0 when the prompt is exact.
+
+    ``truncates``: the engine cuts the prompt down to a length that the client gives.
+    """
 
     model: str | None
     stream: bool
@@ -73,76 +121,187 @@ class ParsedRequest:
     media_parts: int
     exact_prompt_tokens: int | None
     prompt_count: int
+    truncates: bool = False
 
 
-def parse_body(body: bytes, content_type: bytes) -> ParsedRequest:
+def parse_body(
+    body: bytes | bytearray, content_type: bytes, path: str = CHAT_COMPLETIONS
+) -> ParsedRequest:
     """Read what scheduling needs from a request's body.
 
     Raises:
         Refusal: 400 for broken JSON, a body that is not an object, a ``model`` that is no
-            string. Everything else is the engine's to judge.
+            string, a number that no engine accepts; 404 for a name that is no model's.
+            Everything else is the engine's to judge.
     """
     if content_type.startswith(b"multipart/"):
         match = _MULTIPART_MODEL.search(body)
         model = match.group(1).decode("utf-8", "replace") if match else None
         return ParsedRequest(model, False, None, 1, 0, 1, None, 1)
-    fields, fold_of = _fields(body)
+    if len(body) < LEAST_BYTES:
+        try:
+            return _describe(_decode_body(body), _itself, path)
+        except _ERRORS:
+            pass  # what the engine would read may be there all the same
+    return finish(parse_in_steps(body, content_type, path))
+
+
+def parse_in_steps(
+    body: bytes | bytearray, content_type: bytes, path: str = CHAT_COMPLETIONS
+) -> Steps[ParsedRequest]:
+    """``parse_body`` for a long one, for who has something else to do meanwhile."""
+    if content_type.startswith(b"multipart/"):
+        return parse_body(body, content_type, path)
+    fields, extent = yield from _fields(body)
+    yield
+    return _describe(fields, extent, path)
+
+
+def _describe(fields: _Body, extent: Callable[[msgspec.Raw], _Extent], path: str) -> ParsedRequest:
     model = fields.model
-    if model is not None and not isinstance(model, str):
-        raise Refusal(400, "invalid_type", "`model` must be a string.", param="model")
+    if model is not None and len(model) > _MOST_MODEL_BYTES:
+        detail = f"No model has a name of {len(model)} characters."
+        raise Refusal(404, "model_not_found", detail, param="model")
     tokens: int | None = None
     prompts, text_bytes = 1, 0
     if fields.prompt:
-        prompt, left_out = bytes(fields.prompt), fold_of(fields.prompt)
-        tokens, prompts, text_bytes = _measure_prompt(prompt, left_out)
+        tokens, prompts, text_bytes = _measure_prompt(*extent(fields.prompt))
     media_parts = 0
     for field in (
         fields.messages, fields.input, fields.system, fields.instructions, fields.tools
     ):  # fmt: skip
         if field:
-            found, size = _measure(field, fold_of(field))
+            found, size = _measure(*extent(field))
             media_parts += found
             text_bytes += size
+    n, limit = _counts(fields, path)
     return ParsedRequest(
         model=model,
-        stream=fields.stream is True,
-        max_output_tokens=_limit(fields),
-        sequences=prompts if fields.n is None else prompts * (_positive(fields.n) or 1),
+        stream=fields.stream is True or (fields.stream is not None and _true(fields.stream)),
+        max_output_tokens=limit,
+        sequences=min(prompts * n, whole_numbers.MOST_SEQUENCES),
         text_bytes=text_bytes,
         media_parts=media_parts,
         exact_prompt_tokens=tokens,
         prompt_count=prompts,
+        truncates=fields.truncate_prompt_tokens is not None,
     )
 
 
-def prompt_field(body: bytes) -> bytes:
+def prompt_field(body: bytes | bytearray) -> bytes:
     """The raw JSON of ``messages``, or of ``prompt`` where there are none, in a usable body."""
-    fields = _decode_body(body)
-    return bytes(fields.messages) or bytes(fields.prompt)
+    fields, extent = finish(_fields(body))
+    data, start, end = extent(fields.messages or fields.prompt)
+    return bytes(data[start:end])
 
 
-def _fields(body: bytes) -> tuple[_Body, Callable[[msgspec.Raw], Fold]]:
-    """A body's fields, long ones without their middle, and what was left out of each."""
-    if len(body) >= LEAST_BYTES:
-        short, runs = fold(body)
-        if runs:
-            try:
-                return _decode_body(short), partial(fold_of, short, runs)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                pass  # the whole one has its own error, or none
+# The fields of a body
+
+
+def _fields(body: bytes | bytearray) -> Steps[tuple[_Body, Callable[[msgspec.Raw], _Extent]]]:
+    """A body's fields, and a function that knows where in the body one of them stands."""
+    short, cuts = yield from fold(body)
+    if len(short) > _MOST_SHORT_BYTES:
+        detail = "The request body has too many fields."
+        raise Refusal(400, "too_many_fields", detail)
+    extent = partial(_extent, body, short, cuts)
     try:
-        return _decode_body(body), _not_folded
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raw = _decode_raw(short)
+    except _ERRORS as error:
+        return (yield from _odd_fields(body, short, error))
+    fields = _Body()
+    for name in _PLAIN:
+        value = getattr(raw, name)
+        if value:
+            data, start, end = extent(value)
+            known = whole_numbers.decode(bytes(data[start : min(end, start + _LOOKED_AT)]))
+            setattr(fields, name, known)
+    for name in _NESTED:
+        setattr(fields, name, getattr(raw, name))
+    return _with_a_model(fields), extent
+
+
+# Enough to see that a plain value is too long.
+_LOOKED_AT = whole_numbers.MOST_BYTES + 1
+
+
+def _itself(field: msgspec.Raw) -> _Extent:
+    raw = bytes(field)
+    return raw, 0, len(raw)
+
+
+def _extent(body: bytes | bytearray, short: Buffer, cuts: list[Cut], field: msgspec.Raw) -> _Extent:
+    return body, *place(short, cuts, field)
+
+
+def _odd_fields(
+    body: bytes | bytearray, short: bytes | bytearray, error: Exception
+) -> Steps[tuple[_Body, Callable[[msgspec.Raw], _Extent]]]:
+    """The fields of what is no JSON, where Python's reads it; its prompt is all of the body."""
+    encoding = json.detect_encoding(bytes(body[:4]))
+    try:
+        if encoding != "utf-8":
+            text = body.decode(encoding, "surrogatepass")
+            return (yield from _fields(text.encode("utf-8", "surrogatepass")))
+        found = json.loads(short) if len(short) <= _MOST_ODD_BYTES else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
         raise Refusal(
             400, "invalid_json", f"The request body is not usable JSON: {error}"
         ) from None
+    fields = _Body()
+    for name in _PLAIN:
+        value = found.get(name)
+        setattr(fields, name, ... if isinstance(value, (list, dict)) else value)
+    if any(found.get(name) for name in _NESTED):
+        fields.messages = msgspec.Raw(b"{}")
+    return _with_a_model(fields), lambda field: (body, 0, len(body) if field else 0)
 
 
-def _not_folded(field: msgspec.Raw) -> Fold:
-    return NO_FOLD
+def _with_a_model(fields: _Body) -> _Body:
+    model = fields.model
+    if model is not None and not isinstance(model, str):
+        if isinstance(model, type(...)):
+            detail = "`model` must be a string, and a short one."
+            raise Refusal(400, "invalid_type", detail, param="model")
+        raise Refusal(400, "invalid_type", "`model` must be a string.", param="model")
+    if model is not None:
+        # A lone surrogate is in no name, and in no answer of ours.
+        fields.model = model.encode("utf-8", "replace").decode()
+    return fields
 
 
-def prompt_text(body: bytes) -> str:
+def _counts(fields: _Body, path: str) -> tuple[int, int | None]:
+    """(``n``, the most output tokens that the client wants) as a path's engine reads them."""
+    takes_n, limits = limits_of(path, chats=bool(fields.messages))
+    n = limit = None
+    if takes_n and fields.n is not None:
+        n = whole_numbers.read(fields.n, "n")
+        if n is not None:
+            whole_numbers.check(n, "n", 1, whole_numbers.MOST_SEQUENCES)
+    for name, least in limits:
+        value = getattr(fields, name)
+        if value is not None:
+            value = whole_numbers.read(value, name)
+            if limit is None and value is not None:
+                # Of two limits the engine minds the first one.
+                whole_numbers.check(value, name, least, whole_numbers.MOST_TOKENS)
+                limit = value or None
+    return n or 1, limit
+
+
+def _true(value: Any) -> bool:
+    """Whether pydantic takes a value for true."""
+    if isinstance(value, str):
+        return value.lower() in ("1", "true", "t", "yes", "y", "on")
+    return isinstance(value, (int, float)) and value == 1
+
+
+# The text of a prompt, for those who ask
+
+
+def prompt_text(body: bytes | bytearray) -> str:
     """All text of a request's prompt, a line per message or part; "" where it has none.
 
     For predictors that ask: it decodes the body once more. Token ids, media and tools are no text.
@@ -169,68 +328,97 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(value.get("text"))
 
 
-def _measure_prompt(raw: bytes, fold: Fold) -> tuple[int | None, int, int]:
+# How long a prompt is
+
+
+def _measure_prompt(data: bytes | bytearray, start: int, end: int) -> tuple[int | None, int, int]:
     """(exact tokens of all prompts or None, number of prompts, text bytes) of ``prompt``."""
-    text_bytes = _text_bytes(raw) + fold.text_bytes
-    if raw[:1] == b'"' or raw == b"null":
-        return None, 1, text_bytes
-    if _JSON_NUMBERS.match(raw):
-        return raw.count(b",") + fold.commas + 1, 1, 0
-    if _JSON_LIST_OF_NUMBERS.match(raw):
-        # Every list has one number more than it has commas; one comma stands between two lists.
-        return raw.count(b",") + fold.commas + 1, max(1, raw.count(b"[") - 1), 0
-    try:
-        prompts = len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
-    except msgspec.DecodeError:
-        prompts = 1
-    return None, max(1, prompts), text_bytes
+    if _JSON_NUMBERS.match(data, start):
+        if _only_numbers(data, start + 1, end - 1):
+            return _commas(data, start, end) + 1, 1, 0
+    elif _JSON_LIST_OF_NUMBERS.match(data, start):
+        counted = _measure_lists(data, start, end)
+        if counted is not None:
+            return *counted, 0
+    elif _JSON_STRINGS.match(data, start):
+        return None, max(1, _strings(data, start, end)), _text_bytes(data, start, end)
+    return None, 1, _text_bytes(data, start, end)
 
 
-def _measure(field: msgspec.Raw, fold: Fold) -> tuple[int, int]:
+def _only_numbers(data: bytes | bytearray, start: int, end: int) -> bool:
+    return highest(memoryview(data)[start:end]) < _ABOVE_NUMBERS and data.find(b'"', start, end) < 0
+
+
+def _commas(data: bytes | bytearray, start: int, end: int) -> int:
+    if end - start < LEAST_BYTES:
+        return data.count(b",", start, end)
+    return count_byte(memoryview(data)[start:end], _COMMA)
+
+
+def _measure_lists(data: bytes | bytearray, start: int, end: int) -> tuple[int, int] | None:
+    """(tokens, prompts) of lists of numbers; None: there is something else in them."""
+    if _SPACE_IN_A_LIST.search(data, start, end):
+        data = bytes(data[start:end]).translate(None, b" \t\r\n")
+        start, end = 0, len(data)
+    view = memoryview(data)[start:end]
+    lists, brackets = count_byte(view, _OPENING), count_byte(view, _CLOSING)
+    others = len(view) - count_below(view, _ABOVE_NUMBERS)
+    if others != lists + brackets or data.find(b'"', start, end) >= 0:
+        return None
+    # A list has one number more than it has commas, if any; one comma stands between two lists.
+    return count_byte(view, _COMMA) + 1 - count(view, b"[]"), max(1, lists - 1)
+
+
+def _strings(data: bytes | bytearray, start: int, end: int) -> int:
+    """How many strings there are in a list of strings."""
+    view: Buffer = memoryview(data)[start:end]
+    if data.find(b"\\", start, end) >= 0 and count(view, b"\\\\"):
+        view = bytes(view).replace(b"\\\\", b"")
+    return (count_byte(view, _QUOTE) - count(view, b'\\"')) // 2
+
+
+def _measure(data: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
     """(media parts, text bytes) of a field that may have both."""
-    size = memoryview(field).nbytes
-    if size < LEAST_BYTES:
-        raw = bytes(field)
-        found, text_bytes = len(_MEDIA_PART.findall(raw)), _text_bytes(raw)
+    if end - start < LEAST_BYTES:
+        found = len(_MEDIA_PART.findall(data, start, end))
     else:
+        places = positions(data, start, end, b'"type"')
+        looked_at = places[:_MOST_PARTS].tolist()
         match = _MEDIA_PART.match
-        found = sum(match(field, at) is not None for at in positions(field, b'"t'))
-        text_bytes = size - 3 * count(field, b"\\u")
-    text_bytes += fold.text_bytes
+        found = sum(match(data, at, end) is not None for at in looked_at)
+        if places.size > _MOST_PARTS:
+            found = found * places.size // _MOST_PARTS
+    text_bytes = _text_bytes(data, start, end)
     if found:
-        text_bytes -= _base64_bytes(bytes(field)) + fold.base64_bytes
+        text_bytes -= _base64_bytes(data, start, end)
     return found, text_bytes
 
 
-def _text_bytes(raw: bytes) -> int:
+def _text_bytes(data: bytes | bytearray, start: int, end: int) -> int:
+    size = end - start
     # A search for one byte is many times faster than one for two, and long prompts are text.
-    if len(raw) >= LEAST_BYTES:
-        return len(raw) - 3 * count(raw, b"\\u")
-    return len(raw) - (3 * raw.count(b"\\u") if b"\\" in raw else 0)
+    if data.find(b"\\", start, end) < 0:
+        return size
+    if size < LEAST_BYTES:
+        return size - 3 * data.count(b"\\u", start, end)
+    return size - 3 * count(memoryview(data)[start:end], b"\\u")
 
 
-def _base64_bytes(raw: bytes) -> int:
-    """Bytes of base64 data in data URLs."""
+def _base64_bytes(data: bytes | bytearray, start: int, end: int) -> int:
+    """Bytes of base64 data in data URLs; of no more than ``_MOST_PARTS``."""
     size = 0
-    start = raw.find(_BASE64_MARK)
-    while start >= 0:
-        end = raw.find(b'"', start)
-        end = len(raw) if end < 0 else end
-        size += end - start
-        start = raw.find(_BASE64_MARK, end)
+    for _ in range(_MOST_PARTS):
+        start = data.find(_BASE64_MARK, start, end)
+        if start < 0:
+            break
+        stop = data.find(b'"', start, end)
+        stop = end if stop < 0 else stop
+        size += stop - start
+        start = stop
     return size
 
 
-def _limit(fields: _Body) -> int | None:
-    """The most output tokens that the client wants, by the first name that says so."""
-    for value in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
-        if value is not None and (limit := _positive(value)):
-            return limit
-    return None
-
-
-def _positive(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+# Errors
 
 
 def error_body(error: Refusal, path: str = "") -> bytes:

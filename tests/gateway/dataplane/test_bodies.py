@@ -1,0 +1,128 @@
+"""Bodies that would hurt others: each hurts, at most, its own request."""
+
+import asyncio
+import itertools
+import json
+
+import httpx
+import pytest
+
+from hetero_gateway.gateway.dataplane import attempts
+from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fakes.vllm import fake_instances
+
+CHAT = "/v1/chat/completions"
+FINE = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize("policy", ["finish-time", "min-max"])
+@pytest.mark.parametrize("name", ["n", "max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("value", [str(10**310), "1" * 5000, "1e400", "-1", "NaN", "[]"])
+async def test_a_number_that_no_engine_accepts_changes_nothing_for_the_next(
+    policy: str, name: str, value: str
+) -> None:
+    body = f'{{"model":"m","messages":[],"{name}":{value}}}'
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes, scheduler={"policy": policy})) as running,
+        httpx.AsyncClient(base_url=running.url) as client,
+    ):
+        refused = await client.post(CHAT, content=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == name
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+        assert (await client.post(CHAT, json=FINE)).status_code == 200
+        await eventually(running.settled)
+        assert len(fakes[0].bodies) == 1
+
+
+@pytest.mark.parametrize("n", [16_384, 1 << 20])
+async def test_the_most_sequences_of_an_engine_are_the_engines_to_judge(n: int) -> None:
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url) as client,
+    ):
+        assert (await client.post(CHAT, json=FINE | {"n": n})).status_code == 200
+        assert (await client.post(CHAT, json=FINE)).status_code == 200
+        await eventually(running.settled)
+
+
+BOMBS = {
+    "arrays in n": b'{"model":"m","messages":[],"n":[' + b"[]," * 3_000_000 + b"0]}",
+    "empty prompts": b'{"model":"m","prompt":[' + b'"",' * 2_000_000 + b'""]}',
+    "too deep": b'{"model":"m","messages":' + b"[" * 4_000_000 + b"]" * 4_000_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+async def test_while_a_long_body_is_read_the_event_loop_has_its_turns(
+    bomb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = 0
+    between: list[int] = []  # turns of the event loop, from one step to the next
+    advance = attempts.advance
+
+    def counted(*args: object) -> object:
+        between.append(turns)
+        return advance(*args)  # type: ignore[arg-type]
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(attempts, "advance", counted)
+    # One block at a time, however fast the machine is.
+    monkeypatch.setattr(attempts, "_STEP_S", 0.0)
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+    ):
+        task = asyncio.ensure_future(turn())
+        answer = asyncio.ensure_future(client.post(CHAT, content=BOMBS[bomb]))
+        await eventually(lambda: len(between) > 90)
+        answer.cancel()
+        task.cancel()
+        await asyncio.gather(answer, task, return_exceptions=True)
+        steps = [after - before for before, after in itertools.pairwise(between)]
+        assert min(steps) >= 1
+        await eventually(lambda: not len(running.gateway.dataplane))
+        assert (await client.post(CHAT, json=FINE)).status_code == 200
+        await eventually(running.settled)
+
+
+async def test_who_leaves_while_a_body_is_read_is_forgotten() -> None:
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url) as client,
+    ):
+        body = BOMBS["arrays in n"]
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        head = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % (CHAT.encode(), len(body)) + body)
+        await writer.drain()
+        writer.transport.abort()
+        del reader
+        await eventually(lambda: not len(running.gateway.dataplane))
+        assert (await client.post(CHAT, json=FINE)).status_code == 200
+        await eventually(running.settled)
+        assert len(fakes[0].bodies) == 1
+
+
+async def test_a_long_body_is_refused_as_a_short_one_is() -> None:
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+    ):
+        for fields in ({"n": [[]] * 2_000_000}, {"x": "x" * 3_000_000, "n": 0}):
+            answer = await client.post(CHAT, content=json.dumps(FINE | fields))
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+        long = await client.post(CHAT, json=FINE | {"x": ["x" * 3_000_000]})
+        assert long.status_code == 200
+        assert not fakes[0].open
+        await eventually(running.settled)
