@@ -160,8 +160,7 @@ def parse_in_steps(
 def _describe(fields: _Body, extent: Callable[[msgspec.Raw], _Extent], path: str) -> ParsedRequest:
     model = fields.model
     if model is not None and len(model) > _MOST_MODEL_BYTES:
-        detail = f"No model has a name of {len(model)} characters."
-        raise Refusal(404, "model_not_found", detail, param="model")
+        raise _no_model(len(model))
     tokens: int | None = None
     prompts, text_bytes = 1, 0
     if fields.prompt:
@@ -215,6 +214,8 @@ def _fields(body: bytes | bytearray) -> Steps[tuple[_Body, Callable[[msgspec.Raw
         if value:
             data, start, end = extent(value)
             known = whole_numbers.decode(bytes(data[start : min(end, start + _LOOKED_AT)]))
+            if known is ... and name == "model" and data[start : start + 1] == b'"':
+                raise _no_model(end - start)
             setattr(fields, name, known)
     for name in _NESTED:
         setattr(fields, name, getattr(raw, name))
@@ -262,14 +263,18 @@ def _odd_fields(
 def _with_a_model(fields: _Body) -> _Body:
     model = fields.model
     if model is not None and not isinstance(model, str):
-        if isinstance(model, type(...)):
-            detail = "`model` must be a string, and a short one."
-            raise Refusal(400, "invalid_type", detail, param="model")
         raise Refusal(400, "invalid_type", "`model` must be a string.", param="model")
     if model is not None:
         # A lone surrogate is in no name, and in no answer of ours.
         fields.model = model.encode("utf-8", "replace").decode()
     return fields
+
+
+def _no_model(size: int) -> Refusal:
+    if size <= _MOST_MODEL_BYTES:
+        return Refusal(400, "invalid_json", "`model` is not a string in UTF-8.", param="model")
+    detail = f"No model has a name of {size} characters."
+    return Refusal(404, "model_not_found", detail, param="model")
 
 
 def _counts(fields: _Body, path: str) -> tuple[int, int | None]:
