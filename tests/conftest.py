@@ -44,6 +44,7 @@ TOGETHER = {
     "tests/cli/test_plan_again.py": "plan again",
     "tests/docker/test_commands.py": "docker",
     "tests/e2e/test_openai_client.py": "openai",
+    "tests/gateway/test_leaving_clients.py": "leaving clients",
     "tests/gateway/dataplane/test_predictor.py": "installed predictors",
     "tests/reports/test_plan_table.py": "plan table",
     # numba compiles once, and caches on disk.

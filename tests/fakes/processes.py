@@ -22,13 +22,16 @@ class Process:
         self._ready = threading.Event()
         self.url = ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hetero_gateway", *args],
+            self.command(*args),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def command(self, *args: str) -> list[str]:
+        return [sys.executable, "-m", "hetero_gateway", *args]
 
     def _read(self) -> None:
         assert self.process.stderr is not None

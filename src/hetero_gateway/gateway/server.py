@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -12,8 +13,15 @@ import uvicorn
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.gateway.app import App
-from hetero_gateway.gateway.wire.clients import Watch, client_limits, raise_descriptor_limit
+from hetero_gateway.gateway.wire.clients import (
+    Watch,
+    client_limits,
+    default_max_connections,
+    raise_descriptor_limit,
+)
 from hetero_gateway.gateway.wire.protocol import engine_protocol
+
+_log = logging.getLogger(__name__)
 
 # Short backlogs drop connections when hundreds of clients come at once: with 128, first tokens
 # came a second late at 512 clients.
@@ -69,6 +77,12 @@ def run(app: App, on_ready: Callable[[str], None]) -> None:
         on_ready(url)
 
     raise_descriptor_limit()
+    most = app.gateway.config.server.max_connections
+    if most is not None and most > (allowed := default_max_connections()):
+        _log.warning(
+            "server.max_connections is %d, and descriptors are enough for %d clients and their "
+            "instances' connections: raise the process's limit (ulimit -n)", most, allowed,
+        )  # fmt: skip
     server = GatewayServer(app, ready)
     # uvicorn raises the signal again once it has shut down: to whoever listened before it.
     for number in (signal.SIGINT, signal.SIGTERM):

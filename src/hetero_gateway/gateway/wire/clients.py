@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import resource
 import socket
 import struct
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetero_gateway.files.gateway_config import GatewayConfig
+
+_log = logging.getLogger(__name__)
 
 _PARTS = 8
 _MAX_PERIOD_S = 2.0
@@ -97,9 +100,7 @@ def client_limits(config: GatewayConfig) -> ClientLimits:
         timeouts.body_s,
         timeouts.write_s,
         timeouts.keep_alive_s,
-        default_max_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        if most is None
-        else most,
+        default_max_connections() if most is None else most,
     )
 
 
@@ -113,8 +114,14 @@ def raise_descriptor_limit() -> None:
             pass  # an unlimited one is not allowed everywhere; what there is must do
 
 
-def default_max_connections(descriptors: int) -> int:
-    """Half of the descriptors: whoever is served has another one open to an instance."""
+def default_max_connections(descriptors: int | None = None) -> int:
+    """Half of the descriptors: whoever is served has another one open to an instance.
+
+    Args:
+        descriptors: how many the process may open; None: what it may by now.
+    """
+    if descriptors is None:
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if descriptors == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
     return max(1, min(_MOST_CONNECTIONS, (descriptors - _OWN_DESCRIPTORS) // 2))
@@ -181,9 +188,14 @@ class Watch:
         now_s = loop.time()
         part = self._parts[self._next_part]
         self._next_part = (self._next_part + 1) % _PARTS
-        for connection in tuple(part):
-            self._look_at(connection, now_s)
         self._timer = loop.call_later(self._tick_s, self._look) if self._count else None
+        for connection in tuple(part):
+            try:
+                self._look_at(connection, now_s)
+            except Exception:
+                # The boundary of a connection: the others are looked after all the same.
+                _log.exception("a connection cannot be looked after")
+                connection.transport.abort()
 
     def _look_at(self, connection: Watched, now_s: float) -> None:
         if connection.transport.get_write_buffer_size():
