@@ -28,7 +28,8 @@ class Refusal(HeteroGatewayError):
     """A request that the gateway itself answers with an error: the client's fault or not.
 
     ``status`` is the HTTP status; ``code``, ``param`` and ``kind`` fill OpenAI's error body;
-    ``retry_after_s`` becomes a Retry-After header.
+    ``retry_after_s`` becomes a Retry-After header. ``spent``: the gateway has tried again itself,
+    and a client that did as well would multiply the attempts; OpenAI's clients are asked not to.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Refusal(HeteroGatewayError):
         param: str | None = None,
         kind: str = "invalid_request_error",
         retry_after_s: int | None = None,
+        spent: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -48,3 +50,4 @@ class Refusal(HeteroGatewayError):
         self.param = param
         self.kind = kind
         self.retry_after_s = retry_after_s
+        self.spent = spent

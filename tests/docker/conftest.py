@@ -108,6 +108,8 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
         "instance_workload": ("gauge", "instance"),
         "instance_kv_usage_ratio": ("gauge", "instance source"),
         "instance_up": ("gauge", "instance"),
+        "instance_ejected": ("gauge", "instance"),
+        "instance_ejections_total": ("counter", "instance reason"),
         "routing_decisions_total": ("counter", "policy instance"),
         "scheduler_decision_seconds": ("histogram", ""),
         "prediction_error": ("histogram", "quantity"),

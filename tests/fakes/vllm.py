@@ -7,6 +7,8 @@ The gateway passes bodies on unchanged, so a test puts what it wants under the k
     die           "before_head", "after_head", "mid_chunk", "after_events": the socket is reset
     die_mid_body  a non-streamed answer stops half way
     status, body  a plain answer instead
+    head          header lines of that, as text
+    empty         "bytes" (content-length: 0) or "chunks" (the last chunk alone), under status 200
     end           "error" (the engine's error event, then [DONE]) or "abort"
     framing       "close" (the body ends with the connection), "bytes" (one byte per write)
     usage         False: no usage event
@@ -43,6 +45,7 @@ class FakeInstance:
         self.api_key: str | None = None
         self.close_after_response = False
         self.delay_s = 0.0  # between events, where the request says nothing of it
+        self.fault: dict[str, Any] = {}  # what every request is to meet, as under ``fake``
         self.requests = 0
         self.open = 0
         self.aborted = 0
@@ -150,7 +153,7 @@ class FakeInstance:
         return 404, b'{"detail":"Not Found"}'
 
     async def _post(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        fake = request.get("fake", {})
+        fake = request.get("fake", {}) | self.fault
         if fake.get("hang"):
             await asyncio.sleep(3600)
         if fake.get("die") == "before_head":
@@ -159,8 +162,14 @@ class FakeInstance:
         if "garbage" in fake:
             writer.write(fake["garbage"].encode())
             return True
-        if "status" in fake:
-            _write_plain(writer, fake["status"], fake.get("body", "{}").encode())
+        if "empty" in fake:
+            framing = b"content-length: 0\r\n\r\n"
+            if fake["empty"] == "chunks":
+                framing = b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n" + framing)
+        elif "status" in fake:
+            lines = fake.get("head", "").encode()
+            _write_plain(writer, fake["status"], fake.get("body", "{}").encode(), lines)
         elif request.get("stream"):
             return await self._stream(request, fake, writer)
         else:
@@ -278,9 +287,11 @@ def _chunk(delta: dict[str, str], finish_reason: str | None = None) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _write_plain(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
-    head = b"HTTP/1.1 %d Status\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    writer.write(head % (status, len(body)) + body)
+def _write_plain(
+    writer: asyncio.StreamWriter, status: int, body: bytes, lines: bytes = b""
+) -> None:
+    head = b"HTTP/1.1 %d Status\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n"
+    writer.write(head % (status, lines, len(body)) + body)
 
 
 def _bound(port: int) -> socket.socket:

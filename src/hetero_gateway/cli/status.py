@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         admin_client.print_json(document)
         return 0
     instances = document["instances"]
-    up = sum(i["up"] and not i["draining"] for i in instances)
+    up = sum(_state(i) == "up" for i in instances)
     note = ", the gateway is draining" if document["draining"] else ""
     if (queue := document["queue"]) is not None:
         note += f"; {queue['waiting']} wait"
@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     for i in instances:
         if not i["up"]:
             print(f"{i['id']} is down: {printable(i['down_reason'] or 'unknown')}")
+        elif i.get("ejected"):
+            print(f"{i['id']} is ejected: its requests failed ({i['ejected_reason']})")
         if (i.get("drift") or {}).get("drifted"):
             print(
                 f"{i['id']}: its profile has drifted (decode/prefill: observed over modelled); "
@@ -86,4 +88,6 @@ def _recalibrated(instance: dict[str, Any]) -> bool:
 def _state(instance: dict[str, Any]) -> str:
     if not instance["up"]:
         return "down"
-    return "draining" if instance["draining"] else "up"
+    if instance["draining"]:
+        return "draining"
+    return "ejected" if instance.get("ejected") else "up"

@@ -258,6 +258,26 @@ class PoolConfig(StrictModel):
     )
 
 
+class EjectionConfig(StrictModel):
+    """When an instance whose requests fail gets none for a while; docs/reliability.md."""
+
+    enabled: bool = Field(True, description="Whether failed requests count against instances.")
+    consecutive_failures: int = Field(
+        5, ge=1, le=10_000, description="So many in a row eject an instance."
+    )
+    failure_ratio: float = Field(
+        0.5, gt=0, le=1, description="Or such a share of what came of its requests within 10 s,"
+    )
+    min_outcomes: int = Field(10, ge=1, le=10_000, description="where there were at least so many.")
+    base_s: float = Field(
+        2.0,
+        gt=0,
+        le=3600,
+        description="The first ejection's length; each in succession doubles it.",
+    )
+    max_s: float = Field(60.0, gt=0, le=86400, description="The longest ejection.")
+
+
 class HealthConfig(StrictModel):
     """Active probes and scrapes of the instances."""
 
@@ -267,6 +287,7 @@ class HealthConfig(StrictModel):
     scrape_interval_s: float = Field(
         5.0, gt=0, description="Between two reads of the engine's /metrics and /v1/models."
     )
+    ejection: EjectionConfig = Field(default_factory=EjectionConfig)
 
 
 class InstanceConfig(StrictModel):

@@ -21,6 +21,15 @@ class Suspicion(enum.Enum):
     DOWN = enum.auto()  # nobody answers there
 
 
+class Blame(enum.Enum):
+    """What a failure counts as among its instance's outcomes (core/instances/outcomes.py)."""
+
+    NONE = enum.auto()  # nothing: it is no fault of the instance
+    FAULT = enum.auto()
+    SILENCE = enum.auto()  # a fault, if nothing good was heard of it meanwhile
+    BUSY = enum.auto()  # its engine is full, which is no fault: it is spared for a while
+
+
 class Failure(enum.Enum):
     """One way in which an attempt fails.
 
@@ -30,28 +39,46 @@ class Failure(enum.Enum):
         retryable: whether another attempt may succeed where no byte has reached the client. A
             time-out is not: the client has waited, and a second engine would do the work again.
         suspicion: what it says of the instance.
+        blame: what it counts as among the instance's outcomes.
     """
 
-    CONNECT = "connect", 503, "no_healthy_instance", True, Suspicion.DOWN
+    CONNECT = "connect", 503, "no_healthy_instance", True, Suspicion.DOWN, Blame.FAULT
     # Closed before the response was complete.
-    RESET = "reset", 502, "upstream_error", True, Suspicion.PROBE
-    PROTOCOL = "protocol", 502, "upstream_error", True, Suspicion.NONE
+    RESET = "reset", 502, "upstream_error", True, Suspicion.PROBE, Blame.FAULT
+    PROTOCOL = "protocol", 502, "upstream_error", True, Suspicion.NONE, Blame.FAULT
     # All of the gateway's connections to the instance are in use.
-    POOL = "pool", 503, "no_free_connection", True, Suspicion.NONE
-    FIRST_BYTE_TIMEOUT = "first_byte_timeout", 504, "upstream_timeout", False, Suspicion.PROBE
-    IDLE_TIMEOUT = "idle_timeout", 504, "upstream_timeout", False, Suspicion.NONE
-    TOTAL_TIMEOUT = "total_timeout", 504, "upstream_timeout", False, Suspicion.NONE
+    POOL = "pool", 503, "no_free_connection", True, Suspicion.NONE, Blame.NONE
+    FIRST_BYTE_TIMEOUT = (
+        "first_byte_timeout", 504, "upstream_timeout", False, Suspicion.PROBE, Blame.SILENCE
+    )  # fmt: skip
+    IDLE_TIMEOUT = (
+        "idle_timeout", 504, "upstream_timeout", False, Suspicion.NONE, Blame.SILENCE
+    )  # fmt: skip
+    TOTAL_TIMEOUT = "total_timeout", 504, "upstream_timeout", False, Suspicion.NONE, Blame.NONE
     # The response ended well in HTTP, but it says that the engine broke off.
-    ENGINE = "engine", 502, "upstream_error", False, Suspicion.PROBE
+    ENGINE = "engine", 502, "upstream_error", False, Suspicion.PROBE, Blame.FAULT
+    # Or there is nothing in it.
+    EMPTY = "empty", 502, "upstream_error", True, Suspicion.PROBE, Blame.FAULT
+    # The engine answers with an error of its own, which its client gets where nobody else answers.
+    SERVER_ERROR = "server_error", 502, "upstream_error", True, Suspicion.PROBE, Blame.FAULT
+    # 503 or 429.
+    BUSY = "busy", 503, "upstream_busy", True, Suspicion.NONE, Blame.BUSY
 
     status: int
     code: str
     outcome: Outcome
     retryable: bool
     suspicion: Suspicion
+    blame: Blame
 
     def __new__(
-        cls, label: str, status: int, code: str, retryable: bool, suspicion: Suspicion
+        cls,
+        label: str,
+        status: int,
+        code: str,
+        retryable: bool,
+        suspicion: Suspicion,
+        blame: Blame,
     ) -> Failure:
         member = object.__new__(cls)
         member._value_ = label
@@ -60,15 +87,20 @@ class Failure(enum.Enum):
         member.outcome = Outcome.TIMED_OUT if status == 504 else Outcome.UPSTREAM_ERROR
         member.retryable = retryable
         member.suspicion = suspicion
+        member.blame = blame
         return member
 
 
 class InstanceError(HeteroGatewayError):
-    """An attempt on an instance failed: connect, time-out, broken stream."""
+    """An attempt on an instance failed: connect, time-out, broken stream, an engine's own error.
 
-    def __init__(self, failure: Failure, message: str) -> None:
+    ``retry_after_s``: when it is to be tried again, if an engine that is busy said so.
+    """
+
+    def __init__(self, failure: Failure, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.failure = failure
+        self.retry_after_s = retry_after_s
 
     @property
     def reason(self) -> str:

@@ -17,6 +17,7 @@ from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor
 from hetero_gateway.gateway.dataplane.relay import Deadlines
+from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
@@ -54,12 +55,15 @@ class Gateway:
         self.dataplane: DataPlane
         self.placement: Placement
         self.health: HealthMonitor
+        self.outcomes: OutcomeWatch
 
     async def start(self) -> None:
         """Probe the instances, and keep doing so in the background until ``stop``."""
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self.health = HealthMonitor(self.fleet, self.config.health, tasks)
         self._stack.callback(self.health.stop)
+        self.outcomes = OutcomeWatch(self.fleet, self.metrics)
+        self._stack.callback(self.outcomes.close)
         deadlines = Deadlines(self.config.timeouts)
         self._stack.callback(deadlines.close)
         self._stack.callback(self.fleet.close)
@@ -74,6 +78,7 @@ class Gateway:
             self.config,
             self.fleet,
             self.health,
+            self.outcomes,
             self.metrics,
             self.admission,
             self.predictor,

@@ -22,6 +22,8 @@ EXPECTED = {
     "profile_drift_ratio",
     "requests", "request_duration_seconds", "time_to_first_token_seconds",
     "time_per_output_token_seconds", "input_tokens", "output_tokens", "in_flight_requests",
+    "instance_ejected",
+    "instance_ejections",
     "instance_workload", "instance_kv_usage_ratio", "instance_up", "routing_decisions",
     "scheduler_decision_seconds", "prediction_error", "retries", "upstream_errors",
     "client_disconnects", "overhead_seconds", "build_info", "event_loop_tasks", "queue_depth",

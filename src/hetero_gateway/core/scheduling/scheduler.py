@@ -36,6 +36,7 @@ from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.instances.drift import Drift
 from hetero_gateway.core.instances.observation import Observations, seconds
+from hetero_gateway.core.instances.outcomes import Outcomes, Standing
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.policies import Policy, View
 from hetero_gateway.core.policies.base import Choice, Jit, SmallView, amount_at
@@ -45,6 +46,7 @@ from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.members import Members, constants_of
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import Fifo, ModelQueue, QueueDiscipline, Ticket
+from hetero_gateway.core.scheduling.restraints import Restraints
 from hetero_gateway.core.scheduling.views import Views, drain_time_s
 from hetero_gateway.core.types import (
     InstanceId,
@@ -96,6 +98,7 @@ class Scheduler:
         queues = policy.queues
         self._members = Members(reference, stand_ins=queues, observes=observes)
         self._views = Views(self._members.table, theta, reference, queues=queues)
+        self._restraints = Restraints()
         self._rng = rng
         self._theta = theta
         self._max_queued = max_queued
@@ -130,7 +133,15 @@ class Scheduler:
 
     def remove(self, instance_id: InstanceId, now_s: float = 0.0) -> list[Dispatch]:
         """An instance leaves; everything on it is settled and returned. KeyError: unknown."""
+        self._restraints.by_id.pop(instance_id, None)
         return self._members.leave(instance_id, now_s)
+
+    def restrain(self, instance_id: InstanceId, outcomes: Outcomes) -> None:
+        """Heed where an instance's outcomes have it stand, until it is open again."""
+        if outcomes.standing is Standing.OPEN:
+            self._restraints.by_id.pop(instance_id, None)
+        else:
+            self._restraints.by_id[instance_id] = outcomes
 
     def specs(self) -> list[InstanceSpec]:
         return list(self._members.specs.values())
@@ -341,6 +352,8 @@ class Scheduler:
                 for q in self._queues.values()
                 if q
             ]
+            if self._restraints.by_id:
+                times.append(self._restraints.next_change_s(self._pumped_s))
         # What the last pump has seen is over: a timer at it would never rest.
         return min((t for t in times if t > self._pumped_s), default=None)
 
@@ -365,7 +378,14 @@ class Scheduler:
         try:
             if ticket.line is not None and self._holds_back(ticket, now_s):
                 return False
-            decision = self._decide(ticket.request, eligible or ticket.eligible, now_s, queue)
+            takers = eligible or ticket.eligible
+            if self._restraints.by_id:
+                judged = self._judge_now(ticket, eligible, now_s)
+                if judged is None or isinstance(judged, Reject):
+                    ticket.rejected = judged
+                    return judged is not None
+                takers = judged
+            decision = self._decide(ticket.request, takers, now_s, queue)
             if decision is None:
                 return False
             ticket.dispatch = self.dispatch(decision, now_s)
@@ -374,6 +394,15 @@ class Scheduler:
             # The boundary between requests: left at the head, it would fail all that come after.
             ticket.failed = error
         return True
+
+    def _judge_now(
+        self, ticket: Ticket, among: Eligible | None, now_s: float
+    ) -> Eligible | Reject | None:
+        """Who of those that may get it had better not is left out; None: it has to wait."""
+        if among is None:
+            return self._restraints.judge(ticket.eligible, ticket.exclude, now_s)
+        # The others are only kept free: no reason to have one that fails.
+        return self._restraints.strictly(among, now_s)
 
     def _pass_unseen(self, now_s: float) -> None:
         while self._unseen and self._unseen[0][0] <= now_s:
@@ -398,7 +427,7 @@ class Scheduler:
             ValueError: a number of the request is out of bounds.
         """
         request.check()
-        eligible = self._members.eligible(request, exclude)
+        eligible = self._eligible_now(request, exclude, now_s)
         if isinstance(eligible, Reject):
             return eligible
         return self._would_choose(request, eligible, now_s, self.policy, self._rng)
@@ -406,11 +435,19 @@ class Scheduler:
     def explain(self, request: Request, now_s: float = 0.0) -> Decision | Reject:
         """What ``choose`` would say now, without taking the policy's turn or a random draw."""
         request.check()
-        eligible = self._members.eligible(request, ())
+        eligible = self._eligible_now(request, (), now_s)
         if isinstance(eligible, Reject):
             return eligible
         policy, rng = copy.deepcopy(self.policy), copy.deepcopy(self._rng)
         return self._would_choose(request, eligible, now_s, policy, rng)
+
+    def _eligible_now(
+        self, request: Request, exclude: Collection[InstanceId], now_s: float
+    ) -> Eligible | Reject:
+        eligible = self._members.eligible(request, exclude)
+        if self._restraints.by_id and not isinstance(eligible, Reject):
+            return self._restraints.judge(eligible, exclude, now_s)
+        return eligible
 
     def _would_choose(
         self,
@@ -467,11 +504,13 @@ class Scheduler:
             dispatch = state.dispatch(
                 request, choice.charge, now_s, decision.kv_tokens, decision.prefill_tokens
             )
+            if self._restraints.by_id:
+                self._restraints.sent(dispatch)
             if not request.streams and choice.ttft_s is not None:
                 self._dispatched += 1
                 heapq.heappush(self._unseen, (due_s, self._dispatched, dispatch))
             return dispatch
-        return state.dispatch(
+        dispatch = state.dispatch(
             request,
             choice.charge,
             now_s,
@@ -480,6 +519,9 @@ class Scheduler:
             tracked=self._observes and request.streams,
             alone=state.in_flight == state.tracked,
         )
+        if self._restraints.by_id:
+            self._restraints.sent(dispatch)
+        return dispatch
 
     def first_token(self, dispatch: Dispatch, now_s: float) -> None:
         """A dispatch's first output token was seen. Only the first call counts."""

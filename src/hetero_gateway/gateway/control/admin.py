@@ -350,6 +350,8 @@ def _refusals(gateway: Gateway, model: str) -> list[dict[str, Any]]:
             why = "the request does not fit"
             if spec.draining or not spec.available:
                 why = "draining" if spec.draining else "unhealthy"
+            elif gateway.fleet.ejections[spec.instance_id].ejected:
+                why = "ejected"
             rows.append({"instance": spec.instance_id, **dict.fromkeys(figures), "excluded": why})
     return rows
 
@@ -388,6 +390,7 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "up": instance.up,
         "draining": instance.draining,
         "down_reason": None if instance.up else _without_key(instance),
+        **_describe_outcomes(instance),
         "in_flight": seen.in_flight,
         "workload": seen.load_s,
         "kv_tokens": seen.kv_tokens,
@@ -398,6 +401,21 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "waiting_first_token": seen.waiting_first_token,
         "connections": instance.pool.open_connections,
         "requests": gateway.metrics.decisions[instance.id],
+    }
+
+
+def _describe_outcomes(instance: Instance) -> dict[str, Any]:
+    """What came of its requests, and what follows; see core/instances/outcomes.py."""
+    outcomes, now_s = instance.outcomes, time.monotonic()
+    outcomes.ring.advance(now_s)
+    ejected = outcomes.ejected
+    return {
+        "standing": outcomes.standing.value,
+        "ejected": ejected,
+        "ejected_reason": outcomes.reason if ejected else None,
+        "ejected_for_s": max(0.0, outcomes.until_s - now_s) if outcomes.shut else None,
+        "recent_successes": outcomes.ring.good,
+        "recent_failures": outcomes.ring.failed,
     }
 
 

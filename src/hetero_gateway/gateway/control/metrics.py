@@ -85,6 +85,7 @@ class InstanceGauges:
     up: bool
     kv_usage_engine: float | None
     profile_age_s: float | None
+    ejected: bool = False
 
 
 class Metrics(Collector):
@@ -109,6 +110,7 @@ class Metrics(Collector):
         self.decisions: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
         self.upstream_errors: Counter[tuple[str, str]] = Counter()
+        self.ejections: Counter[tuple[str, str]] = Counter()
         self.client_disconnects: Counter[str] = Counter()
         self.queue_rejections: Counter[str] = Counter()
         self.predictor_failures: Counter[str] = Counter()
@@ -135,8 +137,9 @@ class Metrics(Collector):
         """Drop every series of a removed instance."""
         for key in [key for key in self._series if key[1] == instance_id]:
             del self._series[key]
-        for pair in [pair for pair in self.upstream_errors if pair[0] == instance_id]:
-            del self.upstream_errors[pair]
+        for counter in (self.upstream_errors, self.ejections):
+            for pair in [pair for pair in counter if pair[0] == instance_id]:
+                del counter[pair]
         self.decisions.pop(instance_id, None)
         self.client_disconnects.pop(instance_id, None)
 
@@ -183,6 +186,11 @@ class Metrics(Collector):
         up = GaugeMetricFamily(
             PREFIX + "instance_up", "1 while it gets requests.", labels=["instance"]
         )
+        ejected = GaugeMetricFamily(
+            PREFIX + "instance_ejected",
+            "1 while it gets no requests, or one that tries it, because its requests failed.",
+            labels=["instance"],
+        )
         in_flight = GaugeMetricFamily(
             PREFIX + "in_flight_requests", "Outstanding requests.", labels=["instance"]
         )
@@ -220,6 +228,7 @@ class Metrics(Collector):
             seen = gauges.snapshot
             name = seen.instance_id
             up.add_metric([name], float(gauges.up))
+            ejected.add_metric([name], float(gauges.ejected))
             in_flight.add_metric([name], seen.in_flight)
             load.add_metric([name], seen.load_s)
             for family, labels, value in (
@@ -233,7 +242,7 @@ class Metrics(Collector):
             ):
                 if value is not None:
                     family.add_metric(labels, value)
-        yield from (up, in_flight, load, kv, speed, unseen, drift, age)
+        yield from (up, ejected, in_flight, load, kv, speed, unseen, drift, age)
 
     def _gateway_families(self) -> Iterator[Metric]:
         yield _counter("routing_decisions", "Requests sent, by policy.", ("policy", "instance"),
@@ -242,6 +251,8 @@ class Metrics(Collector):
                        {(k,): v for k, v in self.retries.items()})  # fmt: skip
         yield _counter("upstream_errors", "Failed attempts.", ("instance", "reason"),
                        self.upstream_errors)  # fmt: skip
+        yield _counter("instance_ejections", "Ejections of instances whose requests failed.",
+                       ("instance", "reason"), self.ejections)  # fmt: skip
         yield _counter("client_disconnects", "Clients that left early.", ("instance",),
                        {(k,): v for k, v in self.client_disconnects.items()})  # fmt: skip
         depth = GaugeMetricFamily(PREFIX + "queue_depth", "Requests that wait for an instance.")

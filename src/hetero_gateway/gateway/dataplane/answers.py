@@ -13,6 +13,8 @@ from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.openai import error_body
 
 _RETRY_AFTER_S = 2
+# OpenAI's clients try again after 408, 409, 429 and every 5xx, unless they are told not to.
+NO_RETRY = (b"x-should-retry", b"false")
 
 
 def too_large(limit: int) -> Refusal:
@@ -20,24 +22,34 @@ def too_large(limit: int) -> Refusal:
     return Refusal(413, "request_too_large", f"The request body is larger than {limit} bytes.")
 
 
-def rejection(reject: Reject, error: InstanceError | None, path: str) -> Refusal:
-    """What the client is told where no instance can take its request; ``error``: the last one's."""
+def rejection(
+    reject: Reject, error: InstanceError | None, path: str, *, spent: bool = False
+) -> Refusal:
+    """What the client is told where no instance can take its request; ``error``: the last one's.
+
+    ``spent``: the request was tried on several.
+    """
     if reject.reason is RejectReason.UNKNOWN_MODEL:
         return Refusal(404, "model_not_found", reject.detail, param="model")
     if reject.reason is RejectReason.FITS_NO_INSTANCE:
         param = "prompt" if path == "/v1/completions" else "messages"
         return Refusal(400, "context_length_exceeded", reject.detail, param=param)
     if error is not None and error.failure is not Failure.CONNECT:
-        return Refusal(502, "upstream_error", f"{error}", kind="server_error")
+        return Refusal(502, "upstream_error", f"{error}", kind="server_error", spent=spent)
     return _unavailable("no_healthy_instance", reject.detail)
 
 
-def refusal_of(error: InstanceError, instance: Instance) -> Refusal:
-    """What the client is told of an attempt that failed and is not tried again."""
+def refusal_of(error: InstanceError, instance: Instance, *, spent: bool = False) -> Refusal:
+    """What the client is told of an attempt that failed and is not tried again.
+
+    ``spent``: the request was tried on several. Who has waited for a time-out is not to wait for
+    another either.
+    """
     failure, message = error.failure, f"instance {instance.id}: {error}"
     if failure.status == 503:
         return _unavailable(failure.code, message)
-    return Refusal(failure.status, failure.code, message, kind="server_error")
+    spent = spent or failure.status == 504
+    return Refusal(failure.status, failure.code, message, kind="server_error", spent=spent)
 
 
 def _unavailable(code: str, message: str) -> Refusal:
@@ -64,6 +76,8 @@ def answer(downstream: Downstream, error: Refusal, path: str, request_id: bytes)
     ]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    if error.spent:
+        headers.append(NO_RETRY)
     # After a 413 the connection stays open: uvicorn discards the rest of the body. Closing with
     # unread bytes would reset it, and the client might never see the answer.
     downstream.write(downstream.start(error.status, headers, chunked=False) + body)

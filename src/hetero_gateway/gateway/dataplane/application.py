@@ -26,6 +26,7 @@ from hetero_gateway.gateway.dataplane.intake import Intake
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Deadlines
+from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.downstream import (
@@ -46,7 +47,7 @@ class DataPlane:
     """Serves the engine's POST paths.
 
     Args:
-        config, fleet, health, metrics: of the gateway.
+        config, fleet, health, outcomes, metrics: of the gateway.
         admission: who may ask.
         predictor, bytes_per_token, tokenizer: the length estimates; the last one may be None.
         deadlines: watches the exchanges.
@@ -58,6 +59,7 @@ class DataPlane:
         config: GatewayConfig,
         fleet: Fleet,
         health: HealthMonitor,
+        outcomes: OutcomeWatch,
         metrics: Metrics,
         admission: Admission,
         predictor: OutputLengthPredictor,
@@ -78,7 +80,10 @@ class DataPlane:
             intake=Intake(config, fleet, predictor, bytes_per_token, tokenizer),
             placement=placement,
             deadlines=deadlines,
-            recorder=Recorder(fleet, health, metrics, predictor, bytes_per_token, self.history),
+            recorder=Recorder(
+                fleet, health, outcomes, metrics, predictor, bytes_per_token, self.history
+            ),
+            outcomes=outcomes,
             metrics=metrics,
             budget=RetryBudget(config.retry),
             decisions=self.decisions,

@@ -19,6 +19,8 @@ The life of a request. Events down, states across; "–": cannot be, or means no
     stale idle      –           –           –           –             connecting (once)
     failed          –           –           –           settled; waiting, connecting or relaying
                                                         if it may be retried, else over
+    engine's error  –           –           –           –             held back, then as failed; it
+                                                                      passes where nobody else can
     complete        –           –           –           –             settled; over
     client gone     over        over        leaves the  settled;      settled; over
                                             queue; over over
@@ -43,11 +45,13 @@ from typing import Any
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.engines.vllm import Work
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import RetryConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.answers import (
+    NO_RETRY,
     answer,
     refusal_of,
     rejection,
@@ -59,6 +63,7 @@ from hetero_gateway.gateway.dataplane.placement import Placed, Placement, Sleepe
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
 from hetero_gateway.gateway.failures import Failure, InstanceError
+from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps, advance
@@ -95,7 +100,11 @@ class RetryBudget:
     def may_retry(self, error: InstanceError, attempts: int) -> bool:
         """Whether a request may be tried once more; if so it is counted."""
         config = self._config
-        if not error.failure.retryable or attempts >= config.max_attempts:
+        most = config.max_attempts
+        if error.failure is Failure.SERVER_ERROR:
+            # It may be the request that breaks engines: two of them at most.
+            most = min(most, 2)
+        if not error.failure.retryable or attempts >= most:
             return False
         if self._retries >= config.budget_min + config.budget_ratio * self._requests:
             return False
@@ -116,6 +125,7 @@ class Rooms:
     placement: Placement
     deadlines: Deadlines
     recorder: Recorder
+    outcomes: OutcomeWatch
     metrics: Metrics
     budget: RetryBudget
     decisions: DecisionLog
@@ -135,6 +145,7 @@ class Attempts:
         "_failure",
         "_inbound",
         "_job",
+        "_kept",
         "_placed",
         "_rooms",
         "_task",
@@ -151,6 +162,7 @@ class Attempts:
         self._job: Job | None = None
         self._tried: list[InstanceId] = []
         self._failure: InstanceError | None = None  # of the last attempt, where there is another
+        self._kept: tuple[Placed, Exchange] | None = None  # and the answer that it had, if any
         self._placed: Placed | None = None  # and not settled
         self._exchange: Exchange | None = None  # of that one
         self._task: asyncio.Task[None] | None = None
@@ -337,7 +349,8 @@ class Attempts:
             self._place(request._replace(prompt_tokens=-(-request.prompt_tokens // 2)))
         else:
             ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
-            refusal = rejection(place, self._failure, self._inbound.path)
+            spent = len(self._tried) > 1
+            refusal = rejection(place, self._failure, self._inbound.path, spent=spent)
             self._turn_away(refusal, "unavailable" if ours else "rejected")
 
     # Sending
@@ -402,8 +415,12 @@ class Attempts:
     # An ExchangeOwner
 
     def stream_began(self, exchange: Exchange) -> None:
-        if self._placed is not None:
-            self._rooms.placement.stream_began(self._placed.dispatch, exchange)
+        placed = self._placed
+        if placed is not None:
+            self._rooms.placement.stream_began(placed.dispatch, exchange)
+            if placed.instance.outcomes.trial is placed.dispatch:
+                # Its end may be minutes away, and until then it would be the only one.
+                self._rooms.outcomes.succeeded(placed.instance, placed.dispatch, self._inbound.body)
 
     def ended(self, exchange: Exchange) -> None:
         try:
@@ -413,10 +430,15 @@ class Attempts:
             self.broke(error)
 
     def _conclude(self, exchange: Exchange) -> None:
-        error, placed = exchange.error, self._placed
+        placed = self._placed
         assert placed is not None
+        if exchange.held is not None and exchange.error is None:
+            exchange.error = self._failure_of(exchange)
+        error = exchange.error
         if error is None:
-            failed = exchange.engine_failed()
+            if exchange.held is not None:
+                exchange.let_pass()
+            failed = exchange.engine_failed() or self._lacks_body(exchange)
             self._settle(Outcome.UPSTREAM_ERROR if failed else Outcome.COMPLETED, final=True)
             self._end()
             return
@@ -429,17 +451,50 @@ class Attempts:
             return
         self._tried.append(instance.id)
         retry = not exchange.head_sent and self._rooms.budget.may_retry(error, len(self._tried))
-        self._settle(error.failure.outcome, final=not retry)
+        answered = exchange.complete
+        outcome = error.failure.outcome
+        if answered and exchange.status >= 400 and not retry:
+            outcome = Outcome.COMPLETED  # with what its engine had to say
+        self._settle(outcome, final=not retry)
+        spent = len(self._tried) > 1
         if retry:
             assert self._job is not None
             self._failure = error
+            self._kept = (placed, exchange) if answered else None
             self._rooms.metrics.retries[error.reason] += 1
             self._place(self._job.request)
+        elif answered:
+            self._pass_on(exchange)
         elif exchange.head_sent:
             exchange.break_off(refusal_of(error, instance))
             self._end()
         else:
-            self._answer(refusal_of(error, instance))
+            self._answer(refusal_of(error, instance, spent=spent))
+
+    def _failure_of(self, exchange: Exchange) -> InstanceError | None:
+        """What an answer that was held back means; None: that it is to pass."""
+        held, status = exchange.held, exchange.status
+        assert held is not None
+        if status in (429, 503):
+            message = f"its engine is busy: it answered {status}"
+            return InstanceError(Failure.BUSY, message, held.retry_after_s())
+        if status >= 500:
+            return InstanceError(Failure.SERVER_ERROR, f"it answered {status}")
+        if self._lacks_body(exchange):
+            return InstanceError(Failure.EMPTY, "its answer is empty")
+        return None
+
+    def _lacks_body(self, exchange: Exchange) -> bool:
+        return exchange.empty and exchange.status == 200 and self._inbound.work is Work.GENERATE
+
+    def _pass_on(self, exchange: Exchange) -> None:
+        """Nobody has a better answer than the one that was held back: the client gets that."""
+        if not self._downstream.gone:
+            # Those of engines that are busy stay as they are: to come back later is right, and
+            # meanwhile the gateway spares them, so that it costs one attempt and not several.
+            spent = len(self._tried) > 1 and exchange.status in (500, 502)
+            exchange.let_pass([NO_RETRY] if spent else None)
+        self._end()
 
     # Ends
 
@@ -467,6 +522,12 @@ class Attempts:
 
     def _turn_away(self, refusal: Refusal, outcome: str) -> None:
         """Answer a request that was not placed."""
+        if self._kept is not None:
+            placed, exchange = self._kept
+            assert self._job is not None
+            self._rooms.recorder.count(self._job, placed, exchange, Outcome.COMPLETED)
+            self._pass_on(exchange)
+            return
         self._note(outcome)
         self._answer(refusal)
 

@@ -11,22 +11,28 @@ from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
 from hetero_gateway.core.types import Outcome
-from hetero_gateway.engines.vllm import tokens_of_events
+from hetero_gateway.engines.vllm import Work, tokens_of_events
 from hetero_gateway.gateway.control.history import FinishedRequest, RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics, Series
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed
 from hetero_gateway.gateway.dataplane.relay import Exchange
 from hetero_gateway.gateway.failures import Failure, InstanceError, Suspicion
+from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
+
+# Not implemented, or not in this version of HTTP: what was asked for is wrong.
+_NO_FAULT = (501, 505)
+# What a request is taken to last where nothing is known of its instance.
+_UNKNOWN_LATENCY_S = 1.0
 
 
 class Recorder:
     """Counts and learns from attempts.
 
     Args:
-        fleet, health, metrics: of the gateway.
+        fleet, health, outcomes, metrics: of the gateway.
         predictor, bytes_per_token: the length estimates, which learn from finished requests.
         history: where finished requests are kept.
     """
@@ -35,6 +41,7 @@ class Recorder:
         self,
         fleet: Fleet,
         health: HealthMonitor,
+        outcomes: OutcomeWatch,
         metrics: Metrics,
         predictor: OutputLengthPredictor,
         bytes_per_token: BytesPerToken,
@@ -42,6 +49,7 @@ class Recorder:
     ) -> None:
         self._fleet = fleet
         self._health = health
+        self._outcomes = outcomes
         self._metrics = metrics
         self._predictor = predictor
         self._bytes_per_token = bytes_per_token
@@ -57,19 +65,48 @@ class Recorder:
         final: bool,
     ) -> None:
         """Count, learn, tell the health monitor; once per attempt, the last of them ``final``."""
+        instance = placed.instance
+        if self._fleet.instances.get(instance.id) is not instance:
+            return  # removed meanwhile: its series are gone for good
+        if outcome is Outcome.COMPLETED and exchange.error is None and exchange.status < 400:
+            # What makes the engine do nothing says nothing of it.
+            if job.inbound.work is not Work.LIGHT:
+                self._outcomes.succeeded(instance, placed.dispatch, job.inbound.body)
+        elif outcome is not Outcome.CLIENT_DISCONNECTED:
+            self._note_failure(job, placed, exchange, outcome)
+        if final:
+            self.count(job, placed, exchange, outcome)
+
+    def _note_failure(self, job: Job, placed: Placed, exchange: Exchange, outcome: Outcome) -> None:
+        error, instance = exchange.error, placed.instance
+        if error is None and outcome is Outcome.UPSTREAM_ERROR:
+            error = (
+                InstanceError(Failure.EMPTY, "its answer is empty")
+                if exchange.empty
+                else InstanceError(Failure.ENGINE, "its engine broke off")
+            )
+        if error is None and exchange.status >= 500 and exchange.status not in _NO_FAULT:
+            error = InstanceError(Failure.SERVER_ERROR, f"it answered {exchange.status}")
+        if error is None:
+            return
+        self._metrics.upstream_errors[instance.id, error.reason] += 1
+        suspicion = error.failure.suspicion
+        if suspicion is not Suspicion.NONE:
+            self._health.suspect(instance, str(error), down=suspicion is Suspicion.DOWN)
+        self._outcomes.failed(
+            instance,
+            placed.dispatch,
+            error,
+            job.inbound.body,
+            placed.placed_s,
+            _expected_latency_s(placed),
+        )
+
+    def count(self, job: Job, placed: Placed, exchange: Exchange, outcome: Outcome) -> None:
+        """A request is over: count it, and learn from it."""
         now_s = time.monotonic()
         metrics, instance = self._metrics, placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
-            return  # removed meanwhile: its series are gone for good
-        error = exchange.error
-        if error is None and outcome is Outcome.UPSTREAM_ERROR:
-            error = InstanceError(Failure.ENGINE, "its engine broke off")
-        if error is not None:
-            metrics.upstream_errors[instance.id, error.reason] += 1
-            suspicion = error.failure.suspicion
-            if suspicion is not Suspicion.NONE:
-                self._health.suspect(instance, str(error), down=suspicion is Suspicion.DOWN)
-        if not final:
             return
         series = metrics.series(job.request.model, instance.id)
         label = outcome.value
@@ -141,12 +178,13 @@ class Recorder:
 
 
 def _expected_latency_s(placed: Placed) -> float:
-    """How long a profiled instance was to take: the policy's own estimate, or the cost model's."""
+    """How long the instance was to take: the policy's own estimate, or the cost model's."""
     decision, profile = placed.decision, placed.instance.profile
     estimated_s = decision.expected_latency_s()
     if estimated_s is not None:
         return estimated_s
-    assert profile is not None
+    if profile is None:
+        return _UNKNOWN_LATENCY_S
     request, c = decision.request, profile.constants
     batch = decision.choice.figures.at("in_flight", decision.choice.position) + 1
     batch = min(batch, profile.max_num_seqs)

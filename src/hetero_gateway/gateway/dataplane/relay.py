@@ -24,6 +24,10 @@ from hetero_gateway.gateway.wire.openai import sse_error_event
 from hetero_gateway.gateway.wire.response import ResponseHead
 from hetero_gateway.gateway.wire.upstream import UpstreamConnection
 
+# Answers that are held back whole: another instance may have a better one. All others pass.
+_HELD_STATUSES = frozenset((429, 500, 502, 503))
+_MOST_HELD_BYTES = 65536
+_LAST_CHUNK = b"0\r\n\r\n"
 # The closing usage, ``[DONE]`` and the last chunk may come in reads of their own.
 _TAIL_READS = 6
 _TAIL_BYTES = 8192
@@ -43,6 +47,25 @@ class ExchangeOwner(Protocol):
     def broke(self, error: Exception) -> None:
         """Something here has a bug."""
         ...
+
+
+class HeldAnswer:
+    """An answer of which the client has seen nothing yet."""
+
+    __slots__ = ("head", "parts", "size_bytes")
+
+    def __init__(self, head: ResponseHead) -> None:
+        self.head = head
+        self.parts: list[bytes] = []
+        self.size_bytes = 0
+
+    def retry_after_s(self) -> float | None:
+        """When the engine wants to be asked again, if it says so in seconds."""
+        for name, value in self.head.headers:
+            if name == b"retry-after":
+                text = value.strip()
+                return float(text) if len(text) <= 9 and text.isdigit() else None
+        return None
 
 
 class Exchange:
@@ -82,6 +105,7 @@ class Exchange:
         "events",
         "first_body_at_s",
         "head_sent",
+        "held",
         "last_active_s",
         "started_s",
         "status",
@@ -119,15 +143,25 @@ class Exchange:
         self.head_sent = False
         self.complete = False
         self.error: InstanceError | None = None
+        # An error, or nothing at all, that the owner either lets pass or keeps to itself.
+        self.held: HeldAnswer | None = None
 
     # ResponseSink
 
     def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
-        downstream = self._downstream
         self.status = head.status
         self.active = True
-        self._decode = not downstream.passes_framing
-        self._rechunk = downstream.passes_framing and head.ends_at_close
+        self._decode = not self._downstream.passes_framing
+        self._rechunk = not self._decode and head.ends_at_close
+        if (head.status >= 429 or head.content_length == 0) and _is_held(head):
+            self.held = HeldAnswer(head)
+        else:
+            self._begin_answer(head)
+            if not body_follows:
+                self._flush_head()
+        return self._decode or self._rechunk
+
+    def _begin_answer(self, head: ResponseHead) -> None:
         headers: Headers = []
         for pair in head.headers:
             name = pair[0]
@@ -138,11 +172,8 @@ class Exchange:
             headers.append(pair)
         headers += self._extra_headers
         chunked = not self._decode and (head.chunked or head.ends_at_close)
-        self._pending = downstream.start(head.status, headers, chunked=chunked)
+        self._pending = self._downstream.start(head.status, headers, chunked=chunked)
         self.head_sent = True
-        if not body_follows:
-            self._flush_head()
-        return self._decode or self._rechunk
 
     def _flush_head(self) -> None:
         pending, self._pending = self._pending, b""
@@ -157,6 +188,9 @@ class Exchange:
         if self._rechunk:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self.first_body_at_s is None:
+            if self.held is not None:
+                self._hold(self.held, data)
+                return
             self.first_body_at_s = time.monotonic()
             data = self._pending + data
             self._pending = b""
@@ -169,13 +203,23 @@ class Exchange:
             if self.connection is not None:
                 self.connection.pause_reading()
 
+    def _hold(self, held: HeldAnswer, data: bytes) -> None:
+        held.parts.append(data)
+        held.size_bytes += len(data)
+        if held.size_bytes > _MOST_HELD_BYTES:
+            self.let_pass()
+
     def on_complete(self) -> None:
+        self.complete = True
+        if self.held is None:
+            self._finish()
+        self._owner.ended(self)
+
+    def _finish(self) -> None:
         self._flush_head()  # where there was no body
         if self._rechunk:
-            self._write(b"0\r\n\r\n")
-        self.complete = True
+            self._write(_LAST_CHUNK)
         self._downstream.finish()
-        self._owner.ended(self)
 
     def on_error(self, error: InstanceError) -> None:
         if self.error is None and not self.complete:
@@ -196,6 +240,20 @@ class Exchange:
         """Forget an error that came of a connection which was stale: nothing has happened."""
         self.error = self.connection = None
 
+    def let_pass(self, extra_headers: Headers | None = None) -> None:
+        """Write what was held back, as it came; the client must still be there."""
+        held, self.held = self.held, None
+        assert held is not None
+        if extra_headers:
+            self._extra_headers = self._extra_headers + extra_headers
+        self._begin_answer(held.head)
+        if held.parts:
+            self.first_body_at_s = time.monotonic()
+            data, self._pending = self._pending + b"".join(held.parts), b""
+            self._write(data)
+        if self.complete:
+            self._finish()
+
     def caught_up(self) -> None:
         """The client has read what was written: go on reading."""
         if self.congested:
@@ -208,6 +266,12 @@ class Exchange:
         """Leave it: the instance's connection is closed, and nobody hears of it."""
         if self.connection is not None:
             self.connection.abort()
+
+    @property
+    def empty(self) -> bool:
+        """The response is complete, and has no body."""
+        tail = self._tail
+        return not tail or (len(tail) == 1 and tail[0] == _LAST_CHUNK)
 
     @property
     def streams(self) -> bool:
@@ -243,6 +307,8 @@ class Exchange:
             state = f"failed: {self.error.reason}"
         elif self.complete:
             state = "complete"
+        elif self.held is not None:
+            state = "held back"
         elif self.head_sent:
             state = "congested" if self.congested else "streaming"
         else:
@@ -260,6 +326,12 @@ class Exchange:
     def engine_failed(self) -> bool:
         """The HTTP response is complete, but it says that the engine broke off."""
         return self.streams and failed_in_tail(self.tail())
+
+
+def _is_held(head: ResponseHead) -> bool:
+    if head.status != 200 and head.status not in _HELD_STATUSES:
+        return False
+    return head.content_length is None or head.content_length <= _MOST_HELD_BYTES
 
 
 class Deadlines:

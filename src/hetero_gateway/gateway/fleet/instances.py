@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.instances.ejections import Ejections
+from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec
@@ -58,6 +60,8 @@ class Instance:
         # Read from the engine's /metrics; seconds old, shown, and never decides alone.
         self.engine_kv_usage: float | None = None
         self.engine_kv_capacity_tokens: int | None = None
+        # What came of its requests; from the fleet, when it is admitted.
+        self.outcomes: Outcomes
 
     def spec(self) -> InstanceSpec:
         """The instance as the scheduler sees it."""
@@ -110,6 +114,11 @@ class Fleet:
         self.queues = policy.queues
         # Called after every change that may make room: set by who drives the queue.
         self.on_change: Callable[[], None] | None = None
+        # Called when an instance comes, goes, or may be sent more or less than before.
+        self.on_membership: Callable[[], None] | None = None
+        self.ejections = Ejections(
+            EjectionRules(**config.health.ejection.model_dump()), self._pools_of
+        )
         self.scheduler = Scheduler(
             policy,
             rng,
@@ -131,6 +140,7 @@ class Fleet:
         if instance.id in self.instances:
             raise ConfigError(f"instance {instance.id!r} exists already")
         self.instances[instance.id] = instance
+        instance.outcomes = self.ejections.join(instance.id)
         self.scheduler.add(instance.spec())
         self._changed()
 
@@ -141,6 +151,7 @@ class Fleet:
         """
         instance = self.instances.pop(instance_id)
         instance.pool.close()
+        self.ejections.leave(instance_id)
         orphans = self.scheduler.remove(instance_id)
         self._changed()
         return len(orphans)
@@ -151,7 +162,15 @@ class Fleet:
             self.scheduler.replace(instance.spec())
             self._changed()
 
+    def _pools_of(self, instance_id: InstanceId) -> Iterable[list[InstanceId]]:
+        """For each model of an instance, who serves it and takes requests: for the panic rule."""
+        live = list(self._live())
+        for model in self.instances[instance_id].models:
+            yield [other.id for other in live if model in other.models]
+
     def _changed(self) -> None:
+        if self.on_membership is not None:
+            self.on_membership()
         if self.on_change is not None:
             self.on_change()
 
@@ -226,6 +245,7 @@ class Fleet:
                 up=instance.up,
                 kv_usage_engine=instance.engine_kv_usage,
                 profile_age_s=instance.profile_age_s(),
+                ejected=instance.outcomes.ejected,
             )
             for instance in self.instances.values()
         ]

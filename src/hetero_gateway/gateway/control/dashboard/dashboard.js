@@ -115,7 +115,8 @@ function makeRow(id) {
 
 function stateOf(instance) {
   if (!instance.up) return "down";
-  return instance.draining ? "draining" : "up";
+  if (instance.draining) return "draining";
+  return instance.ejected ? "ejected" : "up";
 }
 
 /** What the scheduler takes the instance for, and how far that is from what is seen. */
@@ -140,6 +141,13 @@ function showRow(parts, instance, top, total) {
   const reasons = [];
   if (!instance.up) reasons.push(instance.down_reason || "unknown reason");
   if (instance.draining) reasons.push("draining: it finishes what it has and gets nothing new");
+  if (instance.ejected) {
+    const seconds = instance.ejected_for_s;
+    const next = seconds === null ? "one request at a time tries it" : `for another ${Math.ceil(seconds)} s`;
+    reasons.push(`ejected, ${next}: its requests failed (${instance.ejected_reason})`);
+  } else if (instance.standing === "recovering" || instance.standing === "busy") {
+    reasons.push(`${instance.standing}: it gets fewer requests than it could hold`);
+  }
   setText(parts.why, reasons.join("; "));
   parts.why.hidden = reasons.length === 0;
   setText(parts.models, instance.models.join(", ") || "models not known yet");

@@ -1,0 +1,391 @@
+"""What became of an instance's requests, and whether it is sent more of them: passive health.
+
+Each instance stands somewhere, and only what real requests met moves it on. A good answer to a
+probe of its health does not: an engine may answer that and fail all that it is asked for.
+
+    event            open            busy, ejected     half-open            recovering
+    ---------------  --------------  ----------------  -------------------  ---------------
+    success          –               – (noted)         of the trial:        –
+                                                       recovering
+    failure          ejected, if it  – (noted)         of the trial:        as open
+                     is one too                        ejected, for longer;
+                     many                              else noted
+    busy answer      recovering, or  –                 of the trial: busy   as open
+                     busy if it has
+                     nothing else
+    no outcome       –               –                 of the trial: the    –
+                                                       next is the trial
+    its term ends    –               ejected:          –                    open
+                                     half-open; busy:
+                                     recovering
+    retracted        –               ejected: as       –                    –
+                                     before, if too
+                                     few are left
+    reprieved        –               recovering        recovering           –
+
+"One too many": ``consecutive_failures`` in a row, or ``failure_ratio`` of at least
+``min_outcomes`` within 10 s. An ejection lasts base_s·2^k, at most max_s; k is how many came before
+it, and is forgotten when the last one ended max_s ago. Half-open: one request at a time. Recovering
+(slow start): as many requests at once as it had, and twice as many every 1.4 s, for 10 s. Busy: its
+engine said 503 or 429, which is no failure; for 0.5 s·2^k it gets nothing while others can.
+
+What is no outcome: 4xx answers, clients that left, errors of the gateway's own. A time-out is one
+only if nothing good was heard of the instance since the request was sent: a long request says
+nothing of an instance that serves others.
+
+The panic rule (never more than half of a model's instances) is ``ejections.py``'s, and which
+failures are the request's fault. The clock is an argument.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import NamedTuple, Protocol
+
+from hetero_gateway.core.types import Outcome
+
+# Seconds that the ring holds, in parts of one second.
+WINDOW_PARTS = 10
+# Slow start: how long it lasts, how many requests it begins with, and how soon twice as many.
+SLOW_START_S = 10.0
+_FIRST_REQUESTS = 2
+_DOUBLING_S = 1.4
+# How long an engine that is busy gets nothing: this, doubled by each such answer in a row. An
+# engine's own Retry-After counts instead, up to the same limit.
+_BUSY_BASE_S = 0.5
+_BUSY_MAX_S = 10.0
+
+
+class EjectionRules(NamedTuple):
+    """When an instance is ejected, and for how long; see the module. ``enabled``: or else never."""
+
+    enabled: bool = True
+    consecutive_failures: int = 5
+    failure_ratio: float = 0.5
+    min_outcomes: int = 10
+    base_s: float = 2.0
+    max_s: float = 60.0
+
+
+class Standing(enum.Enum):
+    """Whether an instance is sent requests, as far as outcomes go."""
+
+    OPEN = "open"
+    RECOVERING = "recovering"
+    BUSY = "busy"
+    EJECTED = "ejected"
+    HALF_OPEN = "half-open"
+
+
+class Bar(NamedTuple):
+    """Why an instance should not get a request now. ``rank``: the lower, the sooner all the same.
+
+    ``RETRY_RANK`` and lower is good enough for a second attempt, too.
+    """
+
+    rank: int
+    why: str
+
+
+RETRY_RANK = 0
+_FULL = Bar(0, "recovering")  # it has as many as its slow start allows
+_BUSY = Bar(1, "busy")
+_TRIED = Bar(2, "ejected")  # another request tries it now
+_EJECTED = Bar(3, "ejected")
+
+
+class Sent(Protocol):
+    """A request on its instance. ``outcome``: None until it is over."""
+
+    outcome: Outcome | None
+
+
+class OutcomeRing:
+    """Successes and failures of the last ten seconds."""
+
+    __slots__ = ("_failed", "_good", "_part", "failed", "good")
+
+    def __init__(self) -> None:
+        self._part = 0
+        self._good = [0] * WINDOW_PARTS
+        self._failed = [0] * WINDOW_PARTS
+        self.good = 0
+        self.failed = 0
+
+    def __repr__(self) -> str:
+        return f"<OutcomeRing {self.good} good, {self.failed} failed>"
+
+    def advance(self, now_s: float) -> int:
+        """Forget what is too old; returns the place of what happens now."""
+        part = int(now_s)
+        while self._part < part:
+            # Nothing is older than the whole ring.
+            self._part = max(self._part + 1, part - WINDOW_PARTS)
+            place = self._part % WINDOW_PARTS
+            self.good -= self._good[place]
+            self.failed -= self._failed[place]
+            self._good[place] = self._failed[place] = 0
+        return self._part % WINDOW_PARTS
+
+    def add_good(self, now_s: float) -> None:
+        self._good[self.advance(now_s)] += 1
+        self.good += 1
+
+    def add_failed(self, now_s: float) -> None:
+        self._failed[self.advance(now_s)] += 1
+        self.failed += 1
+
+    def take_failed(self, at_s: float) -> None:
+        """Take one back that was added at ``at_s``, if it still counts."""
+        place = int(at_s) % WINDOW_PARTS
+        if int(at_s) > self._part - WINDOW_PARTS and self._failed[place]:
+            self._failed[place] -= 1
+            self.failed -= 1
+
+    def clear(self) -> None:
+        self._good = [0] * WINDOW_PARTS
+        self._failed = [0] * WINDOW_PARTS
+        self.good = self.failed = 0
+
+
+class _Grounds:
+    """What an ejection rests on: the failures in a row, and the ring, as they were."""
+
+    __slots__ = ("at_s", "failed", "good", "run", "trial")
+
+    def __init__(self, at_s: float, run: int, ring: OutcomeRing, *, trial: bool) -> None:
+        self.at_s = at_s
+        self.run = run
+        self.good = ring.good
+        self.failed = ring.failed
+        self.trial = trial  # it was its trial that failed
+
+    def suffice(self, rules: EjectionRules) -> bool:
+        count = self.good + self.failed
+        by_ratio = count >= rules.min_outcomes and self.failed >= rules.failure_ratio * count
+        return self.run >= rules.consecutive_failures or by_ratio
+
+
+class Outcomes:
+    """One instance's.
+
+    Attributes:
+        standing: as of the last event or ``advance``.
+        until_s: when that ends by itself; infinite where it does not.
+        reason: of the last ejection, a short label; "" where there was none.
+        ejections: k + 1, of those that still count.
+        trial: the one request that may be under way while it is half-open.
+        ring: the last ten seconds.
+    """
+
+    __slots__ = (
+        "_busy_run",
+        "_ended_s",
+        "_first_requests",
+        "_good_s",
+        "_grounds",
+        "_rules",
+        "_run",
+        "_run_began_s",
+        "_since_s",
+        "ejections",
+        "reason",
+        "ring",
+        "standing",
+        "trial",
+        "until_s",
+    )
+
+    def __init__(self, rules: EjectionRules) -> None:
+        self._rules = rules
+        self.standing = Standing.OPEN
+        self.until_s = math.inf
+        self.reason = ""
+        self.ejections = 0
+        self.trial: Sent | None = None
+        self.ring = OutcomeRing()
+        self._run = 0  # failures in a row
+        self._run_began_s = 0.0
+        self._busy_run = 0
+        self._good_s = -math.inf  # the last success
+        self._ended_s = -math.inf  # of the last ejection
+        self._grounds: _Grounds | None = None
+        self._since_s = 0.0  # slow start: since when, and with how many
+        self._first_requests: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Outcomes {self.standing.value}: {self.ring!r}, {self._run} failed in a row>"
+
+    @property
+    def ejected(self) -> bool:
+        """It gets nothing, or only its trial."""
+        return self.standing in (Standing.EJECTED, Standing.HALF_OPEN)
+
+    @property
+    def shut(self) -> bool:
+        """It gets nothing at all, until ``until_s``."""
+        return self.standing is Standing.EJECTED
+
+    # What happens to its requests
+
+    def succeeded(self, now_s: float, request: Sent | None = None) -> bool:
+        """One was answered well, or began to stream. Returns whether it stands elsewhere now."""
+        self.ring.add_good(now_s)
+        self._good_s = now_s
+        self._run = self._busy_run = 0
+        if self.trial is None or request is not self.trial:
+            return False
+        self._recover(now_s)
+        return True
+
+    def failed(self, now_s: float, request: Sent | None = None) -> bool:
+        """One failed, and it is the instance's fault. Returns whether this is one too many."""
+        self.ring.add_failed(now_s)
+        if self._run == 0:
+            self._run_began_s = now_s
+        self._run += 1
+        self.advance(now_s)
+        if not self._rules.enabled:
+            return False
+        if self.standing is Standing.HALF_OPEN:
+            return request is not None and request is self.trial
+        if self.standing is Standing.EJECTED or self.standing is Standing.BUSY:
+            return False
+        return _Grounds(now_s, self._run, self.ring, trial=False).suffice(self._rules)
+
+    def heard_since(self, sent_s: float) -> bool:
+        """Whether it has answered anything well since then."""
+        return self._good_s >= sent_s
+
+    def eject(self, now_s: float, reason: str) -> None:
+        """Send it nothing for its term."""
+        rules = self._rules
+        if now_s - self._ended_s >= rules.max_s:
+            self.ejections = 0
+        term_s = min(rules.max_s, rules.base_s * 2.0 ** min(self.ejections, 60))
+        trial = self.standing is Standing.HALF_OPEN
+        self._grounds = _Grounds(now_s, self._run, self.ring, trial=trial)
+        self.ejections += 1
+        self.reason = reason
+        self.trial = None
+        self._ended_s = now_s + term_s
+        self._stand(Standing.EJECTED, self._ended_s)
+
+    def retract(self, at_s: float, now_s: float) -> bool:
+        """A failure at ``at_s`` was not its fault. Returns whether it is ejected no more."""
+        self.ring.take_failed(at_s)
+        if self._run and at_s >= self._run_began_s:
+            self._run -= 1
+        grounds = self._grounds
+        if self.standing is not Standing.EJECTED or grounds is None or at_s > grounds.at_s:
+            return False
+        grounds.run -= 1
+        grounds.failed -= 1
+        if grounds.trial:
+            if at_s < grounds.at_s:
+                return False
+            self._stand(Standing.HALF_OPEN, math.inf)
+        elif grounds.suffice(self._rules):
+            return False
+        else:
+            self._stand(Standing.OPEN, math.inf)
+        self.ejections -= 1
+        self._grounds = None
+        return True
+
+    def busy(
+        self,
+        now_s: float,
+        others: int,
+        request: Sent | None = None,
+        retry_after_s: float | None = None,
+    ) -> bool:
+        """Its engine took no more. Returns whether it stands elsewhere now.
+
+        Args:
+            others: requests that are in flight there.
+            request: the one that it did not take.
+            retry_after_s: what the engine said, if it did.
+        """
+        self.advance(now_s)
+        standing = self.standing
+        if not self._rules.enabled or standing in (Standing.EJECTED, Standing.BUSY):
+            return False
+        if standing is Standing.HALF_OPEN and request is not self.trial:
+            return False
+        if others > 0 and standing is not Standing.HALF_OPEN:
+            # It serves as many as these; no more until some time has shown that it can.
+            self._begin_slow(now_s, others)
+            return True
+        told_s = _BUSY_BASE_S * 2.0 ** min(self._busy_run, 10)
+        if retry_after_s is not None and retry_after_s > 0:
+            told_s = retry_after_s
+        self._busy_run += 1
+        self.trial = None
+        self._stand(Standing.BUSY, now_s + min(_BUSY_MAX_S, told_s))
+        return True
+
+    def reprieve(self, now_s: float) -> None:
+        """End its ejection: too few others are left."""
+        self._recover(now_s)
+
+    def _recover(self, now_s: float) -> None:
+        self._ended_s = now_s
+        self._run = 0
+        self.ring.clear()
+        self._begin_slow(now_s, None)
+
+    def _begin_slow(self, now_s: float, first_requests: int | None) -> None:
+        self.trial = None
+        self._grounds = None
+        self._since_s = now_s
+        self._first_requests = first_requests
+        self._stand(Standing.RECOVERING, now_s + SLOW_START_S)
+
+    def _stand(self, standing: Standing, until_s: float) -> None:
+        self.standing = standing
+        self.until_s = until_s
+
+    # Time, and whether it may be sent a request
+
+    def advance(self, now_s: float) -> bool:
+        """Move on where a term is over. Returns whether it stands elsewhere now."""
+        if now_s < self.until_s:
+            return False
+        if self.standing is Standing.EJECTED:
+            self._stand(Standing.HALF_OPEN, math.inf)
+        elif self.standing is Standing.BUSY:
+            self._begin_slow(now_s, None)
+        else:
+            self._stand(Standing.OPEN, math.inf)
+        return True
+
+    def bar(self, now_s: float, in_flight: int) -> Bar | None:
+        """Why it should not get a request now; None: it may.
+
+        ``in_flight``: requests on it.
+        """
+        self.advance(now_s)
+        standing = self.standing
+        if standing is Standing.RECOVERING:
+            if self._first_requests is None:
+                # What was there before it recovered is no new load.
+                self._first_requests = max(_FIRST_REQUESTS, in_flight + 1)
+            growth = 2.0 ** ((now_s - self._since_s) / _DOUBLING_S)
+            return _FULL if in_flight >= self._first_requests * growth else None
+        if standing is Standing.BUSY:
+            return _BUSY
+        if standing is Standing.EJECTED:
+            return _EJECTED
+        if standing is Standing.HALF_OPEN and self._on_trial():
+            return _TRIED
+        return None
+
+    def sent(self, request: Sent) -> None:
+        """It got a request, whether there was a ``bar`` or not."""
+        if self.ejected and not self._on_trial():
+            self.trial = request
+
+    def _on_trial(self) -> bool:
+        return self.trial is not None and self.trial.outcome is None

@@ -1,0 +1,91 @@
+"""Who of those that may get a request had better not now: instances that fail, or did a moment ago.
+
+An instance is here only while ``Outcomes`` says so, which is seldom, so this is asked after
+eligibility and not as a part of it: with nobody here, a decision costs one look at an empty
+mapping. It never refuses a first attempt. Where all are barred, those with the lowest rank take
+part as if nothing were; only a second attempt goes nowhere rather than to an instance that fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.instances.outcomes import RETRY_RANK, Bar, Outcomes, Standing
+from hetero_gateway.core.scheduling.pool import Eligible
+from hetero_gateway.core.types import InstanceId, Reject, RejectReason
+
+_MOST_NAMED = 5
+
+
+class Restraints:
+    """The instances that stand elsewhere than open. ``by_id``: their outcomes."""
+
+    __slots__ = ("by_id",)
+
+    def __init__(self) -> None:
+        self.by_id: dict[InstanceId, Outcomes] = {}
+
+    def __repr__(self) -> str:
+        return f"<Restraints {self.by_id!r}>"
+
+    def judge(
+        self, eligible: Eligible, exclude: Collection[InstanceId], now_s: float
+    ) -> Eligible | Reject:
+        """Who of them takes part now. Reject: a second attempt has nowhere to go."""
+        barred = self._barred(eligible, now_s)
+        if not barred:
+            return eligible
+        left = self._without(eligible, barred)
+        if left is not None:
+            return left
+        rank = min(bar.rank for bar in barred.values())
+        if exclude and rank > RETRY_RANK:
+            ids = eligible.pool.ids
+            why = ", ".join(f"{ids[i]} {bar.why}" for i, bar in [*barred.items()][:_MOST_NAMED])
+            detail = f"no other instance can take the request now: {why}"
+            return Reject(RejectReason.NO_AVAILABLE_INSTANCE, detail)
+        worse = {position: bar for position, bar in barred.items() if bar.rank > rank}
+        return self._without(eligible, worse) or eligible
+
+    def strictly(self, eligible: Eligible, now_s: float) -> Eligible | None:
+        """Those of them that are not barred; None: nobody."""
+        barred = self._barred(eligible, now_s)
+        return self._without(eligible, barred) if barred else eligible
+
+    def _barred(self, eligible: Eligible, now_s: float) -> dict[int, Bar]:
+        """By position in the pool."""
+        pool, barred = eligible.pool, {}
+        for position in eligible.positions():
+            outcomes = self.by_id.get(pool.ids[position])
+            if outcomes is not None:
+                bar = outcomes.bar(now_s, pool.states[position].in_flight)
+                if bar is not None:
+                    barred[position] = bar
+        return barred
+
+    @staticmethod
+    def _without(eligible: Eligible, barred: dict[int, Bar]) -> Eligible | None:
+        pool, kept = eligible.pool, [i for i in eligible.positions() if i not in barred]
+        if not kept:
+            return None
+        out = tuple((pool.specs[position], bar.why) for position, bar in barred.items())
+        return Eligible(pool, kept, eligible.excluded + out)
+
+    def sent(self, dispatch: Dispatch) -> None:
+        """A request went to an instance: perhaps the one that tries it."""
+        outcomes = self.by_id.get(dispatch.instance_id)
+        if outcomes is not None:
+            outcomes.sent(dispatch)
+
+    def next_change_s(self, now_s: float) -> float:
+        """When somebody here may get requests again although nothing happens; infinite: nobody.
+
+        A slow start grows all the time; once a second is soon enough.
+        """
+        times = [
+            min(o.until_s, now_s + 1.0) if o.standing is Standing.RECOVERING else o.until_s
+            for o in self.by_id.values()
+        ]
+        return min(times, default=math.inf)

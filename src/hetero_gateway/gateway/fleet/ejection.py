@@ -1,0 +1,254 @@
+"""Passive health: what requests meet decides who gets more of them.
+
+The rules are the core's (``core/instances/outcomes.py``, ``ejections.py``). Here are the clock, one
+timer for all instances, the log and the counts. In normal times a request costs one count; a timer
+runs only while an instance stands elsewhere than open, or has failed a moment ago.
+
+Failing fast must not pay: a request that failed stays charged to its instance for as long as it was
+predicted to take, beside what is outstanding there (as the load of a peer is), or an instance that
+answers 500 at once would always be the emptiest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from typing import NamedTuple
+
+from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
+from hetero_gateway.core.instances.outcomes import Standing
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.failures import Blame, InstanceError
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+
+_log = logging.getLogger(__name__)
+
+# The load of failed requests goes by this name among an instance's peers.
+_FAILED = "failed requests"
+_MOST_CHARGED = 64
+_MOST_CHARGED_S = 10.0
+# However many have failed: an engine with few places must not be taken for full.
+_MOST_SEQUENCES = 8
+# What tells bodies apart: their length, and so many bytes of either end.
+_FINGERPRINT_BYTES = 2048
+
+
+class _Charged(NamedTuple):
+    until_s: float
+    load: PeerLoad
+
+
+def fingerprint(body: bytes) -> int:
+    """Tells one request from another, in this process."""
+    return hash((len(body), body[:_FINGERPRINT_BYTES], body[-_FINGERPRINT_BYTES:]))
+
+
+class OutcomeWatch:
+    """Takes note of outcomes. Needs a running event loop.
+
+    Args:
+        fleet: whose instances; tells of its changes from now on.
+        metrics: ejections are counted there.
+    """
+
+    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._ejections = fleet.ejections
+        self._enabled = fleet.ejections.rules.enabled
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._charged: dict[InstanceId, deque[_Charged]] = {}
+        # Where each that is not open stood when that was last told.
+        self._standings: dict[InstanceId, Standing] = {}
+        self._closed = False
+        fleet.on_membership = self._review
+
+    @property
+    def idle(self) -> bool:
+        """No timer runs."""
+        return self._timer is None
+
+    def close(self) -> None:
+        self._closed = True
+        self._fleet.on_membership = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # Outcomes
+
+    def succeeded(self, instance: Instance, dispatch: Dispatch, body: bytes) -> None:
+        """A request was answered well, or its stream began."""
+        now_s = time.monotonic()
+        mark = fingerprint(body) if self._ejections.suspects else None
+        changed = self._ejections.succeeded(instance.id, now_s, dispatch, mark)
+        if changed:
+            self._apply(changed, now_s)
+
+    def failed(
+        self,
+        instance: Instance,
+        dispatch: Dispatch,
+        error: InstanceError,
+        body: bytes,
+        sent_s: float,
+        expected_s: float,
+    ) -> None:
+        """A request failed there, and is settled.
+
+        Args:
+            sent_s: when it was sent, monotonic.
+            expected_s: how long it was to take.
+        """
+        blame = error.failure.blame
+        if not self._enabled or blame is Blame.NONE:
+            return
+        now_s = time.monotonic()
+        outcomes = instance.outcomes
+        changed: list[InstanceId] = []
+        if blame is Blame.BUSY:
+            others = dispatch.state.in_flight
+            if outcomes.busy(now_s, others, dispatch, error.retry_after_s):
+                changed = [instance.id]
+        elif blame is Blame.FAULT or not outcomes.heard_since(sent_s):
+            changed = self._ejections.failed(
+                instance.id, now_s, dispatch, error.reason, fingerprint(body)
+            )
+            if not outcomes.ejected:
+                self._charge(instance, dispatch, now_s, sent_s + expected_s)
+        if changed:
+            self._apply(changed, now_s)
+        self._arm(now_s)
+
+    # What failed stays charged
+
+    def _charge(self, instance: Instance, dispatch: Dispatch, now_s: float, until_s: float) -> None:
+        model = dispatch.request.model
+        alone = not any(
+            other is not instance and other.up and not other.draining and model in other.models
+            for other in self._fleet.instances.values()
+        )
+        until_s = min(until_s, now_s + _MOST_CHARGED_S)
+        charged = self._charged.setdefault(instance.id, deque())
+        if alone or until_s <= now_s or len(charged) >= _MOST_CHARGED:
+            return
+        load = PeerLoad(
+            load_s=dispatch.workload,
+            kv_tokens=dispatch.kv_tokens,
+            in_flight=1,
+            streaming=dispatch.request.sequences,
+            context=dispatch.prompt_tokens,
+        )
+        charged.append(_Charged(until_s, load))
+        self._show_charged(instance.id, now_s)
+
+    def _show_charged(self, instance_id: InstanceId, now_s: float) -> None:
+        """Have the scheduler see what is still charged."""
+        charged = self._charged[instance_id]
+        left = deque(entry for entry in charged if entry.until_s > now_s)
+        if instance_id not in self._fleet.instances:
+            del self._charged[instance_id]
+            return
+        if not left:
+            del self._charged[instance_id]
+            self._fleet.scheduler.set_peer(instance_id, _FAILED, None)
+            return
+        self._charged[instance_id] = left
+        total = PeerLoad(*map(sum, zip(*(entry.load for entry in left), strict=True)))
+        sequences = min(total.streaming, float(_MOST_SEQUENCES))
+        shown = total._replace(
+            streaming=sequences, context=total.context * sequences / total.streaming
+        )
+        self._fleet.scheduler.set_peer(instance_id, _FAILED, shown)
+
+    # Standing
+
+    def _review(self) -> None:
+        """The instances have changed: of those that are left, too many may be ejected."""
+        if self._standings:
+            now_s = time.monotonic()
+            self._apply(self._ejections.review(now_s), now_s)
+
+    def _apply(self, changed: list[InstanceId], now_s: float) -> None:
+        for instance_id in changed:
+            instance = self._fleet.instances.get(instance_id)
+            if instance is not None:
+                self._show(instance, now_s)
+        if changed:
+            self._arm(now_s)
+            if self._fleet.on_change is not None:
+                self._fleet.on_change()
+
+    def _show(self, instance: Instance, now_s: float) -> None:
+        """Have scheduler, log and counts know where an instance stands."""
+        outcomes = instance.outcomes
+        standing = outcomes.standing
+        self._fleet.scheduler.restrain(instance.id, outcomes)
+        before = self._standings.get(instance.id, Standing.OPEN)
+        if standing is Standing.OPEN:
+            self._standings.pop(instance.id, None)
+        else:
+            self._standings[instance.id] = standing
+        if standing is Standing.EJECTED:
+            self._metrics.ejections[instance.id, outcomes.reason] += 1
+            _log.warning(
+                "instance %s is ejected for %.3g s: its requests fail (%s)",
+                instance.id,
+                outcomes.until_s - now_s,
+                outcomes.reason,
+            )
+        elif standing is not before:
+            _log.info("instance %s: %s", instance.id, _TOLD[standing])
+
+    # Time
+
+    def _arm(self, now_s: float) -> None:
+        due_s = self._due_s()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due_s < math.inf and not self._closed:
+            # libuv's timers count whole milliseconds.
+            self._timer = self._loop.call_later(max(0.0, due_s - now_s) + 0.001, self._tick)
+
+    def _due_s(self) -> float:
+        instances = self._fleet.instances
+        times = [instances[i].outcomes.until_s for i in self._standings if i in instances]
+        times += [entry.until_s for charged in self._charged.values() for entry in charged]
+        if self._ejections.suspects:
+            times.append(self._ejections.next_forget_s)
+        return min(times, default=math.inf)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now_s = time.monotonic()
+        self._ejections.forget(now_s)
+        for instance_id in list(self._charged):
+            self._show_charged(instance_id, now_s)
+        changed = []
+        for instance_id, before in list(self._standings.items()):
+            instance = self._fleet.instances.get(instance_id)
+            if instance is None:
+                del self._standings[instance_id]
+                continue
+            # It may have moved on already: whoever asked for a place has advanced it.
+            instance.outcomes.advance(now_s)
+            if instance.outcomes.standing is not before:
+                changed.append(instance_id)
+        self._apply(changed, now_s)
+        self._arm(now_s)
+        if self._fleet.on_change is not None:
+            self._fleet.on_change()
+
+
+_TOLD = {
+    Standing.OPEN: "takes requests as ever",
+    Standing.RECOVERING: "gets requests again, few at first",
+    Standing.BUSY: "its engine is busy; others are asked first",
+    Standing.HALF_OPEN: "its ejection is over; one request will try it",
+}

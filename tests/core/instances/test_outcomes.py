@@ -1,0 +1,322 @@
+"""What came of an instance's requests decides whether it gets more: the state table, row by row."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hetero_gateway.core.instances.outcomes import (
+    SLOW_START_S,
+    EjectionRules,
+    OutcomeRing,
+    Outcomes,
+    Standing,
+)
+from hetero_gateway.core.types import Outcome
+
+RULES = EjectionRules()
+
+
+class SomeRequest:
+    """A request on an instance."""
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+
+
+def fail(outcomes: Outcomes, now_s: float, request: SomeRequest | None = None) -> bool:
+    """One failure, and the ejection that follows if nobody objects."""
+    too_many = outcomes.failed(now_s, request)
+    if too_many:
+        outcomes.eject(now_s, "reset")
+    return too_many
+
+
+def ejected(now_s: float = 100.0) -> Outcomes:
+    outcomes = Outcomes(RULES)
+    for _ in range(5):
+        fail(outcomes, now_s)
+    assert outcomes.standing is Standing.EJECTED
+    return outcomes
+
+
+def half_open() -> tuple[Outcomes, SomeRequest, float]:
+    """Ejected, its term over, and its trial under way; and what time it is."""
+    outcomes = ejected(100.0)
+    assert outcomes.bar(102.0, 0) is None
+    trial = SomeRequest()
+    outcomes.sent(trial)
+    return outcomes, trial, 102.0
+
+
+def test_five_failures_in_a_row_eject_and_four_do_not() -> None:
+    outcomes = Outcomes(RULES)
+    assert [fail(outcomes, 100.0) for _ in range(4)] == [False] * 4
+    outcomes.succeeded(100.0)
+    assert [fail(outcomes, 100.0) for _ in range(4)] == [False] * 4
+    assert outcomes.bar(100.0, 50) is None
+
+
+def test_half_of_ten_outcomes_eject_though_never_five_in_a_row() -> None:
+    outcomes = Outcomes(RULES)
+    came = []
+    for i in range(5):
+        outcomes.succeeded(100.0 + i)
+        came.append(fail(outcomes, 100.0 + i))
+    assert came == [False] * 4 + [True]
+
+
+def test_outcomes_of_more_than_ten_seconds_ago_do_not_count() -> None:
+    outcomes = Outcomes(RULES)
+    for i in range(40):
+        outcomes.succeeded(100.0 + 3 * i)
+        assert not fail(outcomes, 100.0 + 3 * i)
+
+
+def test_the_terms_double_up_to_a_minute_and_begin_anew_after_a_good_while() -> None:
+    outcomes = Outcomes(RULES)
+    now_s, terms = 100.0, []
+    for _ in range(7):
+        while not fail(outcomes, now_s):
+            pass
+        terms.append(outcomes.until_s - now_s)
+        now_s = outcomes.until_s
+        trial = SomeRequest()
+        assert outcomes.bar(now_s, 0) is None
+        outcomes.sent(trial)
+        outcomes.succeeded(now_s, trial)
+    assert terms == [2, 4, 8, 16, 32, 60, 60]
+    now_s += 60
+    while not fail(outcomes, now_s):
+        pass
+    assert outcomes.until_s - now_s == 2
+
+
+def test_a_failed_trial_ejects_at_once_and_for_longer() -> None:
+    outcomes, trial, now_s = half_open()
+    assert fail(outcomes, now_s, trial)
+    assert outcomes.until_s - now_s == 4
+
+
+def test_while_it_is_half_open_one_request_is_under_way_and_only_its_end_counts() -> None:
+    outcomes, trial, now_s = half_open()
+    bar = outcomes.bar(now_s, 1)
+    assert bar is not None
+    assert bar.why == "ejected"
+    assert not fail(outcomes, now_s, SomeRequest())  # one from before
+    assert not outcomes.succeeded(now_s, SomeRequest())
+    assert outcomes.standing is Standing.HALF_OPEN
+    trial.outcome = Outcome.CLIENT_DISCONNECTED  # that says nothing: the next one may try
+    assert outcomes.bar(now_s, 0) is None
+    outcomes.sent(second := SomeRequest())
+    assert outcomes.bar(now_s, 1) is not None
+    assert outcomes.succeeded(now_s, second)
+    assert outcomes.standing is Standing.RECOVERING
+
+
+def test_time_alone_and_successes_of_earlier_requests_bring_nobody_back() -> None:
+    outcomes = ejected(100.0)
+    outcomes.succeeded(101.0, SomeRequest())
+    bar = outcomes.bar(101.9, 3)
+    assert bar is not None
+    assert bar.why == "ejected"
+    outcomes.advance(1000.0)
+    assert outcomes.ejected
+
+
+def test_after_recovery_its_share_grows_within_ten_seconds() -> None:
+    outcomes, trial, now_s = half_open()
+    outcomes.succeeded(now_s, trial)
+    most = []
+    for second in range(10):
+        at_s = now_s + second
+        most.append(next(n for n in range(1000) if outcomes.bar(at_s, n) is not None))
+    assert most[0] == 2
+    assert most == sorted(most)
+    assert most[-1] > 100
+    assert outcomes.bar(now_s + SLOW_START_S, 10**6) is None
+    assert outcomes.standing is Standing.OPEN
+
+
+def test_slow_start_begins_above_what_was_under_way() -> None:
+    outcomes, trial, now_s = half_open()
+    outcomes.succeeded(now_s, trial)
+    assert outcomes.bar(now_s, 40) is None  # streams from before are no new load
+    assert outcomes.bar(now_s, 41) is not None
+
+
+def test_a_failure_that_is_taken_back_ends_the_ejection_that_rests_on_it() -> None:
+    outcomes = Outcomes(RULES)
+    for i in range(5):
+        fail(outcomes, 100.0 + i / 10)
+    assert outcomes.retract(100.4, 100.5)
+    assert outcomes.standing is Standing.OPEN
+    assert outcomes.ring.failed == 4
+    fail(outcomes, 100.6)
+    assert outcomes.until_s == 102.6  # and it was no first one
+
+
+def test_enough_other_failures_keep_an_ejection_up() -> None:
+    outcomes = Outcomes(EjectionRules(consecutive_failures=3))
+    for _ in range(2):
+        outcomes.failed(100.0)
+    assert outcomes.failed(100.0)
+    assert outcomes.failed(100.0)  # the panic rule was against it until now
+    outcomes.eject(100.0, "reset")
+    assert not outcomes.retract(100.0, 100.1)
+    assert outcomes.standing is Standing.EJECTED
+    assert outcomes.retract(100.0, 100.1)
+
+
+def test_a_trial_that_failed_by_its_own_fault_is_made_again() -> None:
+    outcomes, trial, now_s = half_open()
+    fail(outcomes, now_s, trial)
+    trial.outcome = Outcome.UPSTREAM_ERROR
+    assert outcomes.retract(now_s, now_s + 0.1)
+    assert outcomes.standing is Standing.HALF_OPEN
+    assert outcomes.bar(now_s + 0.1, 0) is None
+
+
+def test_a_busy_engine_keeps_what_it_has_and_gets_more_as_time_passes() -> None:
+    outcomes = Outcomes(RULES)
+    assert outcomes.busy(100.0, others=8)
+    assert outcomes.bar(100.0, 7) is None
+    bar = outcomes.bar(100.0, 8)
+    assert bar is not None
+    assert outcomes.bar(101.5, 15) is None
+    assert outcomes.bar(100.0 + SLOW_START_S, 10_000) is None
+
+
+def test_a_busy_engine_with_nothing_to_do_is_left_alone_for_longer_and_longer() -> None:
+    outcomes = Outcomes(RULES)
+    now_s, terms = 100.0, []
+    for _ in range(7):
+        assert outcomes.busy(now_s, others=0)
+        bar = outcomes.bar(now_s, 0)
+        assert bar is not None
+        assert bar.why == "busy"
+        terms.append(outcomes.until_s - now_s)
+        now_s = outcomes.until_s
+        assert outcomes.bar(now_s, 0) is None
+    assert terms == [0.5, 1, 2, 4, 8, 10, 10]
+    outcomes.succeeded(now_s)
+    outcomes.busy(now_s, others=0)
+    assert outcomes.until_s - now_s == 0.5
+
+
+def test_what_an_engine_says_of_its_own_return_is_bounded() -> None:
+    outcomes = Outcomes(RULES)
+    outcomes.busy(100.0, others=0, retry_after_s=3.0)
+    assert outcomes.until_s == 103.0
+    outcomes.advance(103.0)
+    outcomes.busy(103.0, others=0, retry_after_s=10.0**9)
+    assert outcomes.until_s == 113.0
+
+
+def test_busy_answers_are_no_failures() -> None:
+    outcomes = Outcomes(RULES)
+    for i in range(100):
+        outcomes.busy(100.0 + i, others=i % 2)
+        assert not outcomes.ejected
+    assert outcomes.ring.failed == 0
+
+
+def test_switched_off_nothing_follows_from_anything() -> None:
+    outcomes = Outcomes(EjectionRules(enabled=False))
+    assert not any(fail(outcomes, 100.0) for _ in range(100))
+    assert not outcomes.busy(100.0, others=0)
+    assert outcomes.bar(100.0, 1000) is None
+
+
+@given(st.lists(st.tuples(st.floats(0, 4), st.booleans()), max_size=60))
+def test_the_ring_holds_what_happened_in_the_last_ten_seconds(
+    events: list[tuple[float, bool]],
+) -> None:
+    ring, now_s = OutcomeRing(), 50.0
+    seen: list[tuple[int, bool]] = []
+    for wait_s, good in events:
+        now_s += wait_s
+        (ring.add_good if good else ring.add_failed)(now_s)
+        seen.append((int(now_s), good))
+        recent = [well for part, well in seen if part > int(now_s) - 10]
+        assert (ring.good, ring.failed) == (recent.count(True), recent.count(False))
+    ring.advance(now_s + 10)
+    assert (ring.good, ring.failed) == (0, 0)
+
+
+class AnyEvents(RuleBasedStateMachine):
+    """Whatever happens in whatever order."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.now_s = 1000.0
+        self.outcomes = Outcomes(RULES)
+        self.open: list[SomeRequest] = []
+        self.shut_until_s = -math.inf
+        self.failures: list[float] = []
+
+    @rule(wait_s=st.floats(0, 5))
+    def wait(self, wait_s: float) -> None:
+        self.now_s += wait_s
+
+    @rule()
+    def send(self) -> None:
+        if self.outcomes.bar(self.now_s, len(self.open)) is None:
+            assert self.now_s >= self.shut_until_s
+            if self.outcomes.standing is Standing.HALF_OPEN:
+                assert self.outcomes.trial is None or self.outcomes.trial.outcome is not None
+            self.open.append(request := SomeRequest())
+            self.outcomes.sent(request)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), how=st.sampled_from(["good", "failed", "busy", "gone"]))
+    def end(self, data: st.DataObject, how: str) -> None:
+        request = data.draw(st.sampled_from(self.open))
+        self.open.remove(request)
+        request.outcome = Outcome.COMPLETED
+        before = self.outcomes.standing
+        if how == "good":
+            self.outcomes.succeeded(self.now_s, request)
+        elif how == "failed":
+            self.failures.append(self.now_s)
+            if fail(self.outcomes, self.now_s, request):
+                term_s = self.outcomes.until_s - self.now_s
+                assert term_s in (2, 4, 8, 16, 32, 60)
+                self.shut_until_s = self.outcomes.until_s
+        elif how == "busy":
+            self.outcomes.busy(self.now_s, len(self.open), request)
+        else:
+            assert self.outcomes.standing is before
+
+    @precondition(lambda self: self.failures)
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        at_s = data.draw(st.sampled_from(self.failures))
+        self.failures.remove(at_s)
+        if self.outcomes.retract(at_s, self.now_s):
+            self.shut_until_s = -math.inf
+
+    @rule()
+    def spare(self) -> None:
+        if self.outcomes.ejected:
+            self.outcomes.reprieve(self.now_s)
+            self.shut_until_s = -math.inf
+
+    @invariant()
+    def sound(self) -> None:
+        outcomes = self.outcomes
+        ring = outcomes.ring
+        ring.advance(self.now_s)
+        assert ring.good >= 0
+        assert ring.failed >= 0
+        assert outcomes.ejections >= 0
+        if outcomes.trial is not None:
+            assert outcomes.ejected
+        waits_for_an_event = outcomes.standing in (Standing.OPEN, Standing.HALF_OPEN)
+        assert math.isinf(outcomes.until_s) is waits_for_an_event
+
+
+TestAnyEvents = AnyEvents.TestCase
