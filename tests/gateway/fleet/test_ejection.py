@@ -68,7 +68,7 @@ async def test_of_two_equal_instances_the_one_that_fails_at_once_gets_little(
         async with running_gateway(config) as running:
             fakes[0].fault = FAULTS[fault]
             clients = Clients(running)
-            await clients.send(300, **WORKS)
+            await clients.send(240, **WORKS)
             assert clients.share_of_good >= 0.95
             assert fakes[0].requests <= 30
             assert running.settled()
