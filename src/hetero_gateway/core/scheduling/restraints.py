@@ -47,7 +47,8 @@ class Restraints:
             detail = f"no other instance can take the request now: {why}"
             return Reject(RejectReason.NO_AVAILABLE_INSTANCE, detail)
         worse = {position: bar for position, bar in barred.items() if bar.rank > rank}
-        return self._without(eligible, worse) or eligible
+        left = self._without(eligible, worse) if worse else eligible
+        return left or eligible
 
     def strictly(self, eligible: Eligible, now_s: float) -> Eligible | None:
         """Those of them that are not barred; None: nobody."""
