@@ -330,6 +330,21 @@ def test_with_the_large_instance_gone_the_long_ones_are_refused_and_the_short_on
     assert s.queued == 0
 
 
+def test_who_waited_as_an_instance_left_is_judged_anew_though_somebody_came_since() -> None:
+    s = scheduler(LARGE, SMALL, policy="finish-time")
+    fill(s, "large", 9)
+    there = fill(s, "small", 264)
+    waiting = submitted(s, SHORT)
+    assert s.pump(0.0) == []
+    s.remove(InstanceId("large"), 1.0)
+    since = submitted(s, SHORT, 1.0)
+    assert s.pump(1.0) == []
+    for dispatch in there:
+        s.settle(dispatch, Outcome.COMPLETED, 2.0)
+    assert s.pump(2.0) == [waiting, since]
+    assert (waiting.failed, where(waiting), where(since)) == (None, "small", "small")
+
+
 def test_a_pump_that_places_nobody_looks_at_few_of_many() -> None:
     asked = 0
     s = scheduler(LARGE, SMALL, spec("big", profile(max_num_seqs=1), max_model_len=16_000),

@@ -217,7 +217,9 @@ class ModelQueue:
         self._sequence += 1
         ticket.rank = -self._sequence if first else self._sequence
         ticket.first = first
-        self.pool = ticket.eligible.pool
+        if not self._size:
+            # Those who wait already were judged in the pool before: the pump judges all anew.
+            self.pool = ticket.eligible.pool
         self._stand(ticket)
         if not first:
             self._note_arrival(ticket)
