@@ -169,6 +169,60 @@ class QueueConfig(StrictModel):
     )
 
 
+def _check_shared(value: str) -> str:
+    # What is refused is not quoted: it may hold a password.
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError:
+        raise ValueError("is not a URL") from None
+    if parts.scheme not in ("redis", "rediss", "valkey", "valkeys") or not parts.hostname:
+        raise ValueError("must be redis://HOST[:PORT][/DB], or rediss:// for TLS")
+    if parts.password is not None:
+        raise ValueError(
+            "must not carry a password; name its environment variable in "
+            "scheduler.sharing.password_env"
+        )
+    if parts.query or parts.fragment or port == 0:
+        raise ValueError("must not carry a query, a fragment or port 0")
+    if any(not "!" <= character <= "~" for character in value):
+        raise ValueError("must not contain spaces, control or non-ASCII characters")
+    if not re.fullmatch(r"/?|/[0-9]{1,5}", parts.path):
+        raise ValueError("has a path that is no database number")
+    return value
+
+
+class SharingConfig(StrictModel):
+    """How gateways share their load through ``shared``."""
+
+    group: str = Field(
+        "hetero-gateway",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
+        description="Gateways with the same group share; the keys begin with {group}.",
+    )
+    interval_s: float = Field(
+        0.05, ge=0.005, le=5, description="Between two exchanges, in seconds."
+    )
+    ttl_s: float = Field(
+        3.0, ge=0.2, le=60, description="A gateway that is silent for so long is gone; seconds."
+    )
+    timeout_s: float = Field(
+        0.05, ge=0.005, le=5, description="Time-out of one exchange, in seconds; nothing waits."
+    )
+    password_env: str | None = Field(
+        None, description="Environment variable with the password of `shared`."
+    )
+    ca_file: Path | None = Field(
+        None, description="CA certificates for rediss://; default: the system's."
+    )
+
+    @model_validator(mode="after")
+    def _check_times(self) -> SharingConfig:
+        if self.ttl_s < 4 * self.interval_s:
+            raise ValueError("ttl_s must be at least 4 times interval_s")
+        return self
+
+
 class SchedulerConfig(StrictModel):
     """Which policy chooses, and its constants."""
 
@@ -200,6 +254,12 @@ class SchedulerConfig(StrictModel):
         False,
         description="Let constants follow the traffic, within a factor of 4 of the profile's.",
     )
+    shared: Annotated[str, AfterValidator(_check_shared)] | None = Field(
+        None,
+        description="Redis or Valkey through which several gateways see each other's load; needs "
+        "the `redis` extra.",
+    )
+    sharing: SharingConfig = Field(default_factory=SharingConfig)
     queue: QueueConfig = Field(default_factory=QueueConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
     tokens: TokensConfig = Field(default_factory=TokensConfig)
@@ -430,6 +490,20 @@ def secret(env_name: str | None, key: str) -> str | None:
             f"{key}: the environment variable {env_name} holds a space, a line end or another "
             "character that cannot stand in a header"
         )
+    return value
+
+
+def password(env_name: str | None, key: str) -> str | None:
+    """The value of the environment variable that holds a password, or None when none is named.
+
+    Raises:
+        ConfigError: the variable is named but not set.
+    """
+    if env_name is None:
+        return None
+    value = os.environ.get(env_name)
+    if not value:
+        raise ConfigError(f"{key}: the environment variable {env_name} is not set")
     return value
 
 

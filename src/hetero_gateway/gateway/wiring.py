@@ -20,6 +20,7 @@ from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.sharing.peers import make_sharing
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
 
 
@@ -43,6 +44,8 @@ class Gateway:
         self.fleet = Fleet(config, base_dir)
         scheduler = self.fleet.scheduler
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
+        self.sharing = make_sharing(config.scheduler, self.fleet, base_dir)
+        self.metrics.sharing = self.sharing
         self.predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
         tokens = config.scheduler.tokens
         self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
@@ -72,6 +75,10 @@ class Gateway:
             self.fleet, self.metrics, scheduling.queue, recalibrate=scheduling.recalibrate
         )
         self._stack.callback(self.placement.close)
+        if self.sharing is not None:
+            self.sharing.on_change = self.placement.pump_soon
+            await self.sharing.start(tasks)
+            self._stack.push_async_callback(self.sharing.stop)
         expiry = tasks.create_task(self._close_idle_connections())
         self._stack.callback(expiry.cancel)
         self.dataplane = DataPlane(

@@ -29,7 +29,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
+from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.fleet import Fleet, can_compile, jit
@@ -85,10 +85,31 @@ class Records:
     preemptions: NDArray[np.int64]
 
 
+class Gateways(Protocol):
+    """What the simulation asks of a scheduler; ``Scheduler`` is one, several gateways another."""
+
+    @property
+    def queued(self) -> int: ...
+    def compile(self, jit: Jit) -> None: ...
+    def add(self, spec: InstanceSpec) -> None: ...
+    def replace(self, spec: InstanceSpec) -> None: ...
+    def submit(
+        self, request: Request, now_s: float, *, owner: Any = None, first: bool = False
+    ) -> Ticket | Reject: ...
+    def pump(self, now_s: float) -> list[Ticket]: ...
+    def next_wakeup_s(self) -> float | None: ...
+    def first_token(self, dispatch: Dispatch, now_s: float) -> None: ...
+    def settle(self, dispatch: Dispatch, outcome: Outcome, now_s: float) -> bool: ...
+    def observe_steps(
+        self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
+    ) -> bool: ...
+    def observe_output_tokens(self, model: str, output_tokens: float) -> None: ...
+
+
 def simulate(
     instances: Sequence[SimulatedInstance],
     workload: Workload,
-    scheduler: Scheduler,
+    scheduler: Gateways,
     predictor: OutputLengthPredictor,
     *,
     model: str = "model",
@@ -103,7 +124,8 @@ def simulate(
 
     Args:
         instances: at least one.
-        scheduler: an empty one, policy and rng set; the instances are added to it.
+        scheduler: an empty one, policy and rng set; the instances are added to it. Or several
+            (``replicas``).
         predictor: predicts output lengths, and learns from those that finish.
         model: the name that requests ask for and all instances serve.
         predictions: (N,), output tokens, in place of the predictor's: the true lengths, say.
@@ -135,7 +157,7 @@ class _Run:
         self,
         instances: Sequence[SimulatedInstance],
         workload: Workload,
-        scheduler: Scheduler,
+        scheduler: Gateways,
         predictor: OutputLengthPredictor,
         fleet: Fleet,
         model: str,

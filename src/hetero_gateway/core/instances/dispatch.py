@@ -104,7 +104,13 @@ class Dispatch:
 
 
 class PeerLoad(NamedTuple):
-    """What another gateway has on an instance: load that is not ours. Units as above."""
+    """What another gateway has on an instance: load that is not ours. Units as above.
+
+    ``observed_s``, ``modelled_s``: step time that it saw lately, and as modelled; both sum, and
+    their quotient is the speed factor. ``prompts``, ``prompt_tokens``: counted since it began,
+    the prompts that came between decode steps. Shared between replicas in this order
+    (``core/sharing/message.py``): further fields come at the end.
+    """
 
     load_s: float = 0.0
     kv_tokens: float = 0.0
@@ -115,6 +121,10 @@ class PeerLoad(NamedTuple):
     waiting_prefill: float = 0.0
     waiting_output: float = 0.0
     context: float = 0.0
+    observed_s: float = 0.0
+    modelled_s: float = 0.0
+    prompts: float = 0.0
+    prompt_tokens: float = 0.0
 
 
 NO_PEERS = PeerLoad()

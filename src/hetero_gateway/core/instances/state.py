@@ -47,7 +47,9 @@ An instance without a profile has stand-in constants from its first dispatch on.
 no account, so its f may be anything.
 
 Load that is not ours, of another gateway in front of the same instance, is kept beside
-(``PeerLoad``) and added where a policy looks. The clock of the world is an argument.
+(``PeerLoad``) and added where a policy looks, and to the batch that a decode step is modelled for:
+the engine's steps are those of all. What others have seen of its speed is averaged with what we
+have, by modelled time. The clock of the world is an argument.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ import heapq
 import math
 
 from hetero_gateway.core.costs.profile import Constants
-from hetero_gateway.core.instances.dispatch import UNITS_PER_S, Dispatch, PeerLoad
+from hetero_gateway.core.instances.dispatch import NO_PEERS, UNITS_PER_S, Dispatch, PeerLoad
 from hetero_gateway.core.instances.observation import (
     FirstTokenRow,
     Observations,
@@ -112,6 +114,8 @@ class InstanceState:
         "_observed_s",
         "_outstanding",
         "_peer_loads",
+        "_prompt_tokens",
+        "_prompts",
         "_sequence",
         "changed",
         "constants",
@@ -168,6 +172,9 @@ class InstanceState:
         self.stages = [0] * _STAGES  # streaming sequences by stage
         self.peers: PeerLoad | None = None
         self._peer_loads: dict[str, PeerLoad] = {}
+        # Counted for the others, who do not see them: prompts between decode steps.
+        self._prompts = 0
+        self._prompt_tokens = 0.0
         # The step clock, when it was read, and its rate.
         self._clock = 0.0
         self.read_s = 0.0
@@ -262,12 +269,13 @@ class InstanceState:
             if self.waiting == 0:
                 self.heard_s = now_s
             if alone and self._keeps:
+                peers = self.peers or NO_PEERS
                 entry.before = (
                     now_s,
-                    self.waiting,
-                    self.waiting_prompt,
-                    self.streaming,
-                    self.context,
+                    self.waiting + peers.waiting,
+                    self.waiting_prompt + peers.waiting_prompt,
+                    self.streaming + peers.streaming,
+                    self.context + peers.context,
                 )
             self.tracked += 1
             self.waiting += request.sequences
@@ -298,6 +306,8 @@ class InstanceState:
             interval = self._interval
             interval.prompts += n
             interval.prompt_tokens += entry.prefill_tokens
+        self._prompts += n
+        self._prompt_tokens += entry.prefill_tokens
         if seen and entry.before is not None:
             self._keep_first_token(entry, entry.before, now_s)
         self.streaming += n
@@ -337,14 +347,49 @@ class InstanceState:
             self.settle(entry, Outcome.INSTANCE_REMOVED, now_s)
         return orphans
 
-    def set_peer(self, peer: str, load: PeerLoad | None) -> None:
+    def own_load(self, now_s: float) -> PeerLoad:
+        """What is ours on it now, as other gateways want to know it."""
+        self._read_clock(now_s)
+        # Before anything was observed there is only what f begins with.
+        seen = self._observed_s != _PRIOR_S or self._modelled_s != _PRIOR_S
+        return PeerLoad(
+            self.load_s,
+            self.kv_tokens,
+            self.in_flight,
+            self.waiting,
+            self.streaming,
+            self.waiting_prompt,
+            self.waiting_prefill,
+            self.waiting_output,
+            self.context,
+            self._observed_s if seen else 0.0,
+            self._modelled_s if seen else 0.0,
+            self._prompts,
+            self._prompt_tokens,
+        )
+
+    def set_peer(self, peer: str, load: PeerLoad | None, now_s: float = 0.0) -> None:
         """What another gateway has on it, in place of what was said before; None: it is gone."""
+        self._read_clock(now_s)
+        before = self._peer_loads.get(peer)
         if load is None:
             self._peer_loads.pop(peer, None)
         else:
             self._peer_loads[peer] = load
+            if before is not None and self.streaming > 0:
+                # A peer that has begun to count anew has fewer.
+                self._interval.prompts += max(0.0, load.prompts - before.prompts)
+                more = load.prompt_tokens - before.prompt_tokens
+                self._interval.prompt_tokens += max(0.0, more)
         loads = self._peer_loads.values()
-        self.peers = PeerLoad(*map(sum, zip(*loads, strict=True))) if loads else None
+        had_seen = self.peers is not None and self.peers.modelled_s > 0
+        if not loads:
+            self.peers = None
+        else:
+            self.peers = load if len(loads) == 1 else PeerLoad(*map(sum, zip(*loads, strict=True)))
+        if had_seen or (self.peers is not None and self.peers.modelled_s > 0):
+            self._set_seen_speed()
+        self._set_rate()
         self._note()
 
     def _leave_waiting(self, entry: Dispatch) -> None:
@@ -409,7 +454,8 @@ class InstanceState:
             sequences, context = interval.sequences / streamed_s, interval.context / streamed_s
             share = min(1.0, duration_s / streamed_s)
         else:
-            sequences, context = float(self.streaming), self.context
+            peers = self.peers or NO_PEERS
+            sequences, context = self.streaming + peers.streaming, self.context + peers.context
         return StepRow(
             duration_s,
             steps,
@@ -438,13 +484,21 @@ class InstanceState:
 
     def _observe_speed(self, observed_s: float, modelled_s: float) -> None:
         keep = math.exp(-observed_s / _FORGET_S)
-        observed = self._observed_s = self._observed_s * keep + observed_s
-        modelled = self._modelled_s = self._modelled_s * keep + modelled_s
+        self._observed_s = self._observed_s * keep + observed_s
+        self._modelled_s = self._modelled_s * keep + modelled_s
+        self._set_seen_speed()
+
+    def _set_seen_speed(self) -> None:
+        """f, of all that was observed, by us and by others."""
+        if self.constants is None:
+            return
+        peers = self.peers or NO_PEERS
         low, high = _SPEED_BOUNDS
         if self.stands_in:
             low, high = _STAND_IN_BOUNDS
             self.observed = True
-        self.speed = min(high, max(low, observed / modelled))
+        observed_s = self._observed_s + peers.observed_s
+        self.speed = min(high, max(low, observed_s / (self._modelled_s + peers.modelled_s)))
 
     # The step clock
 
@@ -457,8 +511,13 @@ class InstanceState:
                 steps = elapsed_s * self.steps_per_s
                 interval = self._interval
                 interval.streamed_s += elapsed_s
-                interval.sequences += streaming * elapsed_s
-                interval.context += (self.context + 0.5 * steps * streaming) * elapsed_s
+                batch: float = streaming
+                context, peers = self.context, self.peers
+                if peers is not None:
+                    batch += peers.streaming
+                    context += peers.context
+                interval.sequences += batch * elapsed_s
+                interval.context += (context + 0.5 * steps * batch) * elapsed_s
                 self._advance(steps)
         return self._clock
 
@@ -486,11 +545,16 @@ class InstanceState:
             heapq.heappush(self._moves, (due, self._sequence, entry))
 
     def _set_rate(self) -> None:
-        c, batch = self.constants, self.streaming
+        c = self.constants
+        batch: float = self.streaming
         if c is None or batch < 1:
             self.steps_per_s = 0.0
             return
         # Eq. (4)'s step of all that stream, times f.
         context = self.context
+        peers = self.peers
+        if peers is not None:
+            batch += peers.streaming
+            context += peers.context
         step_s = c.p5 * context + c.p6 * batch + c.p7 * context / batch + c.p8
         self.steps_per_s = 1 / max(self.speed * step_s, 1e-6)

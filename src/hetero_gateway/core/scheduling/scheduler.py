@@ -165,12 +165,18 @@ class Scheduler:
         """All that there is to show of an instance. KeyError: unknown."""
         return self._members.snapshot(instance_id)
 
-    def set_peer(self, instance_id: InstanceId, peer: str, load: PeerLoad | None) -> None:
+    def set_peer(
+        self, instance_id: InstanceId, peer: str, load: PeerLoad | None, now_s: float = 0.0
+    ) -> None:
         """What another gateway has on an instance now: load that is not ours. KeyError: unknown.
 
         None: the peer is gone, or has nothing there.
         """
-        self._members.table[instance_id].set_peer(peer, load)
+        self._members.table[instance_id].set_peer(peer, load, now_s)
+
+    def own_load(self, instance_id: InstanceId, now_s: float) -> PeerLoad:
+        """What is ours on an instance now, for other gateways. KeyError: unknown."""
+        return self._members.table[instance_id].own_load(now_s)
 
     # The queue
 

@@ -133,6 +133,7 @@ async def list_instances(request: Request) -> Response:
             "policy": gateway.config.scheduler.policy,
             "draining": gateway.draining,
             "queue": gateway.placement.describe(),
+            "sharing": None if gateway.sharing is None else gateway.sharing.describe(),
             "instances": [describe_instance(gateway, i) for i in gateway.fleet.instances.values()],
         }
     )

@@ -15,7 +15,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -36,6 +36,7 @@ from prometheus_client.registry import Collector
 from hetero_gateway import __version__
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
+from hetero_gateway.core.sharing.exchange import Mode
 
 PREFIX = "hetero_gateway_"
 
@@ -88,6 +89,21 @@ class InstanceGauges:
     ejected: bool = False
 
 
+class SharedView(Protocol):
+    """The view of other gateways, as a scrape sees it."""
+
+    outcomes: Counter[str]
+    exchange_s: Histogram
+
+    @property
+    def mode(self) -> Mode: ...
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def unmatched(self) -> int: ...
+    def age_s(self) -> float | None: ...
+
+
 class Metrics(Collector):
     """All of the gateway's own series.
 
@@ -103,6 +119,7 @@ class Metrics(Collector):
         gauges: Callable[[], Iterable[InstanceGauges]],
         queued: Callable[[], int] = lambda: 0,
     ) -> None:
+        self.sharing: SharedView | None = None  # None: the gateway is alone
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
@@ -283,6 +300,8 @@ class Metrics(Collector):
         )
         tasks.add_metric([], _task_count())
         yield tasks
+        if self.sharing is not None:
+            yield from _sharing_families(self.sharing)
         info = GaugeMetricFamily(PREFIX + "build_info", "Always 1.", labels=["version"])
         info.add_metric([__version__], 1)
         yield info
@@ -297,6 +316,39 @@ def _task_count() -> int:
         return len(asyncio.all_tasks())
     except RuntimeError:  # no event loop runs: nothing is being served
         return 0
+
+
+def _sharing_families(sharing: SharedView) -> Iterator[Metric]:
+    mode = GaugeMetricFamily(
+        PREFIX + "sharing_mode",
+        "1 for what the view of other gateways is: shared, stale (kept) or local (none).",
+        labels=["mode"],
+    )
+    for each in Mode:
+        mode.add_metric([each.value], float(sharing.mode is each))
+    yield mode
+    replicas = GaugeMetricFamily(
+        PREFIX + "sharing_replicas", "Other gateways that were heard of within the lease."
+    )
+    replicas.add_metric([], sharing.replicas)
+    yield replicas
+    age = GaugeMetricFamily(
+        PREFIX + "sharing_age_seconds", "Since the oldest message of them was new."
+    )
+    if (age_s := sharing.age_s()) is not None:
+        age.add_metric([], age_s)
+    yield age
+    unmatched = GaugeMetricFamily(
+        PREFIX + "sharing_unmatched_instances",
+        "Instances with load of others that are not here by the same id and base_url.",
+    )
+    unmatched.add_metric([], sharing.unmatched)
+    yield unmatched
+    yield _counter("sharing_exchanges", "Exchanges with the store, and messages rejected.",
+                   ("outcome",), {(k,): v for k, v in sharing.outcomes.items()})  # fmt: skip
+    yield _histogram(
+        "sharing_exchange_seconds", "One exchange with the store.", (), {(): sharing.exchange_s}
+    )
 
 
 def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, int]) -> Metric:

@@ -185,7 +185,7 @@ function drawHistory(parts, now, top) {
   parts.path.setAttribute("d", path);
 }
 
-function showInstances(instances, queue) {
+function showInstances(instances, queue, sharing) {
   const list = byId("instances");
   const now = Date.now();
   const top = Math.max(0, ...instances.map((instance) => instance.workload));
@@ -212,11 +212,11 @@ function showInstances(instances, queue) {
   // One scale for all, so that the lines can be compared.
   for (const parts of rows.values()) drawHistory(parts, now, highest);
   byId("no-instances").hidden = instances.length > 0;
-  showSummary(instances, total, queue);
+  showSummary(instances, total, queue, sharing);
   showModels(instances);
 }
 
-function showSummary(instances, total, queue) {
+function showSummary(instances, total, queue, sharing) {
   const ready = instances.filter((instance) => stateOf(instance) === "up");
   const loads = ready.map((instance) => instance.workload);
   const mean = loads.reduce((sum, load) => sum + load, 0) / (loads.length || 1);
@@ -226,6 +226,7 @@ function showSummary(instances, total, queue) {
     ["Waiting here", waitingText(queue)],
     ["Requests sent", grouped.format(total)],
     ["Highest load ÷ mean", mean > 0 ? `${(Math.max(...loads) / mean).toFixed(2)}×` : "–"],
+    ...(sharing ? [["Other gateways", sharingText(sharing)]] : []),
   ];
   const summary = byId("summary");
   if (!summary.children.length) {
@@ -233,6 +234,11 @@ function showSummary(instances, total, queue) {
   }
   figures.forEach(([, value], i) => setText(summary.children[i].lastChild, value));
   document.title = `${ready.length}/${instances.length} up · hetero-gateway`;
+}
+
+/** How many gateways share the instances, and what is known of them. */
+function sharingText(sharing) {
+  return `${grouped.format(sharing.other_replicas)}, view ${sharing.mode}`;
 }
 
 /** The gateway's own queue; a policy that places at once has none. */
@@ -397,7 +403,7 @@ function showAnswer(instances, decisions) {
   byId("policy").hidden = false;
   setText(byId("policy"), `policy ${instances.policy}`);
   setLive("live", instances.draining ? "live, the gateway is draining" : "live");
-  showInstances(instances.instances, instances.queue);
+  showInstances(instances.instances, instances.queue, instances.sharing);
   showDecisions(decisions.decisions);
 }
 

@@ -1,0 +1,244 @@
+"""What it costs that several gateways see each other's load late, in virtual time.
+
+    python benchmarks/scheduling/sharing.py [--replicas 2,4,8] [--intervals 0.02,0.05,0.2,1]
+        [--seeds 3] [--requests 4000] [--only steady] [--markdown] [--json]
+    python benchmarks/scheduling/sharing.py --shards [--instances 256]
+
+Eight unequal instances (two of each of four kinds) behind one gateway, or behind several that
+exchange their rows every so often, or never. Three kinds of traffic:
+
+    steady   Poisson arrivals at 0.8 of the instances' summed throughput
+    bursts   the same mean rate in bursts: a gap has a coefficient of variation of 8
+    at once  every request at time 0
+
+Requests come to a replica by chance, evenly or unevenly (the first one gets 70 %). Throughput and
+times are relative to one gateway with the same requests, means over the seeds: 1.00 is what one
+scheduler would do. ``starved`` is the highest mean latency of a replica's requests over the lowest:
+how unfair it is that queues are local.
+
+``--shards``: many instances, dealt out to shards with a scheduler each; a request goes to
+the least loaded of d shards that are drawn; against one scheduler over all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# As a script, only its own folder is on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.clusters import PROFILES, draw_lengths
+from benchmarks.tables import Column, report
+from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
+from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.files.profile_file import builtin_profiles
+from hetero_gateway.sim.alone import Engines, Mix, run_alone
+from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
+from hetero_gateway.sim.replicas import Assumed, Replicas, ReplicaScheduler, Shards
+from hetero_gateway.sim.workload import Workload, gamma_arrivals
+
+REPLICAS = (2, 4, 8)
+INTERVALS_S = (0.02, 0.05, 0.2, 1.0)
+TRAFFIC = ("steady", "bursts", "at once")
+SPLITS = ("even", "uneven")
+LOAD = 0.8
+BURST_CV = 8.0
+UNEVEN_SHARE = 0.7
+ASSUMED: tuple[Assumed, ...] = ("nothing", "alike-at-first", "alike")
+COLUMNS = (
+    Column("traffic", "traffic", 9),
+    Column("replicas", "replicas", 10, "d"),
+    Column("split", "split", 8),
+    Column("exchanged every", "every", 17),
+    Column("assumed", "assumed", 16),
+    Column("tokens/s", "throughput", 10, ".3f"),
+    Column("mean s", "mean", 8, ".3f"),
+    Column("p99 s", "p99", 8, ".3f"),
+    Column("TTFT s", "ttft", 8, ".3f"),
+    Column("TTFT p99", "ttft_p99", 10, ".3f"),
+    Column("starved", "starved", 9, ".2f"),
+)
+SHARD_COLUMNS = (
+    Column("instances", "instances", 10, "d"),
+    Column("shards", "shards", 8, "d"),
+    Column("drawn", "choices", 7, "d"),
+    Column("load", "load", 7, ".2f"),
+    Column("tokens/s", "throughput", 10, ".3f"),
+    Column("mean s", "mean", 8, ".3f"),
+    Column("p99 s", "p99", 8, ".3f"),
+    Column("TTFT s", "ttft", 8, ".3f"),
+    Column("TTFT p99", "ttft_p99", 10, ".3f"),
+)
+
+
+class ChatLengths:
+    """``draw_lengths``, as the simulator wants it."""
+
+    def draw(self, count: int, rng: np.random.Generator) -> Any:
+        return draw_lengths(rng, count)
+
+
+def make_instances(count: int) -> list[SimulatedInstance]:
+    profiles = builtin_profiles()
+    chosen = [profiles[PROFILES[i % len(PROFILES)]] for i in range(count)]
+    return [SimulatedInstance(InstanceId(f"i{i}"), p, p) for i, p in enumerate(chosen)]
+
+
+def capacity_per_s(instances: Sequence[SimulatedInstance]) -> float:
+    """Requests per second of all of them, each alone with always enough to do."""
+    mix = Mix.of(ChatLengths(), 0)
+    found = {p: run_alone(p, mix, Engines(), 1000) for p in {i.profile for i in instances}}
+    tokens = [alone.output_tokens_per_s for i in instances if (alone := found[i.profile])]
+    return sum(tokens) / mix.mean_output
+
+
+def make_workload(traffic: str, requests: int, rate_per_s: float, seed: int) -> Workload:
+    prompts, outputs = draw_lengths(np.random.default_rng((seed, 0)), requests)
+    rng = np.random.default_rng((seed, 1))
+    if traffic == "at once":
+        arrival_s = np.zeros(requests)
+    else:
+        cv = BURST_CV if traffic == "bursts" else 1.0
+        arrival_s = gamma_arrivals(requests, rate_per_s, cv, rng)
+    return Workload(arrival_s, prompts, outputs)
+
+
+def make_scheduler(seed: int, replica: int = 0) -> ReplicaScheduler:
+    return ReplicaScheduler(make_policy("finish-time"), np.random.default_rng((seed, 2, replica)))
+
+
+def run(
+    instances: Sequence[SimulatedInstance], workload: Workload, gateways: Any
+) -> tuple[dict[str, float], Records]:
+    """Figures of one run, and its records."""
+    mean_output = float(workload.output_tokens.mean())
+    records = simulate(instances, workload, gateways, BucketMeanPredictor(mean_output))
+    latency_s = records.finish_s - workload.arrival_s
+    ttft_s = records.first_token_s - workload.arrival_s
+    assert not np.isnan(latency_s).any()
+    span_s = records.finish_s.max() - workload.arrival_s[0]
+    figures = {
+        "throughput": float(workload.output_tokens.sum() / span_s),
+        "mean": float(latency_s.mean()),
+        "p99": float(np.quantile(latency_s, 0.99)),
+        "ttft": float(ttft_s.mean()),
+        "ttft_p99": float(np.quantile(ttft_s, 0.99)),
+    }
+    return figures, records
+
+
+def split_of(split: str, replicas: int, requests: int, seed: int) -> Any:
+    shares = np.full(replicas, 1 / replicas)
+    if split == "uneven":
+        shares = np.full(replicas, (1 - UNEVEN_SHARE) / (replicas - 1))
+        shares[0] = UNEVEN_SHARE
+    return np.random.default_rng((seed, 3)).choice(replicas, requests, p=shares)
+
+
+def compare(
+    traffic: str,
+    workloads: Sequence[Workload],
+    ones: Sequence[dict[str, float]],
+    instances: Sequence[SimulatedInstance],
+    replicas: int,
+    split: str,
+    every_s: float | None,
+    assumed: Assumed,
+) -> dict[str, Any]:
+    """One row: figures over those of one gateway."""
+    ratios: dict[str, list[float]] = {}
+    starved = []
+    for seed, (workload, one) in enumerate(zip(workloads, ones, strict=True)):
+        replica_of = split_of(split, replicas, len(workload), seed)
+        gateways = [make_scheduler(seed, r) for r in range(replicas)]
+        figures, records = run(
+            instances, workload, Replicas(gateways, replica_of, every_s, assumed)
+        )
+        for name, value in figures.items():
+            ratios.setdefault(name, []).append(value / one[name])
+        latency_s = records.finish_s - workload.arrival_s
+        means = [float(latency_s[replica_of == r].mean()) for r in range(replicas)]
+        starved.append(max(means) / min(means))
+    return {
+        "traffic": traffic,
+        "replicas": replicas,
+        "split": split,
+        "every": "never" if every_s is None else f"{every_s * 1000:g} ms",
+        "assumed": assumed,
+        **{name: statistics.mean(values) for name, values in ratios.items()},
+        "starved": statistics.mean(starved),
+        "met": True,
+    }
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    instances = make_instances(8)
+    rate_per_s = LOAD * capacity_per_s(instances)
+    for traffic in TRAFFIC if args.only is None else [args.only]:
+        seeds = range(args.seeds)
+        workloads = [make_workload(traffic, args.requests, rate_per_s, s) for s in seeds]
+        ones = [run(instances, w, make_scheduler(s))[0] for s, w in enumerate(workloads)]
+        for replicas in args.replicas:
+            for split in args.splits:
+                for every_s in (*args.intervals, None):
+                    for assumed in args.assumed:
+                        if every_s is None and assumed == "alike-at-first":
+                            continue  # the same as alike
+                        yield compare(
+                            traffic, workloads, ones, instances, replicas, split, every_s, assumed
+                        )
+
+
+def shard_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    instances = make_instances(args.instances)
+    rate_per_s = LOAD * capacity_per_s(instances)
+    workload = make_workload("steady", args.requests, rate_per_s, 0)
+    one, _ = run(instances, workload, make_scheduler(0))
+    for shards in (s for s in (4, 8, 16) if args.instances // s >= 4):
+        for choices in (1, 2, 3):
+            gateways = [make_scheduler(0, shard) for shard in range(shards)]
+            rng = np.random.default_rng(4)
+            figures, _ = run(instances, workload, Shards(gateways, choices, rng))
+            yield {
+                "instances": args.instances,
+                "shards": shards,
+                "choices": choices,
+                "load": LOAD,
+                **{name: value / one[name] for name, value in figures.items()},
+                "met": True,
+            }
+
+
+def numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="what late news of the others' load costs")
+    parser.add_argument("--replicas", type=lambda t: [int(n) for n in t.split(",")],
+                        default=list(REPLICAS))  # fmt: skip
+    parser.add_argument("--intervals", type=numbers, default=list(INTERVALS_S), help="s")
+    parser.add_argument("--splits", type=lambda t: t.split(","), default=list(SPLITS))
+    parser.add_argument("--assumed", type=lambda t: t.split(","), default=list(ASSUMED))
+    parser.add_argument("--only", choices=TRAFFIC, help="one kind of traffic")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=4000, help="of each run")
+    parser.add_argument("--shards", action="store_true", help="shards instead of replicas")
+    parser.add_argument("--instances", type=int, default=256, help="of --shards")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    args = parser.parse_args(argv)
+    if args.shards:
+        return report(shard_rows(args), SHARD_COLUMNS, as_json=args.json)
+    return report(rows(args), COLUMNS, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""What a gateway says to the others, what it keeps of what they say, and for how long. Pure.
+
+Gateways that share instances exchange their own rows and add up the others'. There is no common
+total, so nothing can drift: whatever was lost, the next message of a replica says all of its state
+again. The gateway and the simulator (``sim/replicas.py``) drive this class; where messages go
+through is not known here.
+
+    message = exchange.say(now_s)              # own rows, when they changed or a third of the lease
+    exchange.hear(replica, message, now_s)     # the latest of each of the others
+    exchange.forget(replica)                   # it has said good-bye
+    for change in exchange.changes(now_s): ... # to Scheduler.set_peer
+
+**The lease**: a replica whose message has not changed for ``ttl_s`` is taken for gone, and its
+load with it. Every replica says something new every third of that, so one lost message, or two,
+harm nobody. That holds where the store itself forgets (Redis's PX) and where it does not answer.
+
+The mode says what the view is worth:
+
+    mode     the others' rows are
+    shared   as of the last exchange, which is recent
+    stale    kept from an exchange a while ago; the store does not answer
+    local    unknown: nobody was heard of within the lease
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.instances.dispatch import PeerLoad
+from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.sharing.message import FIELDS, Keys, Message, Rows, instance_key
+from hetero_gateway.core.types import InstanceId
+
+OTHERS = "others"  # all of them, summed, are one peer to the scheduler
+SAYS_PER_LEASE = 3
+# An exchange is recent for so many intervals, and for this long at least: time-outs and pauses of
+# one are not worth a word.
+_RECENT_INTERVALS, _RECENT_S = 4, 0.25
+# What was seen of an engine's speed counts for the others while it is fresh: the scheduler itself
+# forgets over so many seconds.
+_SPEED_FRESH_S = 5.0
+
+_OBSERVED_S = PeerLoad._fields.index("observed_s")
+_MODELLED_S = PeerLoad._fields.index("modelled_s")
+_PROMPTS = PeerLoad._fields.index("prompts")
+
+
+class Mode(enum.Enum):
+    """What the view of the others is worth; see above."""
+
+    SHARED = "shared"
+    STALE = "stale"
+    LOCAL = "local"
+
+
+class Change(NamedTuple):
+    """What all others together have on an instance now; None: nothing."""
+
+    instance_id: InstanceId
+    load: PeerLoad | None
+
+
+class _Replica:
+    """What one of the others has said last, and when that was new."""
+
+    __slots__ = ("heard_s", "message", "positions", "rows")
+
+    def __init__(self) -> None:
+        self.message = Message(0, np.empty(0, dtype=np.uint64), np.empty((0, FIELDS)))
+        self.heard_s = 0.0
+        self.positions: NDArray[np.intp] = np.empty(0, dtype=np.intp)
+        self.rows: Rows = np.empty((0, FIELDS))
+
+
+class Exchange:
+    """One gateway's side.
+
+    Args:
+        scheduler: whose rows are told.
+        ttl_s: the lease, above 0.
+        interval_s: shortest time between two exchanges.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, ttl_s: float, interval_s: float) -> None:
+        self._scheduler = scheduler
+        self._ttl_s = ttl_s
+        self._recent_s = max(_RECENT_S, _RECENT_INTERVALS * interval_s)
+        self._ids: tuple[InstanceId, ...] = ()
+        self._keys: Keys = np.empty(0, dtype=np.uint64)
+        self._order: NDArray[np.intp] = np.empty(0, dtype=np.intp)
+        self._said: Rows | None = None
+        self._said_s = -np.inf
+        self._pending: tuple[Rows, float] = (np.empty((0, FIELDS)), -np.inf)
+        self._sequence = 0
+        self._speeds: Rows = np.empty((0, 2))
+        self._speeds_s: Rows = np.empty(0)
+        self._replicas: dict[str, _Replica] = {}
+        # Prompts that the others began, counted from what each of them counts: one that comes or
+        # goes does not make it jump.
+        self._begun: Rows = np.empty((0, FIELDS - _PROMPTS))
+        self._applied: Rows = np.empty((0, FIELDS))
+        self.exchanged_s = -np.inf  # when the store was last heard
+
+    def __repr__(self) -> str:
+        return f"<Exchange {len(self._ids)} instances, {len(self._replicas)} other replicas>"
+
+    def set_instances(self, instances: Sequence[tuple[InstanceId, str]]) -> None:
+        """(id, base_url) of those that there are now, after each change. Begins all rows anew."""
+        self._ids = tuple(instance_id for instance_id, _ in instances)
+        keys = [instance_key(instance_id, base_url) for instance_id, base_url in instances]
+        self._keys = np.array(keys, dtype=np.uint64)
+        self._order = np.argsort(self._keys)
+        self._said = None
+        self._speeds = np.zeros((len(self._ids), 2))
+        self._speeds_s = np.full(len(self._ids), -np.inf)
+        # What is not known to have been applied is applied again, nothing included.
+        self._applied = np.full((len(self._ids), FIELDS), np.nan)
+        self._begun = np.zeros((len(self._ids), FIELDS - _PROMPTS))
+        for replica in self._replicas.values():
+            self._match(replica)
+
+    # Saying
+
+    def say(self, now_s: float) -> Message | None:
+        """The message that is due now; None: nothing has changed, and the lease is young.
+
+        It counts as said only once ``said`` is called.
+        """
+        rows = self._own_rows(now_s)
+        young = now_s - self._said_s < self._ttl_s / SAYS_PER_LEASE
+        if young and self._said is not None and np.array_equal(rows, self._said):
+            return None
+        self._sequence += 1
+        self._pending = (rows, now_s)
+        told = rows.any(axis=1)
+        return Message(self._sequence, self._keys[told], rows[told])
+
+    def said(self) -> None:
+        """The last message has arrived."""
+        self._said, self._said_s = self._pending
+
+    def unsaid(self) -> None:
+        """Nobody may know what was said: the next message is due at once."""
+        self._said = None
+
+    def _own_rows(self, now_s: float) -> Rows:
+        own_load = self._scheduler.own_load
+        rows = np.array([own_load(i, now_s) for i in self._ids], dtype=float)
+        rows = rows.reshape(len(self._ids), FIELDS)
+        speeds = rows[:, _OBSERVED_S : _MODELLED_S + 1]
+        self._speeds_s[(speeds != self._speeds).any(axis=1)] = now_s
+        self._speeds = speeds.copy()
+        speeds[now_s - self._speeds_s > _SPEED_FRESH_S] = 0.0
+        # Where nothing is and nothing was seen lately, what was once counted is of no interest.
+        rows[~rows[:, :_PROMPTS].any(axis=1)] = 0.0
+        # Of sums of floats a residue below 0 may be left.
+        np.maximum(rows, 0.0, out=rows)
+        return rows
+
+    # Hearing
+
+    def hear(self, replica: str, message: Message, now_s: float) -> None:
+        """What a replica says now; the same as before counts for nothing."""
+        known = self._replicas.get(replica)
+        if known is None:
+            known = self._replicas[replica] = _Replica()
+        elif known.message.sequence == message.sequence:
+            return
+        same = np.array_equal(known.message.keys, message.keys)
+        known.message, known.heard_s = message, now_s
+        positions, rows = known.positions, known.rows
+        if same and positions.size == message.keys.size:
+            # The common case: the same instances as before, and all of them are here.
+            known.rows = message.rows
+            begun = message.rows[:, _PROMPTS:] - rows[:, _PROMPTS:]
+            self._begun[positions] += np.maximum(begun, 0.0)
+            return
+        self._match(known)
+        both, before, now = np.intersect1d(
+            positions, known.positions, assume_unique=True, return_indices=True
+        )
+        begun = known.rows[now, _PROMPTS:] - rows[before, _PROMPTS:]
+        self._begun[both] += np.maximum(begun, 0.0)
+
+    def forget(self, replica: str) -> None:
+        """A replica is gone; unknown ones are ignored."""
+        self._replicas.pop(replica, None)
+
+    def _match(self, replica: _Replica) -> None:
+        """Whose rows they are here. Where nobody is named so, they are not counted."""
+        keys, rows = replica.message.keys, replica.message.rows
+        if not self._ids or not keys.size:
+            replica.positions, replica.rows = np.empty(0, dtype=np.intp), rows[:0]
+            return
+        ordered = self._keys[self._order]
+        at = np.minimum(np.searchsorted(ordered, keys), ordered.size - 1)
+        known = ordered[at] == keys
+        replica.positions, replica.rows = self._order[at[known]], rows[known]
+
+    def changes(self, now_s: float) -> Iterator[Change]:
+        """What is new of each instance, for ``Scheduler.set_peer``; to be run to its end.
+
+        Those whose lease has run out are gone with this.
+        """
+        expired = [
+            name
+            for name, replica in self._replicas.items()
+            if now_s - replica.heard_s >= self._ttl_s
+        ]
+        for name in expired:
+            del self._replicas[name]
+        total = np.zeros((len(self._ids), FIELDS))
+        for replica in self._replicas.values():
+            total[replica.positions] += replica.rows
+        total[:, _PROMPTS:] = self._begun
+        changed = np.flatnonzero((total != self._applied).any(axis=1))
+        self._applied = total
+        rows = total[changed]
+        some: list[bool] = (rows[:, :_PROMPTS].max(axis=1, initial=0.0) > 0).tolist()
+        for i, position in enumerate(changed.tolist()):
+            load = PeerLoad(*rows[i].tolist()) if some[i] else None
+            yield Change(self._ids[position], load)
+
+    # How it stands
+
+    def totals(self) -> list[tuple[InstanceId, PeerLoad]]:
+        """What all others together have, of each instance where that is anything."""
+        some = np.flatnonzero((self._applied[:, :_PROMPTS] > 0).any(axis=1))
+        return [(self._ids[i], PeerLoad(*self._applied[i].tolist())) for i in some]
+
+    def mode(self, now_s: float) -> Mode:
+        """What the view of the others is worth now."""
+        silent_s = now_s - self.exchanged_s
+        if silent_s <= self._recent_s:
+            return Mode.SHARED
+        return Mode.STALE if silent_s < self._ttl_s else Mode.LOCAL
+
+    @property
+    def replicas(self) -> int:
+        """How many others were heard of within the lease."""
+        return len(self._replicas)
+
+    @property
+    def unmatched(self) -> int:
+        """Rows of others that name no instance that is here."""
+        return sum(r.message.keys.size - r.positions.size for r in self._replicas.values())
+
+    def age_s(self, now_s: float) -> float | None:
+        """Since the oldest message that counts was new, s; None: there is none."""
+        heard_s = [replica.heard_s for replica in self._replicas.values()]
+        return now_s - min(heard_s) if heard_s else None

@@ -1,0 +1,123 @@
+"""What one gateway says to the others: its own rows, packed. Pure.
+
+    header     "<4sBxHQ"  magic, version, sections, sequence (grows with every message of a replica)
+    section    "<HHI"     kind, width, bytes that follow; kinds that a reader does not know are
+                          skipped, so that what is shared later (limits per key, prefix entries)
+                          needs no new version
+    kind 1     rows       n keys of 8 bytes, then n × width doubles: the fields of ``PeerLoad`` in
+                          their order. More fields than a reader knows are ignored, missing ones
+                          are 0, so that replicas of neighbouring releases understand each other.
+
+All is little-endian. A new version means: not to be understood by older readers at all. Rows that
+are all 0 are not sent. Doubles, since what is exact here has to be exact there: a load is a whole
+number of 2^-40 s. 112 bytes for each instance that has anything on it.
+
+A message comes from the network. What does not hold together raises ``MessageError`` and harms
+nobody: no size is believed, and a number that no gateway could have counted is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.instances.dispatch import PeerLoad
+
+VERSION = 1
+FIELDS = len(PeerLoad._fields)
+# 149 000 instances. A value that is larger was not written by a gateway.
+MOST_BYTES = 2**24
+
+_MAGIC = b"hgw\0"
+_HEADER = struct.Struct("<4sBxHQ")
+_SECTION = struct.Struct("<HHI")
+_ROWS = 1
+# Far above any sum of tokens or seconds, and far below where doubles lose whole numbers.
+_MOST = 2.0**50
+
+Keys = NDArray[np.uint64]
+Rows = NDArray[np.float64]
+
+
+class MessageError(ValueError):
+    """Not a message, or not one that this release can read."""
+
+
+class Message(NamedTuple):
+    """Args:
+    sequence: counts a replica's messages, from 1.
+    keys: (n,) of instances, all different; see ``instance_key``.
+    rows: (n, FIELDS) what the replica has on each, finite and at least 0.
+    """
+
+    sequence: int
+    keys: Keys
+    rows: Rows
+
+
+def instance_key(instance_id: str, base_url: str) -> int:
+    """Names one engine to all replicas: 8 bytes of a hash over id *and* address.
+
+    Both have to agree. By the id alone, two clusters that call something ``gpu-0`` and share one
+    Redis would charge each other's engines; by the address alone, so would two machines with a
+    sidecar at ``http://127.0.0.1:8000``. A load that is not recognised costs a little balance, one
+    that is charged to the wrong engine costs a lot.
+    """
+    text = f"{instance_id}\0{base_url.rstrip('/')}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def pack(message: Message) -> bytes:
+    """The bytes of a message."""
+    body = message.keys.astype("<u8").tobytes() + message.rows.astype("<f8").tobytes()
+    return (
+        _HEADER.pack(_MAGIC, VERSION, 1, message.sequence)
+        + _SECTION.pack(_ROWS, message.rows.shape[1], len(body))
+        + body
+    )
+
+
+def unpack(data: bytes) -> Message:
+    """The message in these bytes. Raises MessageError."""
+    if not _HEADER.size <= len(data) <= MOST_BYTES:
+        raise MessageError(f"{len(data)} bytes")
+    magic, version, sections, sequence = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise MessageError("not written by a gateway")
+    if version != VERSION:
+        raise MessageError(f"version {version}; this release reads {VERSION}")
+    keys, rows = np.empty(0, dtype=np.uint64), np.empty((0, FIELDS))
+    offset = _HEADER.size
+    for _ in range(sections):
+        if offset + _SECTION.size > len(data):
+            raise MessageError("a section is missing")
+        kind, width, size = _SECTION.unpack_from(data, offset)
+        offset += _SECTION.size
+        if size > len(data) - offset:
+            raise MessageError("a section is cut short")
+        if kind == _ROWS:
+            keys, rows = _rows(data, offset, width, size)
+        offset += size
+    return Message(sequence, keys, rows)
+
+
+def _rows(data: bytes, offset: int, width: int, size: int) -> tuple[Keys, Rows]:
+    row_bytes = 8 + 8 * width
+    count, rest = divmod(size, row_bytes)
+    if rest:
+        raise MessageError(f"{size} bytes are no rows of {width} fields")
+    keys = np.frombuffer(data, "<u8", count, offset).astype(np.uint64)
+    told = np.frombuffer(data, "<f8", count * width, offset + 8 * count).reshape(count, width)
+    known = min(width, FIELDS)
+    rows = np.zeros((count, FIELDS))
+    rows[:, :known] = told[:, :known]
+    # NaN is in no range.
+    if not ((rows >= 0) & (rows <= _MOST)).all():
+        raise MessageError("a number is out of range")
+    if np.unique(keys).size != count:
+        raise MessageError("an instance is there twice")
+    return keys, rows

@@ -1,0 +1,1 @@
+"""Several gateways in front of the same instances: they see each other's load through a store."""

@@ -1,0 +1,220 @@
+"""The others' load, kept up to date beside the traffic.
+
+One task exchanges messages with the store and brings what the others say to the scheduler. No
+request ever waits for it: a store that is slow, away or full of nonsense makes the view of the
+others old, then empty (``Mode``), and each gateway then decides by what it knows itself. When the
+store is back, the first exchange brings everything: messages are whole states, not differences.
+
+What an exchange computes grows with the instances; pauses grow with it, so that it never takes more
+than a twentieth of a core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hetero_gateway.core.histogram import Histogram
+from hetero_gateway.core.sharing.breaker import Breaker
+from hetero_gateway.core.sharing.exchange import OTHERS, Exchange, Mode
+from hetero_gateway.core.sharing.message import MessageError, pack, unpack
+from hetero_gateway.files.gateway_config import SchedulerConfig
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.sharing.store import RedisStore, Store, StoreError
+
+_log = logging.getLogger(__name__)
+
+# Longest pause between two tries of a store that is away.
+_MOST_PAUSE_S = 1.0
+# Of a core, at most, for what is computed here.
+_MOST_SHARE = 1 / 20
+# So many instances at a time: in between, streams go on.
+_SLICE = 256
+EXCHANGE_BOUNDS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+
+
+def make_sharing(config: SchedulerConfig, fleet: Fleet, base_dir: Path) -> Sharing | None:
+    """Of ``scheduler.shared``; None: this gateway is alone. Raises ConfigError."""
+    if config.shared is None:
+        return None
+    # Of this process alone: one that is started anew has nothing outstanding, and what its
+    # predecessor said of itself must run out.
+    name = secrets.token_hex(8)
+    return Sharing(config, fleet, RedisStore(config, base_dir, name), name)
+
+
+class Sharing:
+    """One gateway's exchange with the others.
+
+    Args:
+        config: ``sharing`` has the times.
+        fleet: its scheduler gets the others' load.
+        store: where messages go through.
+        name: of this replica.
+    """
+
+    def __init__(self, config: SchedulerConfig, fleet: Fleet, store: Store, name: str) -> None:
+        settings = config.sharing
+        self.name = name
+        self.outcomes: Counter[str] = Counter()
+        self.exchange_s = Histogram(EXCHANGE_BOUNDS_S)
+        self._settings = settings
+        self._fleet = fleet
+        self._store = store
+        self._exchange = Exchange(
+            fleet.scheduler, ttl_s=settings.ttl_s, interval_s=settings.interval_s
+        )
+        self._breaker = Breaker(settings.interval_s, _MOST_PAUSE_S)
+        self._problem = ""
+        self._instances: tuple[Instance, ...] | None = None
+        self._heard: dict[str, bytes] = {}
+        self._computed_s = 0.0
+        self._mode = Mode.LOCAL
+        self._task: asyncio.Task[None] | None = None
+        # Called when others may have made room.
+        self.on_change: Callable[[], None] = lambda: None
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Exchange once, so that the first request finds a view, and go on in the background."""
+        await self._turn()
+        self._task = tasks.create_task(self._loop())
+
+    async def stop(self) -> None:
+        """Say good-bye, unless the store is away."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        await self._store.leave()
+
+    async def _loop(self) -> None:
+        while True:
+            await asyncio.sleep(max(self._settings.interval_s, self._computed_s / _MOST_SHARE))
+            try:
+                await self._turn()
+            except Exception:
+                # The background loop's boundary: a bug here must not end the exchange.
+                _log.exception("exchanging loads with other gateways failed")
+
+    async def _turn(self) -> None:
+        now_s = time.monotonic()
+        if not self._breaker.pause_s(now_s):
+            await self._talk(now_s)
+        await self._bring_home()
+
+    async def _talk(self, now_s: float) -> None:
+        exchange = self._exchange
+        instances = tuple(self._fleet.instances.values())
+        if instances != self._instances:
+            self._instances = instances
+            exchange.set_instances([(i.id, i.config.base_url) for i in instances])
+        message = exchange.say(now_s)
+        value = None if message is None else pack(message)
+        said_s = time.monotonic()
+        try:
+            values = await self._store.exchange(value)
+        except StoreError as error:
+            self.outcomes["failed"] += 1
+            # It may have lost what was said, or be another one next time.
+            exchange.unsaid()
+            self._problem = str(error)
+            if self._breaker.failed(time.monotonic()):
+                _log.warning(
+                    "scheduler.shared: %s; deciding by what this gateway knows itself", error
+                )
+            return
+        heard_s = time.monotonic()
+        self.outcomes["ok"] += 1
+        self.exchange_s.observe(heard_s - said_s)
+        if self._breaker.succeeded():
+            _log.warning("scheduler.shared: the store answers again")
+        self._problem = ""
+        if message is not None:
+            exchange.said()
+        exchange.exchanged_s = heard_s
+        self._hear(values, heard_s)
+        self._computed_s = said_s - now_s + time.monotonic() - heard_s
+
+    def _hear(self, values: Any, now_s: float) -> None:
+        for name, data in values.items():
+            if self._heard.get(name) == data:
+                continue
+            try:
+                self._exchange.hear(name, unpack(data), now_s)
+            except MessageError as error:
+                if not self.outcomes["rejected"]:
+                    _log.warning(
+                        "scheduler.shared: the message of replica %s is left out: %s; further "
+                        "ones are only counted",
+                        name,
+                        error,
+                    )
+                self.outcomes["rejected"] += 1
+        for name in self._heard.keys() - values.keys():
+            self._exchange.forget(name)
+        self._heard = dict(values)
+
+    async def _bring_home(self) -> None:
+        """What is new to the scheduler; also without the store, since leases run out."""
+        begun_s = now_s = time.monotonic()
+        scheduler, count = self._fleet.scheduler, 0
+        for count, (instance_id, load) in enumerate(self._exchange.changes(now_s), 1):
+            if instance_id in self._fleet.instances:
+                scheduler.set_peer(instance_id, OTHERS, load, now_s)
+            if count % _SLICE == 0:
+                await asyncio.sleep(0)
+        self._computed_s += time.monotonic() - begun_s
+        if count:
+            self.on_change()
+        mode = self._exchange.mode(now_s)
+        if mode is not self._mode:
+            _log.info("scheduler.shared: the view of other gateways is %s", mode.value)
+            self._mode = mode
+
+    # How it stands
+
+    @property
+    def mode(self) -> Mode:
+        return self._exchange.mode(time.monotonic())
+
+    @property
+    def replicas(self) -> int:
+        """Other gateways that were heard of within the lease."""
+        return self._exchange.replicas
+
+    @property
+    def unmatched(self) -> int:
+        """Instances that others have load on and that are not here."""
+        return self._exchange.unmatched
+
+    def age_s(self) -> float | None:
+        """Of the oldest message that counts, s."""
+        return self._exchange.age_s(time.monotonic())
+
+    def describe(self) -> dict[str, Any]:
+        """As /admin shows it."""
+        return {
+            "mode": self.mode.value,
+            "replica": self.name,
+            "other_replicas": self.replicas,
+            "oldest_message_s": self.age_s(),
+            "unmatched_instances": self.unmatched,
+            "problem": self._problem or None,
+            "interval_s": self._settings.interval_s,
+            "ttl_s": self._settings.ttl_s,
+            "others": {
+                instance_id: {
+                    "in_flight": round(load.in_flight),
+                    "load": load.load_s,
+                    "kv_tokens": round(load.kv_tokens),
+                    "waiting": round(load.waiting),
+                    "streaming": round(load.streaming),
+                }
+                for instance_id, load in self._exchange.totals()
+            },
+        }

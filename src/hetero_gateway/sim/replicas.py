@@ -1,0 +1,264 @@
+"""Several gateways in front of one simulated cluster, and what they know of each other. Pure.
+
+``Replicas`` stands in a scheduler's place in ``cluster.simulate``: each replica has a scheduler and
+a queue of its own, sees its own requests exactly, and the others' through ``core.sharing``, as the
+gateway does. Every ``interval_s`` a replica says what it has and hears what the others have said;
+the replicas take turns within an interval. So what one sees of another is up to two intervals old.
+
+What is shared by all, since it is load that is compared: lengths that were learnt. What an engine
+does, every replica that has streams there sees.
+
+``Shards`` is the other way to grow: every scheduler has instances of its own, and a request goes to
+the shard with the lowest load of a few that are drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
+from hetero_gateway.core.policies.base import Jit
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.sharing.exchange import OTHERS, Exchange
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request
+
+# What is assumed of the others before they were heard: nothing; what we have ourselves; and after
+# it, that they get as much as we did since the last exchange.
+Assumed = Literal["nothing", "alike-at-first", "alike"]
+_EXPECTED = "expected"
+_NEVER_S = 1e9
+
+
+class _Several:
+    """Schedulers that are driven as one."""
+
+    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
+        self.schedulers = tuple(schedulers)
+        self._turn = 0
+
+    @property
+    def queued(self) -> int:
+        return sum(scheduler.queued for scheduler in self.schedulers)
+
+    def compile(self, jit: Jit) -> None:
+        for scheduler in self.schedulers:
+            scheduler.compile(jit)
+
+    def pump(self, now_s: float) -> list[Ticket]:
+        """Nobody is always the first."""
+        self._turn += 1
+        count = len(self.schedulers)
+        order = [self.schedulers[(self._turn + i) % count] for i in range(count)]
+        return [
+            ticket for scheduler in order if scheduler.queued for ticket in scheduler.pump(now_s)
+        ]
+
+    def next_wakeup_s(self) -> float | None:
+        times = [s.next_wakeup_s() for s in self.schedulers if s.queued]
+        return min((t for t in times if t is not None), default=None)
+
+    def first_token(self, dispatch: Dispatch, now_s: float) -> None:
+        dispatch.state.first_token(dispatch, now_s)
+
+    def settle(self, dispatch: Dispatch, outcome: Outcome, now_s: float) -> bool:
+        return dispatch.state.settle(dispatch, outcome, now_s)
+
+    def observe_output_tokens(self, model: str, output_tokens: float) -> None:
+        for scheduler in self.schedulers:
+            scheduler.observe_output_tokens(model, output_tokens)
+
+
+class ReplicaScheduler(Scheduler):
+    """A scheduler that reports what it places."""
+
+    placed: Callable[[InstanceId, float], None] | None = None
+
+    def dispatch(self, decision: Decision, now_s: float = 0.0) -> Dispatch:
+        dispatch = super().dispatch(decision, now_s)
+        if self.placed is not None:
+            self.placed(decision.instance_id, now_s)
+        return dispatch
+
+
+class Replicas(_Several):
+    """Gateways that all have all instances.
+
+    Args:
+        schedulers: empty ones, one for each gateway.
+        replica_of: (N,) which of them each request comes to.
+        interval_s: between two exchanges; None: nothing is ever exchanged.
+        assumed: what a replica takes for the others' load that it has not heard of.
+    """
+
+    def __init__(
+        self,
+        schedulers: Sequence[ReplicaScheduler],
+        replica_of: NDArray[np.int64],
+        interval_s: float | None,
+        assumed: Assumed = "nothing",
+    ) -> None:
+        super().__init__(schedulers)
+        self._replica_of = replica_of
+        self._interval_s = interval_s
+        self._assumed = assumed
+        self._exchanges = [
+            Exchange(s, ttl_s=_NEVER_S, interval_s=interval_s or math.inf) for s in self.schedulers
+        ]
+        if assumed != "nothing":
+            for replica, scheduler in enumerate(schedulers):
+                scheduler.placed = functools.partial(self._assume, replica)
+        self._instances: list[InstanceId] = []
+        # The number of the next turn: replica ``turn % R`` exchanges at ``turn * interval / R``.
+        # Phases begin at a half, so that what comes all at once at 0 is met unprepared.
+        self._next_turn = 0
+        self._heard: set[int] = set()
+        self._base: dict[tuple[int, InstanceId], PeerLoad] = {}
+
+    def add(self, spec: InstanceSpec) -> None:
+        self._instances.append(spec.instance_id)
+        for scheduler, exchange in zip(self.schedulers, self._exchanges, strict=True):
+            scheduler.add(spec)
+            exchange.set_instances([(i, "") for i in self._instances])
+
+    def replace(self, spec: InstanceSpec) -> None:
+        for scheduler in self.schedulers:
+            scheduler.replace(spec)
+
+    def submit(
+        self, request: Request, now_s: float, *, owner: Any = None, first: bool = False
+    ) -> Ticket | Reject:
+        self._exchange(now_s)
+        scheduler = self.schedulers[int(self._replica_of[owner])]
+        return scheduler.submit(request, now_s, owner=owner, first=first)
+
+    def pump(self, now_s: float) -> list[Ticket]:
+        self._exchange(now_s)
+        return super().pump(now_s)
+
+    def next_wakeup_s(self) -> float | None:
+        told = super().next_wakeup_s()
+        if self._interval_s is None:
+            return told
+        turn_s = self._turn_s(self._next_turn)
+        return turn_s if told is None else min(told, turn_s)
+
+    def first_token(self, dispatch: Dispatch, now_s: float) -> None:
+        self._exchange(now_s)
+        super().first_token(dispatch, now_s)
+
+    def settle(self, dispatch: Dispatch, outcome: Outcome, now_s: float) -> bool:
+        self._exchange(now_s)
+        return super().settle(dispatch, outcome, now_s)
+
+    def observe_steps(
+        self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
+    ) -> bool:
+        self._exchange(now_s)
+        for scheduler in self.schedulers:
+            if scheduler.snapshot(instance_id).streaming:
+                scheduler.observe_steps(instance_id, steps, duration_s, now_s)
+            else:
+                scheduler.observe_steps(instance_id, 0.0, 0.0, now_s)
+        return False
+
+    # The exchange
+
+    def _turn_s(self, turn: int) -> float:
+        assert self._interval_s is not None
+        return (turn + 0.5) * self._interval_s / len(self.schedulers)
+
+    def _exchange(self, now_s: float) -> None:
+        if self._interval_s is None:
+            return
+        count = len(self.schedulers)
+        last = math.floor(now_s * count / self._interval_s - 0.5)
+        # Nothing has changed since the last event: two rounds say all of it.
+        for turn in range(max(self._next_turn, last + 1 - 2 * count), last + 1):
+            self._take_turn(turn % count, self._turn_s(turn))
+        self._next_turn = max(self._next_turn, last + 1)
+
+    def _take_turn(self, replica: int, now_s: float) -> None:
+        exchange, scheduler = self._exchanges[replica], self.schedulers[replica]
+        message = exchange.say(now_s)
+        if message is not None:
+            exchange.said()
+            for other, others in enumerate(self._exchanges):
+                if other != replica:
+                    # It lies there until the other one takes its turn.
+                    others.hear(str(replica), message, now_s)
+        for change in exchange.changes(now_s):
+            scheduler.set_peer(change.instance_id, OTHERS, change.load, now_s)
+        self._heard.add(replica)
+        if self._assumed != "nothing":
+            for instance_id in self._instances:
+                scheduler.set_peer(instance_id, _EXPECTED, None, now_s)
+                self._base[replica, instance_id] = scheduler.own_load(instance_id, now_s)
+
+    def _assume(self, replica: int, instance_id: InstanceId, now_s: float) -> None:
+        """The others place as this one does."""
+        if self._assumed == "alike-at-first" and replica in self._heard:
+            return
+        scheduler, others = self.schedulers[replica], len(self.schedulers) - 1
+        base = self._base.get((replica, instance_id), PeerLoad())
+        own = scheduler.own_load(instance_id, now_s)
+        more = (others * max(0.0, now - was) for now, was in zip(own, base, strict=True))
+        load = PeerLoad(*more)._replace(observed_s=0.0, modelled_s=0.0, prompts=0, prompt_tokens=0)
+        scheduler.set_peer(instance_id, _EXPECTED, load, now_s)
+
+
+class Shards(_Several):
+    """Schedulers with instances of their own.
+
+    Args:
+        schedulers: empty ones.
+        choices: how many of them are drawn for a request; the one with the lowest load over
+            capacity gets it. As many as there are: the best of all.
+        rng: for the draws.
+    """
+
+    def __init__(
+        self, schedulers: Sequence[Scheduler], choices: int, rng: np.random.Generator
+    ) -> None:
+        super().__init__(schedulers)
+        self._choices = choices
+        self._rng = rng
+        self._next = itertools.cycle(range(len(self.schedulers)))
+        self._shard_of: dict[InstanceId, Scheduler] = {}
+        self._members: list[list[InstanceId]] = [[] for _ in self.schedulers]
+
+    def add(self, spec: InstanceSpec) -> None:
+        """Instances are dealt out in turn."""
+        shard = next(self._next)
+        self._members[shard].append(spec.instance_id)
+        self._shard_of[spec.instance_id] = self.schedulers[shard]
+        self.schedulers[shard].add(spec)
+
+    def replace(self, spec: InstanceSpec) -> None:
+        self._shard_of[spec.instance_id].replace(spec)
+
+    def submit(
+        self, request: Request, now_s: float, *, owner: Any = None, first: bool = False
+    ) -> Ticket | Reject:
+        drawn = self._rng.choice(len(self.schedulers), self._choices, replace=False)
+        scheduler = self.schedulers[min(map(int, drawn), key=self._load)]
+        return scheduler.submit(request, now_s, owner=owner, first=first)
+
+    def _load(self, shard: int) -> float:
+        """Requests on a shard and in its queue, over its instances."""
+        scheduler, members = self.schedulers[shard], self._members[shard]
+        there = sum(scheduler.snapshot(i).in_flight for i in members)
+        return (there + scheduler.queued) / len(members)
+
+    def observe_steps(
+        self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
+    ) -> bool:
+        return self._shard_of[instance_id].observe_steps(instance_id, steps, duration_s, now_s)

@@ -1,0 +1,104 @@
+"""The format between gateways: what is packed comes back, and nonsense harms nobody."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.sharing.message import (
+    FIELDS,
+    MOST_BYTES,
+    VERSION,
+    Message,
+    MessageError,
+    instance_key,
+    pack,
+    unpack,
+)
+
+HEADER_BYTES, SECTION_BYTES = 16, 8
+
+
+def message(count: int = 3, sequence: int = 7) -> Message:
+    rng = np.random.default_rng(count)
+    keys = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(2**60 // 3)
+    return Message(sequence, keys, rng.random((count, FIELDS)) * 1e6)
+
+
+def same(a: Message, b: Message) -> bool:
+    return a.sequence == b.sequence and bool((a.keys == b.keys).all() and (a.rows == b.rows).all())
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 512])
+def test_what_is_packed_comes_back_exactly(count: int) -> None:
+    told = message(count)
+    data = pack(told)
+    assert same(unpack(data), told)
+    assert len(data) == HEADER_BYTES + SECTION_BYTES + count * 8 * (1 + FIELDS)
+
+
+def test_sections_that_nobody_knows_are_skipped() -> None:
+    data = pack(message())
+    more = struct.pack("<HHI", 99, 1, 5) + b"later"
+    # Two sections, the unknown one in front.
+    header = data[:6] + struct.pack("<H", 2) + data[8:HEADER_BYTES]
+    assert same(unpack(header + more + data[HEADER_BYTES:]), message())
+
+
+def test_fields_of_a_later_release_are_ignored_and_missing_ones_are_0() -> None:
+    told = message(2)
+    wide = told._replace(rows=np.concatenate((told.rows, np.ones((2, 3))), axis=1))
+    assert same(unpack(pack(wide)), told)
+    narrow = told._replace(rows=told.rows[:, :4])
+    got = unpack(pack(narrow))
+    assert (got.rows[:, :4] == told.rows[:, :4]).all()
+    assert not got.rows[:, 4:].any()
+
+
+@pytest.mark.parametrize("value", [-1.0, np.nan, np.inf, 2.0**51])
+def test_a_number_that_no_gateway_counts_is_refused(value: float) -> None:
+    told = message()
+    told.rows[1, 4] = value
+    with pytest.raises(MessageError, match="out of range"):
+        unpack(pack(told))
+
+
+def test_another_version_and_other_bytes_are_refused() -> None:
+    data = bytearray(pack(message()))
+    data[4] = VERSION + 1
+    with pytest.raises(MessageError, match=f"version {VERSION + 1}"):
+        unpack(bytes(data))
+    with pytest.raises(MessageError, match="not written by a gateway"):
+        unpack(b"x" * 64)
+    with pytest.raises(MessageError, match="bytes"):
+        unpack(bytes(MOST_BYTES + 1))
+
+
+def test_an_instance_stands_in_a_message_once() -> None:
+    told = message(2)
+    with pytest.raises(MessageError, match="twice"):
+        unpack(pack(told._replace(keys=told.keys[[0, 0]])))
+
+
+@given(st.data())
+def test_whatever_comes_it_is_a_message_or_an_error(data: st.DataObject) -> None:
+    whole = bytearray(pack(message()))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(whole[: data.draw(st.integers(0, len(whole)))])
+    try:
+        got = unpack(cut)
+    except MessageError:
+        return
+    assert got.rows.shape == (got.keys.size, FIELDS)
+    assert (got.rows >= 0).all()
+
+
+def test_an_instance_is_known_by_its_id_and_address_together() -> None:
+    key = instance_key("gpu-0", "http://10.0.0.5:8000")
+    assert key == instance_key("gpu-0", "http://10.0.0.5:8000/")
+    assert key != instance_key("gpu-1", "http://10.0.0.5:8000")
+    assert key != instance_key("gpu-0", "http://10.0.0.6:8000")
+    assert 0 <= key < 2**64
