@@ -48,6 +48,8 @@ class Failure(enum.Enum):
     PROTOCOL = "protocol", 502, "upstream_error", True, Suspicion.NONE, Blame.FAULT
     # All of the gateway's connections to the instance are in use.
     POOL = "pool", 503, "no_free_connection", True, Suspicion.NONE, Blame.NONE
+    # The gateway's own: it has no descriptor, port or memory left for a connection.
+    LOCAL = "local", 503, "gateway_exhausted", True, Suspicion.NONE, Blame.NONE
     FIRST_BYTE_TIMEOUT = (
         "first_byte_timeout", 504, "upstream_timeout", False, Suspicion.PROBE, Blame.SILENCE
     )  # fmt: skip

@@ -214,7 +214,7 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
             assert "unprofiled, by its observed speed" in rows
             assert "profile drifted" not in rows
             assert "down" in rows
-            assert "ConnectError" in rows
+            assert "Connection refused" in rows
             await page.until("#summary", lambda text: "In flight\n5" in text)
             widths = await page.run(
                 "return [...document.querySelectorAll('.workload i')].map(e => e.style.width)"

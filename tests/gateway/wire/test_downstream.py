@@ -26,7 +26,8 @@ def of_the_gateway(app: App) -> type[asyncio.Protocol]:
 
 @contextlib.asynccontextmanager
 async def served(app: Any, http: Any) -> AsyncIterator[str]:
-    with socket.socket() as sock:
+    # Named as TCP, or asyncio would leave Nagle's algorithm on, which waits in real time.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as sock:
         sock.bind(("127.0.0.1", 0))
         server = uvicorn.Server(
             uvicorn.Config(app, http=http, lifespan="on", log_config=None, access_log=False)

@@ -12,11 +12,19 @@ from hetero_gateway.engines.vllm.answers import (
     completion_counts_in,
     deltas_in,
     failed_in_tail,
+    is_model_name,
     read_models,
     tokens_of_events,
     usage_in_tail,
 )
-from hetero_gateway.engines.vllm.metrics import CacheFacts, EngineMetrics, read_metrics
+from hetero_gateway.engines.vllm.metrics import (
+    CacheFacts,
+    EngineMetrics,
+    Sample,
+    metrics_of,
+    read_metrics,
+    samples_in,
+)
 from hetero_gateway.engines.vllm.paths import (
     CHAT_COMPLETIONS,
     WORK_BY_PATH,
@@ -34,13 +42,17 @@ __all__ = [
     "WORK_BY_PATH",
     "CacheFacts",
     "EngineMetrics",
+    "Sample",
     "Work",
     "completion_counts_in",
     "deltas_in",
     "failed_in_tail",
+    "is_model_name",
     "limits_of",
+    "metrics_of",
     "read_metrics",
     "read_models",
+    "samples_in",
     "starts_with_a_token",
     "tokens_of_events",
     "usage_in_tail",

@@ -37,6 +37,14 @@ _FAILURES = (
 )
 
 
+# A server with a thousand adapters has so many models, and vLLM's card of one 25 commas.
+_MOST_MODELS = 1024
+_MOST_COMMAS = 1 << 16
+_LONGEST_NAME = 256
+# Of a context window in tokens.
+_MOST_WINDOW_DIGITS = 9
+
+
 def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
     """(prompt tokens, output tokens) of the last ``usage`` object in a response's tail."""
     start = tail.rfind(b'"usage"')
@@ -74,24 +82,46 @@ def completion_counts_in(events: bytes) -> list[int]:
     return [int(count) for count in _COMPLETION_TOKENS.findall(events)]
 
 
+class _Models(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: msgspec.Raw = msgspec.Raw(b"null")
+
+
 def read_models(body: bytes) -> dict[str, int | None] | None:
     """The models that /v1/models lists, in its order, each with its context window in tokens.
 
-    None for a window that is not told; None in place of it all for what is no list of models.
-    Never raises.
+    None for a window that is not told, or not a count of at most 10^9; None in place of it all for
+    what is no list of models. Names that are no printable text of at most 256 characters are left
+    out, and so is what comes after the 1 024th. Never raises, and takes at most 5 ms a megabyte.
     """
+    # What is skipped is not built, but each element of the list is.
+    if body.count(b",") > _MOST_COMMAS:
+        return None
     try:
-        document = msgspec.json.decode(body)
+        cards = msgspec.json.decode(body, type=_Models).data
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    cards = document.get("data") if isinstance(document, dict) else None
-    if not isinstance(cards, list):
-        return None
     models: dict[str, int | None] = {}
-    for card in cards:
-        name = card.get("id") if isinstance(card, dict) else None
-        if isinstance(name, str):
-            length = card.get("max_model_len")
-            known = isinstance(length, int) and not isinstance(length, bool) and length > 0
-            models[name] = length if known else None
+    for raw in cards[:_MOST_MODELS]:
+        try:
+            card = msgspec.json.decode(raw, type=_Card)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            continue
+        if is_model_name(card.id):
+            models[card.id] = _window(bytes(card.max_model_len))
     return models
+
+
+def is_model_name(name: str) -> bool:
+    """Whether a text can be a model's name: it becomes a label, a line of a log and of a table."""
+    return 0 < len(name) <= _LONGEST_NAME and name.isprintable()
+
+
+def _window(text: bytes) -> int | None:
+    if not text.isdigit() or len(text) > _MOST_WINDOW_DIGITS:
+        return None
+    return int(text) or None

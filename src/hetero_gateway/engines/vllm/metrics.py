@@ -15,9 +15,10 @@ and no text raises or takes more than linear time.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from itertools import islice
+from typing import NamedTuple
 
 PREFIX = "vllm:"
 
@@ -51,9 +52,18 @@ _USAGES = (KV_USAGE, _OLDER[KV_USAGE])
 _SERIES = re.compile(
     "\n("
     + "|".join((*_COUNTS, KV_USAGE, CACHE_CONFIG, *_OLDER.values()))
-    + r')(?:[ \t]*+\{((?:[^"}\n]|"(?:[^"\\\n]|\\.)*+")*+)\})?[ \t]++(\S++)'
+    + r')(?:[ \t]*+\{((?:[^"}\n]++|"(?:[^"\\\n]++|\\.)*+"){0,512}+)\})?[ \t]++(\S++)'
 )
-_LABEL = re.compile(r'(?:^|,)[ \t]*+(\w++)[ \t]*+=[ \t]*+"((?:[^"\\]|\\.)*+)"')
+_LABEL = re.compile(r'(?:^|,)[ \t]*+(\w++)[ \t]*+=[ \t]*+"((?:[^"\\]++|\\.)*+)"')
+# Ten series of each of some hundred ranks; whoever sends more is not believed.
+_MOST_SAMPLES = 1024
+_LONGEST_LABELS = 4096
+# Far above what any engine counts, and small enough for sums of them to be finite.
+_MOST_VALUE = 1e15
+_LONGEST_NUMBER = 32
+# Of the KV cache, in tokens: a rank has some millions.
+_MOST_CAPACITY_TOKENS = 10**10
+_LONGEST_DTYPE = 32
 # Digits of the longest number that is taken for one; floats are exact so far.
 _MOST_DIGITS = 15
 
@@ -102,12 +112,33 @@ class EngineMetrics:
     cache: CacheFacts = field(default_factory=CacheFacts)
 
 
+class Sample(NamedTuple):
+    """One line of an exposition that we read."""
+
+    series: str
+    labels: str
+    value: str
+
+
+def samples_in(text: str, most: int = _MOST_SAMPLES) -> list[Sample]:
+    """The lines that matter of whole lines of an exposition, up to so many."""
+    found = (Sample(*match.groups("")) for match in _SERIES.finditer("\n" + text))
+    return list(islice(found, most))
+
+
 def read_metrics(text: str) -> EngineMetrics:
     """What a Prometheus exposition of vLLM's says; never raises."""
+    return metrics_of(samples_in(text))
+
+
+def metrics_of(samples: Iterable[Sample]) -> EngineMetrics:
+    """What these samples of one exposition say; never raises."""
     totals: dict[str, float] = {}
     usages: dict[str, list[tuple[str, float]]] = {}  # by series: (rank, share)
     configs: list[_Labels] = []
-    for name, label_text, value_text in _SERIES.findall("\n" + text):
+    for name, label_text, value_text in islice(samples, _MOST_SAMPLES):
+        if len(label_text) > _LONGEST_LABELS:
+            continue
         if name == CACHE_CONFIG:
             configs.append(dict(_LABEL.findall(label_text)))
             continue
@@ -141,11 +172,13 @@ def _cache(configs: list[_Labels]) -> CacheFacts:
     first: _Labels = configs[0] if configs else {}
     utilisation = _number(first.get("gpu_memory_utilization", ""))
     caching = {"True": True, "False": False}
+    capacity_tokens = sum(_capacity_tokens(labels) or 0 for labels in configs)
+    dtype = first.get("cache_dtype", "")
     return CacheFacts(
-        capacity_tokens=sum(_capacity_tokens(labels) or 0 for labels in configs) or None,
+        capacity_tokens=capacity_tokens if 0 < capacity_tokens <= _MOST_CAPACITY_TOKENS else None,
         block_tokens=_positive(first.get("block_size")),
         utilisation=utilisation if utilisation and utilisation <= 1 else None,
-        dtype=first.get("cache_dtype") or None,
+        dtype=dtype if 0 < len(dtype) <= _LONGEST_DTYPE and dtype.isprintable() else None,
         prefix_caching=caching.get(first.get("enable_prefix_caching", "")),
     )
 
@@ -171,15 +204,15 @@ def _usage(shares: list[tuple[str, float]], configs: list[_Labels]) -> float | N
 
 
 def _number(text: str) -> float | None:
-    """A finite number from 0 on."""
+    """A number from 0 to what an engine may count."""
     try:
-        value = float(text)
+        value = float(text if len(text) <= _LONGEST_NUMBER else "")
     except ValueError:
         return None
-    return value if isfinite(value) and value >= 0 else None
+    return value if 0 <= value <= _MOST_VALUE else None
 
 
 def _positive(text: str | None) -> int | None:
-    if text is None or not text.isdecimal() or len(text) > _MOST_DIGITS:
+    if text is None or not (text.isascii() and text.isdecimal()) or len(text) > _MOST_DIGITS:
         return None
     return int(text) or None

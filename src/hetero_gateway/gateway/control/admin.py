@@ -392,6 +392,7 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "draining": instance.draining,
         "down_reason": None if instance.up else _without_key(instance),
         **_describe_outcomes(instance),
+        "scrape_problem": instance.scrape_problem or None,
         "in_flight": seen.in_flight,
         "workload": seen.load_s,
         "kv_tokens": seen.kv_tokens,

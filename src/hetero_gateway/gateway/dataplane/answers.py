@@ -34,6 +34,8 @@ def rejection(
     if reject.reason is RejectReason.FITS_NO_INSTANCE:
         param = "prompt" if path == "/v1/completions" else "messages"
         return Refusal(400, "context_length_exceeded", reject.detail, param=param)
+    if error is not None and error.failure is Failure.LOCAL:
+        return _unavailable(error.failure.code, str(error))
     if error is not None and error.failure is not Failure.CONNECT:
         return Refusal(502, "upstream_error", f"{error}", kind="server_error", spent=spent)
     return _unavailable("no_healthy_instance", reject.detail)

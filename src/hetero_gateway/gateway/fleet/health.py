@@ -1,8 +1,14 @@
 """Probes and scrapes: which instances are alive, what they serve, how full their engine says it is.
 
-Each instance has one loop. It asks /health often, and /v1/models and /metrics less often; a
-connection that fails while serving makes the next probe come at once. What an engine reports is
-seconds old, so it is shown beside the gateway's own accounting and never decides alone.
+Each instance has one loop, and no loop waits for another. It asks /health often, and /v1/models and
+/metrics less often; a connection that fails while serving makes the next probe come at once. What
+an engine reports is seconds old, so it is shown beside the gateway's own accounting and never
+decides alone.
+
+What an instance answers is bounded (``fleet.probe``) and may be anything: one that cannot be
+understood is down, and says why. Only two things are needed: that /health succeeds, and that
+somebody names the models, the configuration or /v1/models. A probe that fails for a reason of the
+gateway's own (``Failure.LOCAL``) counts for nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +19,26 @@ import time
 from collections.abc import Mapping
 
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.engines.vllm import paths, read_metrics, read_models
+from hetero_gateway.engines.vllm import (
+    EngineMetrics,
+    Sample,
+    metrics_of,
+    paths,
+    read_models,
+    samples_in,
+)
 from hetero_gateway.files.gateway_config import HealthConfig
+from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
-from hetero_gateway.plain_httpx import httpx
+from hetero_gateway.gateway.fleet.probe import Probe
 
 _log = logging.getLogger(__name__)
+
+# A card has half a kilobyte, and a rank's metrics are 70 KB.
+_MOST_MODELS_BYTES = 1 << 20
+_MOST_METRICS_BYTES = 1 << 23
+# Metrics are read in parts of this size, with a turn of the event loop after each.
+_PART_BYTES = 1 << 16
 
 
 class HealthMonitor:
@@ -30,27 +50,31 @@ class HealthMonitor:
         self._tasks = tasks
         self._loops: dict[InstanceId, asyncio.Task[None]] = {}
         self._wake: dict[InstanceId, asyncio.Event] = {}
+        self._probed: dict[InstanceId, asyncio.Event] = {}  # at least once
 
     async def start(self) -> None:
-        """Probe every instance once, at the same time, and then go on in the background."""
-        async with asyncio.TaskGroup() as first:
-            for instance in self._fleet.instances.values():
-                first.create_task(self._first_probe(instance))
-
-    async def _first_probe(self, instance: Instance) -> None:
-        async with self._client(instance) as client:
-            await self._probe(instance, client)
-        if not instance.up:
-            _log.warning("instance %s is not reachable: %s", instance.id, instance.down_reason)
-        self.watch(instance)
+        """Begin to probe every instance; returns once each was probed, or had the time for it."""
+        first = []
+        for instance in self._fleet.instances.values():
+            self.watch(instance)
+            first.append(asyncio.ensure_future(self._probed[instance.id].wait()))
+        if first:
+            _, late = await asyncio.wait(first, timeout=self._config.probe_timeout_s)
+            for waiter in late:
+                waiter.cancel()
+        for instance in self._fleet.instances.values():
+            if not instance.up:
+                _log.warning("instance %s is not reachable: %s", instance.id, instance.down_reason)
 
     def watch(self, instance: Instance) -> None:
         """Begin to probe an instance."""
         self._wake[instance.id] = asyncio.Event()
+        self._probed[instance.id] = asyncio.Event()
         self._loops[instance.id] = self._tasks.create_task(self._loop(instance))
 
     def unwatch(self, instance_id: InstanceId) -> None:
         self._wake.pop(instance_id, None)
+        self._probed.pop(instance_id, None)
         if (task := self._loops.pop(instance_id, None)) is not None:
             task.cancel()
 
@@ -65,49 +89,49 @@ class HealthMonitor:
         if (event := self._wake.get(instance.id)) is not None:
             event.set()
 
-    def _client(self, instance: Instance) -> httpx.AsyncClient:
-        headers = {"authorization": f"Bearer {instance.api_key}"} if instance.api_key else {}
-        return httpx.AsyncClient(
-            base_url=instance.config.base_url,
-            headers=headers,
-            timeout=self._config.probe_timeout_s,
-            # Without https no certificate is read: a store of them is megabytes and 40 ms each.
-            verify=instance.ssl_context or False,
-            trust_env=False,
-        )
-
     async def _loop(self, instance: Instance) -> None:
         config = self._config
-        wake = self._wake[instance.id]
+        wake, probed = self._wake[instance.id], self._probed[instance.id]
+        probe = Probe(
+            instance.config.base_url, instance.api_key, config.probe_timeout_s, instance.ssl_context
+        )
         scraped_s = time.monotonic()
-        async with self._client(instance) as client:
+        try:
             while True:
+                wake.clear()
                 try:
-                    async with asyncio.timeout(config.probe_interval_s):
-                        await wake.wait()
-                    wake.clear()
-                except TimeoutError:
-                    pass
-                try:
-                    await self._probe(instance, client)
+                    await self._look(instance, probe)
                     due = time.monotonic() - scraped_s >= config.scrape_interval_s
                     if instance.up and due:
                         scraped_s = time.monotonic()
-                        await self._scrape(instance, client)
+                        await self._scrape(instance, probe)
                 except Exception:
                     # The background loop's boundary: a bug here must not end health checking.
                     _log.exception("probing instance %s failed", instance.id)
+                probed.set()
+                try:
+                    async with asyncio.timeout(config.probe_interval_s):
+                        await wake.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            probe.close()
 
-    async def _probe(self, instance: Instance, client: httpx.AsyncClient) -> None:
+    async def _look(self, instance: Instance, probe: Probe) -> None:
+        """Ask /health; one that was down is opened only with what it serves."""
         try:
-            answer = await client.get(paths.HEALTH)
-            problem = "" if answer.is_success else f"{paths.HEALTH} answered {answer.status_code}"
-        except httpx.HTTPError as error:
-            problem = f"{paths.HEALTH}: {type(error).__name__}: {error}".rstrip(": ")
-        if not problem:
-            if not instance.up:
+            answer = await probe.get(paths.HEALTH)
+            problem = "" if answer.good else f"{paths.HEALTH} answered {answer.status}"
+            if not problem and not instance.up:
                 # Before it opens: it may have been started anew, with other models.
-                await self._scrape(instance, client)
+                await self._scrape(instance, probe)
+                problem = "" if instance.models else instance.scrape_problem or "it lists no model"
+        except InstanceError as error:
+            if error.failure is Failure.LOCAL:
+                _log.warning("instance %s could not be probed: %s", instance.id, error)
+                return
+            problem = f"{paths.HEALTH}: {error}"
+        if not problem:
             self._fleet.mark_up(instance)
             return
         instance.failed_probes += 1
@@ -115,26 +139,68 @@ class HealthMonitor:
         if instance.failed_probes >= self._config.unhealthy_after:
             self._fleet.mark_down(instance, problem)
 
-    async def _scrape(self, instance: Instance, client: httpx.AsyncClient) -> None:
-        """Read models and engine facts; an engine without them is served all the same."""
-        try:
-            answer = await client.get(paths.MODELS)
-            models = read_models(answer.content) if answer.is_success else None
-            if models is not None:
-                _note_models(instance, models)
-            elif not instance.models:
-                _log.warning(
-                    "instance %s: %s answered %d", instance.id, paths.MODELS, answer.status_code
-                )
-            metrics = await client.get(paths.METRICS)
-            if metrics.is_success:
-                told = read_metrics(metrics.text)
-                instance.engine_kv_usage = told.kv_usage
-                if told.cache.capacity_tokens is not None:
-                    instance.engine_kv_capacity_tokens = told.cache.capacity_tokens
-        except httpx.HTTPError as error:
-            _log.debug("instance %s: scrape failed: %s", instance.id, error)
+    async def _scrape(self, instance: Instance, probe: Probe) -> None:
+        """Read models and engine facts; an engine without metrics is served all the same.
+
+        Raises InstanceError: LOCAL.
+        """
+        problems = [await self._scrape_models(instance, probe)]
+        problems.append(await self._scrape_metrics(instance, probe))
+        instance.scrape_problem = "; ".join(filter(None, problems))
+        if instance.up and not instance.models:
+            self._fleet.mark_down(instance, instance.scrape_problem)
         self._fleet.publish(instance)
+
+    async def _scrape_models(self, instance: Instance, probe: Probe) -> str:
+        """What is wrong with them."""
+        body, problem = await _body(probe, paths.MODELS, _MOST_MODELS_BYTES)
+        models = None if body is None else read_models(body)
+        if models is None:
+            return problem or f"{paths.MODELS}: not a list of models"
+        _note_models(instance, models)
+        return "" if models else f"{paths.MODELS}: lists no model"
+
+    async def _scrape_metrics(self, instance: Instance, probe: Probe) -> str:
+        body, problem = await _body(probe, paths.METRICS, _MOST_METRICS_BYTES)
+        if body is not None:
+            told = await _read_metrics(body)
+            instance.engine_kv_usage = told.kv_usage
+            if told.cache.capacity_tokens is not None:
+                instance.engine_kv_capacity_tokens = told.cache.capacity_tokens
+        return problem
+
+
+async def _body(probe: Probe, path: str, most_bytes: int) -> tuple[bytes | None, str]:
+    """(body, what is wrong). Raises InstanceError: LOCAL."""
+    try:
+        answer = await probe.get(path, most_bytes)
+    except InstanceError as error:
+        if error.failure is Failure.LOCAL:
+            raise
+        return None, f"{path}: {error}"
+    if not answer.good:
+        return None, f"{path} answered {answer.status}"
+    if answer.problem:
+        return None, f"{path}: {answer.problem}"
+    return answer.body, ""
+
+
+async def _read_metrics(body: bytes) -> EngineMetrics:
+    """Read metrics without holding the event loop: part by part, each of whole lines."""
+    # Every byte is a character of latin-1, and what we read of it is ASCII.
+    text = body.decode("latin-1")
+    samples: list[Sample] = []
+    start, size = 0, len(text)
+    while start < size:
+        end = start + _PART_BYTES
+        if end < size:
+            end = text.rfind("\n", start, end) + 1
+            if end == 0:  # a line that is none of ours
+                end = text.find("\n", start + _PART_BYTES) + 1 or size
+        samples += samples_in(text[start:end])
+        start = end
+        await asyncio.sleep(0)
+    return metrics_of(samples)
 
 
 def _note_models(instance: Instance, models: Mapping[str, int | None]) -> None:

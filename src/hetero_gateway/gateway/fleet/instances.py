@@ -55,6 +55,7 @@ class Instance:
         self.up = False
         self.failed_probes = 0
         self.down_reason = "not probed yet"
+        self.scrape_problem = ""  # what was wrong with its models or metrics at the last look
         self.models: frozenset[str] = config.models
         self.max_model_len: int | None = None
         # Read from the engine's /metrics; seconds old, shown, and never decides alone.

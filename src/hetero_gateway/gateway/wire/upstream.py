@@ -9,6 +9,9 @@ because vLLM takes that for a disconnect.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import socket
 import ssl
 import time
 from collections import deque
@@ -30,6 +33,11 @@ from hetero_gateway.gateway.wire.response import (
     parse_head,
     whole_chunk_length,
 )
+
+_OUR_ERRORS = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+)
+_OUR_RESOLVER = frozenset((socket.EAI_SYSTEM, socket.EAI_MEMORY))
 
 
 class ResponseSink(Protocol):
@@ -218,6 +226,35 @@ class UpstreamConnection(asyncio.Protocol):
             sink.on_error(error)
 
 
+def is_our_own(error: OSError | UnicodeError) -> bool:
+    """Whether connecting failed for want of something of our own, whatever the instance does.
+
+    The C library's resolver does not say that it had no descriptor: it finds no name, or is to be
+    asked again. And uvloop joins the errors of several addresses to one without a number.
+    """
+    if isinstance(error, socket.gaierror):
+        return error.errno in _OUR_RESOLVER or _has_no_descriptor()
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in _OUR_ERRORS or (error.errno is None and _has_no_descriptor())
+
+
+def _what(error: OSError | UnicodeError) -> str:
+    if isinstance(error, UnicodeError):
+        return f"no host name: {error}"
+    if isinstance(error, socket.gaierror | ssl.SSLError) or not error.errno:
+        return error.strerror or str(error)
+    return os.strerror(error.errno)  # not asyncio's words, which name the address
+
+
+def _has_no_descriptor() -> bool:
+    try:
+        socket.socket().close()
+    except OSError as error:
+        return error.errno in _OUR_ERRORS
+    return False
+
+
 class InstancePool:
     """The connections to one instance.
 
@@ -269,7 +306,7 @@ class InstancePool:
         return f"<InstancePool {self.host}:{self.port}, {count} open, {idle} of them idle>"
 
     async def connect(self) -> UpstreamConnection:
-        """A new connection. Raises InstanceError: CONNECT, or POOL at the limit."""
+        """A new connection. Raises InstanceError: CONNECT, LOCAL, or POOL at the limit."""
         if len(self._open) + self._connecting >= self._config.max_connections:
             raise InstanceError(
                 Failure.POOL, f"{self._config.max_connections} connections are open"
@@ -289,8 +326,9 @@ class InstancePool:
             raise InstanceError(
                 Failure.CONNECT, f"no connection within {self._connect_timeout_s:g} s"
             ) from error
-        except OSError as error:
-            raise InstanceError(Failure.CONNECT, str(error.strerror or error)) from error
+        except (OSError, UnicodeError) as error:
+            failure = Failure.LOCAL if is_our_own(error) else Failure.CONNECT
+            raise InstanceError(failure, _what(error)) from error
         finally:
             self._connecting -= 1
         self._open.add(connection)

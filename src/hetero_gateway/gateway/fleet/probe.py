@@ -1,0 +1,144 @@
+"""GETs to one instance, for its health and what it says of itself: bounded in bytes and in time.
+
+Over connections of their own, so that a full pool or a busy one hides nothing. What comes is
+untrusted: no answer is kept beyond its limit, decompressed or followed elsewhere, and the deadline
+is one for the whole exchange, however slowly its bytes drip.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+
+from hetero_gateway.files.gateway_config import PoolConfig
+from hetero_gateway.gateway.failures import Failure, InstanceError
+from hetero_gateway.gateway.wire.response import ResponseHead
+from hetero_gateway.gateway.wire.upstream import InstancePool, UpstreamConnection
+
+# One is in use at a time; a second one where the first went stale.
+_POOL = PoolConfig(max_connections=4, max_idle=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswer:
+    """An answer. ``problem``: why its body is not here, if it is wanted and there is a reason."""
+
+    status: int
+    body: bytes
+    problem: str = ""
+
+    @property
+    def good(self) -> bool:
+        """The request succeeded; a redirection is no success."""
+        return 200 <= self.status < 300
+
+
+class _Gathering:
+    """Gathers one answer: a ``ResponseSink``."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._status = 0
+        self.answer: asyncio.Future[ProbeAnswer] = asyncio.get_running_loop().create_future()
+        self.complete = False
+
+    def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
+        self._status = head.status
+        if not self._most_bytes:
+            self._answer()
+        for name, value in head.headers:
+            if name == b"content-encoding" and value.lower() != b"identity":
+                self._answer("its body is encoded, which was not asked for")
+        if head.content_length is not None and head.content_length > self._most_bytes:
+            self._answer(f"its body is larger than {self._most_bytes} bytes")
+        return True
+
+    def on_data(self, data: bytes) -> None:
+        if self.answer.done():
+            return
+        self._size += len(data)
+        if self._size > self._most_bytes:
+            self._answer(f"its body is larger than {self._most_bytes} bytes")
+        else:
+            self._parts.append(data)
+
+    def on_complete(self) -> None:
+        self.complete = True
+        self._answer()
+
+    def on_error(self, error: InstanceError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def on_bug(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def _answer(self, problem: str = "") -> None:
+        if not self.answer.done():
+            body = b"" if problem else b"".join(self._parts)
+            self.answer.set_result(ProbeAnswer(self._status, body, problem))
+
+
+class Probe:
+    """Asks one instance.
+
+    Args:
+        base_url, ssl_context: the instance's.
+        api_key: sent, if there is one.
+        timeout_s: for one exchange from connecting to its last byte.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None,
+        timeout_s: float,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._pool = InstancePool(base_url, _POOL, timeout_s, ssl_context)
+        self._timeout_s = timeout_s
+        fields = b"host: %b\r\naccept-encoding: identity\r\n" % self._pool.host_header
+        if api_key is not None:
+            fields += b"authorization: Bearer %b\r\n" % api_key.encode()
+        self._fields = fields
+
+    async def get(self, path: str, most_bytes: int = 0) -> ProbeAnswer:
+        """GET a path. Nothing of the body is kept or waited for where ``most_bytes`` is 0.
+
+        Raises InstanceError; ``Failure.LOCAL`` says nothing of the instance.
+        """
+        request = b"GET %b%b HTTP/1.1\r\n%b\r\n" % (
+            self._pool.path_prefix, path.encode(), self._fields
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                connection = self._pool.take_idle() or await self._pool.connect()
+                try:
+                    return await _exchange(connection, request, most_bytes)
+                except InstanceError as error:
+                    if not (connection.stale and error.failure is Failure.RESET):
+                        raise
+                # The instance was closing it while it was idle.
+                connection = await self._pool.connect()
+                return await _exchange(connection, request, most_bytes)
+        except TimeoutError as error:
+            message = f"no answer within {self._timeout_s:g} s"
+            raise InstanceError(Failure.TOTAL_TIMEOUT, message) from error
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._pool.close()
+
+
+async def _exchange(connection: UpstreamConnection, request: bytes, most_bytes: int) -> ProbeAnswer:
+    gathering = _Gathering(most_bytes)
+    connection.send(request, gathering)
+    try:
+        return await gathering.answer
+    finally:
+        if not gathering.complete:
+            connection.abort()
