@@ -407,6 +407,16 @@ async def test_the_speed_factor_follows_what_the_streams_show() -> None:
         await asyncio.gather(*streams)
 
 
+async def test_the_speed_factor_follows_what_plain_answers_take() -> None:
+    # Three tokens take half a second; by the profile a tenth of that.
+    async with fake_instances(1) as fakes, serving(config_for(fakes)) as (running, client):
+        scheduler = running.gateway.fleet.scheduler
+        for _ in range(4):
+            body = {"model": "m", "prompt": [1] * 50, "fake": {"first_delay_s": 0.5}}
+            assert (await client.post(CHAT, json=body)).status_code == 200
+        assert scheduler.snapshot(InstanceId("i0")).speed_factor > 2
+
+
 async def test_answers_shorter_than_an_interval_do_not_look_like_a_hang() -> None:
     # Always one or two streams, at the speed of the profile, and none through a whole second.
     async with fake_instances(1) as fakes, serving(config_for(fakes)) as (running, client):

@@ -37,6 +37,8 @@ class Dispatch:
         tracked: its progress is followed; without it, only the load counts.
         stage: index in ``STAGE_TOKENS`` of its progress; -1: it does not stream.
         joined: the instance's step clock at its first token, steps.
+        predicted_s: when it was sent, s, and the time to its first token, s, as predicted, where
+            nobody will see it.
         before: when it was sent, s, and what was there: sequences waiting, the tokens of their
             prompts, sequences streaming, tokens cached; None: nothing is to be learnt from it.
     """
@@ -47,6 +49,7 @@ class Dispatch:
         "kv_tokens",
         "outcome",
         "output_tokens",
+        "predicted_s",
         "prefill_tokens",
         "prompt_tokens",
         "request",
@@ -91,6 +94,7 @@ class Dispatch:
         self.units = round(workload * UNITS_PER_S)
         self.stage = -1
         self.joined = 0.0
+        self.predicted_s: tuple[float, float] | None = None
         self.before: tuple[float, float, float, float, float] | None = None
 
     @property

@@ -44,7 +44,7 @@ What is observed is kept as rows, too (``observation.py``): batch and context of
 over its time, since a batch may come and go between two looks.
 
 An instance without a profile has stand-in constants from its first dispatch on. What they say is of
-no account, so its f may be anything.
+no account, so its f may be anything. f itself, and when it is doubted, is ``speed.py``'s.
 
 Load that is not ours, of another gateway in front of the same instance, is kept beside
 (``PeerLoad``) and added where a policy looks, and to the batch that a decode step is modelled for:
@@ -65,18 +65,18 @@ from hetero_gateway.core.instances.observation import (
     StepRow,
     seconds,
 )
+from hetero_gateway.core.instances.speed import SpeedEstimate
 from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
-from hetero_gateway.core.types import InstanceId, Outcome, Request
+from hetero_gateway.core.types import MOST_TOKENS, InstanceId, Outcome, Request
 
 _STAGES = len(STAGE_TOKENS)
 
-# The speed factor forgets over seconds of observed steps: long enough to average the noise of a
-# network, short enough to notice a slow-down within a few answers. It starts as if 0.2 s of steps
-# had been as modelled, and the bounds keep a bad observation from shutting an instance out.
-_FORGET_S = 5.0
-_PRIOR_S = 0.2
+# The bounds keep a bad observation from shutting an instance out.
 _SPEED_BOUNDS = (0.1, 10.0)
 _STAND_IN_BOUNDS = (1e-3, 1e3)
+# A request whose tokens nobody sees says something of the speed where streams have not for so long.
+_STREAMS_SAY_S = 2.0
+_MOST_MISS = 4.0
 
 
 class _Interval:
@@ -105,18 +105,18 @@ class InstanceState:
 
     __slots__ = (
         "_clock",
+        "_estimate",
         "_interval",
         "_keeps",
         "_load_units",
-        "_modelled_s",
         "_moves",
         "_observed_clock",
-        "_observed_s",
         "_outstanding",
         "_peer_loads",
         "_prompt_tokens",
         "_prompts",
         "_sequence",
+        "_streams_seen_s",
         "changed",
         "constants",
         "context",
@@ -187,7 +187,8 @@ class InstanceState:
         self.stands_in = False
         self.observed = False
         self.speed = 1.0
-        self._observed_s = self._modelled_s = _PRIOR_S
+        self._estimate = SpeedEstimate(_SPEED_BOUNDS)
+        self._streams_seen_s = -math.inf
         self._interval = _Interval()
         self._observed_clock = math.nan
         self.observations = Observations()
@@ -219,16 +220,17 @@ class InstanceState:
             self.observed = False
         if constants != self.constants:
             self.constants = constants
-            self._observed_s = self._modelled_s = _PRIOR_S
+            self._estimate = SpeedEstimate(_SPEED_BOUNDS)
             self.speed = 1.0
         self.stands_in = stands_in
+        self._estimate.bounds = _STAND_IN_BOUNDS if stands_in else _SPEED_BOUNDS
         self._set_rate()
         self._note()
 
     def set_speed(self, speed: float) -> None:
         """Take it for so fast until it was observed (a stand-in's)."""
         if speed != self.speed:
-            self.speed = speed
+            self.speed = self._estimate.factor = speed
             self._set_rate()
             self._note()
 
@@ -350,8 +352,7 @@ class InstanceState:
     def own_load(self, now_s: float) -> PeerLoad:
         """What is ours on it now, as other gateways want to know it."""
         self._read_clock(now_s)
-        # Before anything was observed there is only what f begins with.
-        seen = self._observed_s != _PRIOR_S or self._modelled_s != _PRIOR_S
+        observed_s, modelled_s = self._estimate.sums()
         return PeerLoad(
             self.load_s,
             self.kv_tokens,
@@ -362,8 +363,8 @@ class InstanceState:
             self.waiting_prefill,
             self.waiting_output,
             self.context,
-            self._observed_s if seen else 0.0,
-            self._modelled_s if seen else 0.0,
+            observed_s,
+            modelled_s,
             self._prompts,
             self._prompt_tokens,
         )
@@ -436,7 +437,9 @@ class InstanceState:
             if self._keeps:
                 self.observations.add_steps(row)
             if self.constants is not None:
-                self._observe_speed(duration_s, sum(seconds(row.terms, self.constants)))
+                modelled_s = sum(seconds(row.terms, self.constants))
+                self._observe_speed(duration_s, modelled_s, now_s)
+                self._streams_seen_s = now_s
             if streaming:
                 if duration_s < interval.streamed_s / 2:
                     steps *= interval.streamed_s / duration_s  # it saw a part only
@@ -482,10 +485,44 @@ class InstanceState:
                 )
             )
 
-    def _observe_speed(self, observed_s: float, modelled_s: float) -> None:
-        keep = math.exp(-observed_s / _FORGET_S)
-        self._observed_s = self._observed_s * keep + observed_s
-        self._modelled_s = self._modelled_s * keep + modelled_s
+    def observe_answer(self, entry: Dispatch, output_tokens: float, now_s: float) -> None:
+        """A request whose tokens nobody saw is complete: its whole time, against the predicted.
+
+        To be told in front of ``settle``. Nothing is learnt where streams say it better.
+        """
+        if (
+            entry.outcome is not None
+            or entry.predicted_s is None
+            or entry.request.sequences != 1
+            or self.constants is None
+            or now_s - self._streams_seen_s < _STREAMS_SAY_S
+        ):
+            return
+        sent_s, ttft_s = entry.predicted_s
+        clock = self._read_clock(now_s)
+        made, streamed_s = clock - entry.joined, now_s - sent_s - ttft_s
+        if entry.streaming and made > 0 and streamed_s > 0:
+            # As many streamed as the clock knows; that is the mean step of all this time.
+            step_s = streamed_s / made
+        elif self.steps_per_s > 0:
+            step_s = 1 / self.steps_per_s
+        else:
+            c, prompt = self.constants, entry.prompt_tokens
+            step_s = self.speed * (c.p5 * prompt + c.p6 + c.p7 * prompt + c.p8)
+        steps = min(max(0.0, output_tokens - 1), MOST_TOKENS)
+        predicted_s = ttft_s + steps * step_s
+        # All that run at a time say the same: together they weigh as much as the time they took.
+        share = 1 / max(1, self.in_flight)
+        took_s = now_s - sent_s
+        if took_s > 0 and predicted_s > 0:
+            # One answer, whose length the engine says, is not believed beyond this.
+            predicted_s = min(_MOST_MISS * took_s, max(took_s / _MOST_MISS, predicted_s))
+            self._observe_speed(share * took_s, share * predicted_s / self.speed, now_s)
+            self._set_rate()
+            self._note()
+
+    def _observe_speed(self, observed_s: float, modelled_s: float, now_s: float) -> None:
+        self._estimate.observe(observed_s, modelled_s, now_s)
         self._set_seen_speed()
 
     def _set_seen_speed(self) -> None:
@@ -493,12 +530,29 @@ class InstanceState:
         if self.constants is None:
             return
         peers = self.peers or NO_PEERS
-        low, high = _SPEED_BOUNDS
         if self.stands_in:
-            low, high = _STAND_IN_BOUNDS
             self.observed = True
-        observed_s = self._observed_s + peers.observed_s
-        self.speed = min(high, max(low, observed_s / (self._modelled_s + peers.modelled_s)))
+        self.speed = self._estimate.weigh(peers.observed_s, peers.modelled_s)
+
+    def revise_speed(self, best: float, now_s: float) -> bool:
+        """Let f be doubted, if it is far above ``best`` and was not seen; whether it is."""
+        if self.constants is None or (self.stands_in and not self.observed):
+            return False
+        doubted = self._estimate.revise(best, now_s)
+        if self.speed != self._estimate.factor:
+            self.speed = self._estimate.factor
+            self._set_rate()
+            self._note()
+        return doubted
+
+    @property
+    def doubted(self) -> bool:
+        """f is high, and was not seen for long."""
+        return self._estimate.doubted
+
+    def unseen_s(self, now_s: float) -> float:
+        """How long nothing was observed of its speed, and no first token came or was owed."""
+        return now_s - max(self._estimate.seen_s, self.heard_s)
 
     # The step clock
 

@@ -45,6 +45,7 @@ from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_befor
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.members import Members, constants_of
 from hetero_gateway.core.scheduling.pool import Eligible
+from hetero_gateway.core.scheduling.probes import Probes
 from hetero_gateway.core.scheduling.queue import Fifo, ModelQueue, QueueDiscipline, Ticket
 from hetero_gateway.core.scheduling.restraints import Restraints
 from hetero_gateway.core.scheduling.views import Views, drain_time_s
@@ -109,6 +110,7 @@ class Scheduler:
         # (when, tie-break, dispatch): first tokens that nobody will see, by prediction.
         self._unseen: list[tuple[float, int, Dispatch]] = []
         self._dispatched = 0
+        self._probes = Probes(self._members, active=queues)
         self._pumped_s = -math.inf
 
     def __repr__(self) -> str:
@@ -391,7 +393,15 @@ class Scheduler:
                     ticket.rejected = judged
                     return judged is not None
                 takers = judged
-            decision = self._decide(ticket.request, takers, now_s, queue)
+            probes, decision = self._probes, None
+            if now_s >= probes.next_s:
+                probes.revise(now_s)
+            if probes and (one := probes.due(takers, now_s)) is not None:
+                decision = self._decide(ticket.request, one, now_s, queue)
+                if decision is not None:
+                    probes.sent(now_s)
+            if decision is None:
+                decision = self._decide(ticket.request, takers, now_s, queue)
             if decision is None:
                 return False
             ticket.dispatch = self.dispatch(decision, now_s)
@@ -514,6 +524,7 @@ class Scheduler:
                 self._restraints.sent(dispatch)
             if not request.streams and choice.ttft_s is not None:
                 self._dispatched += 1
+                dispatch.predicted_s = (now_s, choice.ttft_s)
                 heapq.heappush(self._unseen, (due_s, self._dispatched, dispatch))
             return dispatch
         dispatch = state.dispatch(
@@ -562,6 +573,10 @@ class Scheduler:
             return False
         drift.observe(row.duration_s, *seconds(row.terms, constants))
         return drift.judge(row.duration_s, now_s)
+
+    def observe_answer(self, dispatch: Dispatch, output_tokens: float, now_s: float) -> None:
+        """A request that does not stream is complete. To be told in front of ``settle``."""
+        dispatch.state.observe_answer(dispatch, output_tokens, now_s)
 
     def observe_output_tokens(self, model: str, output_tokens: float) -> None:
         """A sequence finished after so many output tokens."""

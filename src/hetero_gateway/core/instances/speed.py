@@ -1,0 +1,114 @@
+"""The speed factor of one instance: observed over modelled time, and how long that is believed.
+
+    factor    Σ observed / Σ modelled, both exponentially forgotten over seconds of observed time
+
+While an instance has traffic, that is all. But a factor that once was high keeps traffic away, and
+without traffic nothing is observed: it would stay for ever. So what was not seen for a while is
+*doubted*, if it is well above the best that is known of comparable instances:
+
+- it goes to that best by itself, as wall time passes, and what it was made from loses its weight,
+  so that the first new observation counts;
+- the scheduler sends it a request now and then (``scheduling/probes.py``), which is how it is observed
+  long before it looks good again.
+
+An instance that really is that slow costs one request in a while; see docs/scheduling.md.
+Nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+import math
+
+# Long enough to average the noise of a network, short enough to notice a slow-down within a few
+# answers. It starts as if 0.2 s had been as modelled.
+FORGET_S = 5.0
+_PRIOR_S = 0.2
+# Much faster than thought, after this much was seen: whatever held it up is over. What was seen
+# before says little then.
+_MENDED, _MATURE_S, _FORGET_MENDED_S = 1.5, 3.0, 1.0
+# Doubted: not seen for so long, and so many times above the best; until it is that near to it.
+UNSEEN_S = 2.0
+_DOUBTED, _CLEARED = 1.25, 1.02
+# How fast a doubted one goes to the best, in wall time, and loses its weight. The former is slow
+# next to the pace of probes: where there is traffic, they find out.
+_DECAY_S = 5.0
+_WEIGHT_S = 1.0
+_LEAST_WEIGHT_S = 0.02
+
+
+class SpeedEstimate:
+    """Makes one instance's factor of what is observed.
+
+    ``factor``: the last one, within the bounds. ``seen_s``: when it was last observed.
+    ``doubted``: it is too high for not having been seen so long.
+    """
+
+    __slots__ = (
+        "_modelled_s",
+        "_observed_s",
+        "_revised_s",
+        "bounds",
+        "doubted",
+        "factor",
+        "seen_s",
+    )
+
+    def __init__(self, bounds: tuple[float, float]) -> None:
+        self.bounds = bounds
+        self.factor = 1.0
+        self.seen_s = 0.0
+        self.doubted = False
+        self._revised_s = 0.0
+        self._observed_s = self._modelled_s = _PRIOR_S
+
+    def sums(self) -> tuple[float, float]:
+        """What was observed and modelled lately, s; zeros before anything was observed."""
+        if self._observed_s == self._modelled_s == _PRIOR_S:
+            return 0.0, 0.0  # there is only what the factor begins with
+        return self._observed_s, self._modelled_s
+
+    def observe(self, observed_s: float, modelled_s: float, now_s: float) -> None:
+        """So long took what the model has so much time for; ``weigh`` says what follows."""
+        forget_s = FORGET_S
+        if (
+            observed_s * _MENDED < self.factor * modelled_s
+            and self.factor > _MENDED
+            and (self.doubted or self._observed_s > _MATURE_S)
+        ):
+            forget_s = _FORGET_MENDED_S
+        keep = math.exp(-observed_s / forget_s)
+        self._observed_s = self._observed_s * keep + observed_s
+        self._modelled_s = self._modelled_s * keep + modelled_s
+        self.seen_s = now_s
+
+    def weigh(self, others_observed_s: float = 0.0, others_modelled_s: float = 0.0) -> float:
+        """The factor of all that was observed, by other gateways too."""
+        low, high = self.bounds
+        observed_s = self._observed_s + others_observed_s
+        self.factor = min(high, max(low, observed_s / (self._modelled_s + others_modelled_s)))
+        return self.factor
+
+    def revise(self, best: float, now_s: float) -> bool:
+        """Let time pass; whether the factor is doubted. ``best``: of comparable instances."""
+        if self.doubted:
+            if self.factor <= _CLEARED * best:
+                self.doubted = False
+                if now_s - self.seen_s >= UNSEEN_S:
+                    self.factor = best  # so near is equal: nothing is to keep traffic away
+        elif self.factor > _DOUBTED * best and now_s - self.seen_s >= UNSEEN_S:
+            self.doubted = True
+            self._revised_s = now_s
+            self._lose_weight(now_s - self.seen_s)
+        if not self.doubted:
+            return False
+        elapsed_s = now_s - max(self._revised_s, self.seen_s + UNSEEN_S)
+        self._revised_s = now_s
+        if elapsed_s > 0:
+            self.factor = best * (self.factor / best) ** math.exp(-elapsed_s / _DECAY_S)
+            self._lose_weight(elapsed_s)
+        return True
+
+    def _lose_weight(self, elapsed_s: float) -> None:
+        keep = math.exp(-elapsed_s / _WEIGHT_S)
+        self._modelled_s = max(_LEAST_WEIGHT_S, self._modelled_s * keep)
+        self._observed_s = self._modelled_s * self.factor

@@ -1,0 +1,75 @@
+"""Requests that find out whether an instance that was slow still is.
+
+What a speed factor is, and when it is doubted, is ``instances/speed.py``'s. Here it is asked of all
+pools twice a second, and now and then a request goes to a doubted instance that has nothing on it.
+With nobody doubted, which is the rule, a placement pays for one comparison.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hetero_gateway.core.instances.speed import UNSEEN_S
+from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.scheduling.members import Members
+from hetero_gateway.core.scheduling.pool import Eligible
+
+_REVISE_EVERY_S = 0.5
+# One request in so many goes to find out: a small share, should the instance be slow indeed. Where
+# few come, one in so many seconds.
+_REQUESTS_PER_PROBE, _PROBE_EVERY_S = 16, 10.0
+
+
+class Probes:
+    """Who is doubted, and whose turn it is to be tried.
+
+    Args:
+        members: who is there.
+        active: the policy looks at speed factors at all.
+    """
+
+    __slots__ = ("_doubted", "_members", "_placed", "_probed_s", "next_s")
+
+    def __init__(self, members: Members, *, active: bool) -> None:
+        self.next_s = -math.inf if active else math.inf  # when to ``revise`` again
+        self._members = members
+        self._doubted = False
+        self._placed = 0  # since the last probe
+        self._probed_s = -math.inf
+
+    def __bool__(self) -> bool:
+        """Somebody is doubted."""
+        return self._doubted
+
+    def revise(self, now_s: float) -> None:
+        """Doubt speed factors that are high and were not seen for long."""
+        self.next_s = now_s + _REVISE_EVERY_S
+        self._doubted = False
+        for pool in self._members.pools.values():
+            own = [s for s in pool.states if not s.stands_in]
+            learnt = [s for s in pool.states if s.stands_in and s.observed]
+            # A profile may be right: that others are faster than theirs says nothing of this one.
+            self._revise(own, 1.0, now_s)
+            self._revise(learnt, 0.0, now_s)
+
+    def _revise(self, comparable: list[InstanceState], least: float, now_s: float) -> None:
+        best = max(least, min((state.speed for state in comparable), default=1.0))
+        for state in comparable:
+            if (state.speed > best or state.doubted) and state.revise_speed(best, now_s):
+                self._doubted = True
+
+    def due(self, eligible: Eligible, now_s: float) -> Eligible | None:
+        """The one that a request is to try, alone; None: none, or not this request."""
+        self._placed += 1
+        if self._placed <= _REQUESTS_PER_PROBE and now_s - self._probed_s < _PROBE_EVERY_S:
+            return None
+        for i in eligible.positions():
+            state = eligible.pool.states[i]
+            if state.doubted and not state.in_flight and state.unseen_s(now_s) >= UNSEEN_S:
+                others = [j for j in eligible.positions() if j != i]
+                return eligible.without(others, f"{state.instance_id} is tried, unseen for long")
+        return None
+
+    def sent(self, now_s: float) -> None:
+        """A request has gone where ``due`` said."""
+        self._placed, self._probed_s = 0, now_s
