@@ -127,6 +127,9 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
         "profile_age_seconds": ("gauge", "instance"),
         "build_info": ("gauge", "version"),
         "event_loop_tasks": ("gauge", ""),
+        "client_connections": ("gauge", ""),
+        "client_timeouts_total": ("counter", "phase"),
+        "client_refusals_total": ("counter", "status"),
     }
     return {
         f"hetero_gateway_{n}": (kind, set(labels.split())) for n, (kind, labels) in listed.items()

@@ -33,7 +33,11 @@ class GatewayServer(uvicorn.Server):
 
     def __init__(self, app: App, on_ready: Callable[[str], None]) -> None:
         server = app.gateway.config.server
-        self.watch = Watch(client_limits(app.gateway.config))
+        metrics = app.gateway.metrics
+        self.watch = Watch(
+            client_limits(app.gateway.config), metrics.client_timeouts, metrics.client_refusals
+        )
+        metrics.client_connections = self.watch.__len__
         super().__init__(
             uvicorn.Config(
                 app,

@@ -29,7 +29,7 @@ EXPECTED = {
     "client_disconnects", "overhead_seconds", "build_info", "event_loop_tasks", "queue_depth",
     "queue_wait_seconds",
     "queue_rejections", "instance_speed_factor", "instance_waiting_first_token",
-    "predictor_failures",
+    "predictor_failures", "client_connections", "client_timeouts", "client_refusals",
 }  # fmt: skip
 
 

@@ -112,11 +112,12 @@ def test_what_is_accepted_another_parser_reads_in_the_same_way(data: bytes) -> N
     assert (ours, complete) == (theirs, ended)
 
 
-def test_a_step_takes_so_many_chunks_and_no_more() -> None:
-    many = 3 * chunks._CHUNKS_PER_STEP
-    body, rest, steps, size = ChunkedBody(), b"1\r\na\r\n" * many, 0, 0
+@pytest.mark.parametrize("chunk", [b"1\r\na\r\n", b"1;x\r\na\r\n"])
+def test_a_step_takes_so_many_chunks_and_no_more(chunk: bytes) -> None:
+    most = chunks._CHUNKS_PER_STEP + chunks._OTHERS_PER_STEP
+    body, rest, size = ChunkedBody(), chunk * 3 * most, 0
     while rest:
         part, rest = body.feed(rest)
-        assert len(part) <= chunks._CHUNKS_PER_STEP
-        steps, size = steps + 1, size + len(part)
-    assert (steps, size) == (3, many)
+        assert 0 < len(part) <= most
+        size += len(part)
+    assert size == 3 * most

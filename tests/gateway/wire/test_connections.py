@@ -182,6 +182,21 @@ async def test_a_body_of_tiny_chunks_and_a_request_behind_it_are_served() -> Non
         assert b"x-t" not in fakes[0].heads[0]
 
 
+async def test_a_body_of_small_parts_takes_no_more_memory_than_its_bytes() -> None:
+    async with serving() as (running, fakes), connected(running) as client:
+        head, body = post({"status": 200, "body": '"x"'}, text="y" * 20_000).split(SPLIT, 1)
+        client.writer.write(head + SPLIT)
+        for at in range(0, len(body) - 1, 7):
+            client.writer.write(body[at : min(at + 7, len(body) - 1)])
+            await asyncio.sleep(0)
+        (connection,) = running.server.server_state.connections
+        await eventually(lambda: connection.body_bytes == len(body) - 1)  # type: ignore[union-attr]
+        assert len(connection.cycle._parts) < 10  # type: ignore[union-attr]
+        client.writer.write(body[-1:])
+        assert await client.response() == (200, b'"x"')
+        assert fakes[0].bodies == [body]
+
+
 async def test_a_final_answer_in_place_of_a_100_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -308,6 +323,10 @@ async def test_who_is_one_too_many_gets_503_and_the_others_are_served() -> None:
                 assert json.loads(answer.partition(SPLIT)[2])["error"]["code"]
             first.writer.write(post())
             assert (await first.response())[0] == 200
+            second.writer.write(get("/metrics"))
+            _, found = await second.response()
+            assert b'hetero_gateway_client_refusals_total{status="503"} 1.0' in found
+            assert b"hetero_gateway_client_connections 2.0" in found
         await eventually(lambda: not running.server.server_state.connections)
         async with connected(running) as client:
             client.writer.write(get("/livez"))

@@ -129,6 +129,10 @@ class Metrics(Collector):
         self.upstream_errors: Counter[tuple[str, str]] = Counter()
         self.ejections: Counter[tuple[str, str]] = Counter()
         self.client_disconnects: Counter[str] = Counter()
+        # Set and counted by the server, where there is one.
+        self.client_connections: Callable[[], int] = lambda: 0
+        self.client_timeouts: Counter[str] = Counter()
+        self.client_refusals: Counter[int] = Counter()
         self.queue_rejections: Counter[str] = Counter()
         self.predictor_failures: Counter[str] = Counter()
         self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)
@@ -272,6 +276,17 @@ class Metrics(Collector):
                        ("instance", "reason"), self.ejections)  # fmt: skip
         yield _counter("client_disconnects", "Clients that left early.", ("instance",),
                        {(k,): v for k, v in self.client_disconnects.items()})  # fmt: skip
+        clients = GaugeMetricFamily(
+            PREFIX + "client_connections", "Connections of clients that are served."
+        )
+        clients.add_metric([], self.client_connections())
+        yield clients
+        yield _counter("client_timeouts", "Clients' connections that ended by a time-out, by what "
+                       "was waited for.", ("phase",),
+                       {(k,): v for k, v in self.client_timeouts.items()})  # fmt: skip
+        yield _counter("client_refusals", "Requests whose head or framing was refused, and "
+                       "connections above the limit (503).", ("status",),
+                       {(str(k),): v for k, v in self.client_refusals.items()})  # fmt: skip
         depth = GaugeMetricFamily(PREFIX + "queue_depth", "Requests that wait for an instance.")
         depth.add_metric([], self._queued())
         yield depth

@@ -55,13 +55,15 @@ class Phase(enum.Enum):
 
 
 class Watched(Protocol):
-    """A connection, as its watch sees it. The last six are the watch's own."""
+    """A connection, as its watch sees it. From ``part`` on it is the watch's own."""
 
     transport: asyncio.Transport
     phase: Phase
     turn: int  # grows with each phase that is not the last one
     body_bytes: int  # of the request, so far
 
+    part: int
+    admitted: bool
     seen_turn: int
     seen_bytes: int
     since_s: float
@@ -130,53 +132,58 @@ def default_max_connections(descriptors: int | None = None) -> int:
 class Watch:
     """Looks after the connections of one server.
 
-    Attributes:
-        timeouts: how many connections ended by one, by what was waited for; ``write`` among them.
-        turned_away: connections above the limit.
-        refused: requests whose head was refused, by status.
+    Args:
+        limits: that hold for them.
+        timeouts: counts those that ended by one, by what was waited for; ``write`` among them.
+        refused: counts what was refused for its head, its framing or its number, by status.
     """
 
-    def __init__(self, limits: ClientLimits) -> None:
+    def __init__(
+        self,
+        limits: ClientLimits,
+        timeouts: Counter[str] | None = None,
+        refused: Counter[int] | None = None,
+    ) -> None:
         self.limits = limits
-        self.timeouts: Counter[str] = Counter()
-        self.turned_away = 0
-        self.refused: Counter[int] = Counter()
+        self.timeouts: Counter[str] = Counter() if timeouts is None else timeouts
+        self.refused: Counter[int] = Counter() if refused is None else refused
         self._parts: list[set[Watched]] = [set() for _ in range(_PARTS)]
         self._next_part = 0
         self._added = 0
-        self._count = 0
+        self._count = self._served = 0
         shortest_s = min(limits.header_s, limits.body_s, limits.write_s, limits.keep_alive_s)
         self._tick_s = min(_MAX_PERIOD_S, max(0.08, shortest_s / 8)) / _PARTS
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        return self._count
+        """Connections that are served; not those to whom 503 is being said."""
+        return self._served
 
-    @property
-    def over(self) -> int:
-        """How many connections there are above the limit."""
-        return self._count - self.limits.max_connections
-
-    def may_answer(self) -> bool:
-        """Whether a connection above the limit gets an answer."""
-        self.turned_away += 1
-        return self.over <= _MOST_TURNED_AWAY
-
-    def add(self, connection: Watched) -> int:
-        """Look after a connection; returns what ``discard`` wants to know."""
-        part = self._added % _PARTS
-        self._added += 1
+    def add(self, connection: Watched) -> bool:
+        """Look after a connection; returns whether it may be served, or is one too many."""
+        may = connection.admitted = self._served < self.limits.max_connections
+        if may:
+            self._served += 1
         self._count += 1
-        self._parts[part].add(connection)
+        connection.part = self._added % _PARTS
+        self._added += 1
+        self._parts[connection.part].add(connection)
         connection.seen_turn = -1
         connection.stalled_s = 0.0
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._look)
-        return part
+        return may
 
-    def discard(self, connection: Watched, part: int) -> None:
+    @property
+    def may_answer(self) -> bool:
+        """Whether one too many gets an answer, or nothing."""
+        return self._count - self._served <= _MOST_TURNED_AWAY
+
+    def discard(self, connection: Watched) -> None:
+        if connection.admitted:
+            self._served -= 1
         self._count -= 1
-        self._parts[part].discard(connection)
+        self._parts[connection.part].discard(connection)
 
     def close(self) -> None:
         if self._timer is not None:

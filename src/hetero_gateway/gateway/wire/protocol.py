@@ -68,10 +68,11 @@ class EngineProtocol(HttpToolsProtocol):
         "_chunks",
         "_left",
         "_seen",
-        "_watch_part",
         "acked_bytes",
+        "admitted",
         "body_bytes",
         "moved_s",
+        "part",
         "phase",
         "seen_bytes",
         "seen_turn",
@@ -86,6 +87,8 @@ class EngineProtocol(HttpToolsProtocol):
     phase: Phase
     turn: int
     body_bytes: int
+    part: int
+    admitted: bool
     seen_turn: int
     seen_bytes: int
     since_s: float
@@ -97,7 +100,6 @@ class EngineProtocol(HttpToolsProtocol):
     _seen: int  # bytes of that part which have been looked at
     _chunks: ChunkedBody | None  # of the body, where it comes in chunks
     _left: int  # of the body, in bytes, where its length is known
-    _watch_part: int
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -106,11 +108,11 @@ class EngineProtocol(HttpToolsProtocol):
         self._buffer = self._chunks = None
         self._seen = self._left = self.body_bytes = self.turn = 0
         self.phase = _IDLE
-        self._watch_part = self.watch.add(self)
-        if self.watch.over > 0:
-            if self.watch.may_answer():
+        if not self.watch.add(self):
+            if self.watch.may_answer:
                 self._refuse(_TOO_MANY)
             else:
+                self.watch.refused[_TOO_MANY.status] += 1
                 transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -394,7 +396,7 @@ class EngineProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.watch.discard(self, self._watch_part)
+        self.watch.discard(self)
         self._buffer = self._chunks = None
         self.phase = _CLOSING
         cycle: Any = self.cycle
