@@ -333,6 +333,18 @@ async def test_who_is_one_too_many_gets_503_and_the_others_are_served() -> None:
             assert (await client.response())[0] == 200
 
 
+async def test_idle_connections_make_room_when_there_is_little() -> None:
+    async with serving(server={"max_connections": 2}) as (running, _):
+        async with connected(running) as busy, connected(running) as idle:
+            busy.writer.write(post({"first_delay_s": 9}))
+            # 5 s in place of 75.
+            assert await asyncio.wait_for(idle.reader.read(), 9) == b""
+            async with connected(running) as third:
+                third.writer.write(get("/livez"))
+                assert (await third.response())[0] == 200
+            assert (await busy.response())[0] == 200
+
+
 def test_half_of_the_descriptors_are_for_clients() -> None:
     assert default_max_connections(1024) == 448
     assert default_max_connections(20_000) == 9936

@@ -32,6 +32,9 @@ _MAX_PERIOD_S = 2.0
 LINGER_S = 5.0
 # A body may take its time-out and a second more for so many bytes of it (Apache's MinRate).
 _LEAST_BODY_BYTES_PER_S = 500
+# From this share of the connections on, idle ones are closed sooner.
+_CROWDED = 0.9
+_CROWDED_IDLE_S = 5.0
 # Descriptors that are neither clients' nor instances': the loop's, files, probes, refusals.
 _OWN_DESCRIPTORS = 128
 _MOST_CONNECTIONS = 100_000
@@ -224,7 +227,10 @@ class Watch:
     def _late(self, connection: Watched, phase: Phase, now_s: float) -> bool:
         limits, taken_s = self.limits, now_s - connection.since_s
         if phase is Phase.IDLE:
-            return taken_s >= limits.keep_alive_s
+            if self._served < _CROWDED * limits.max_connections:
+                return taken_s >= limits.keep_alive_s
+            # Idle ones make room, so that they can't keep everyone else out (nginx does so too).
+            return taken_s >= min(limits.keep_alive_s, _CROWDED_IDLE_S)
         if phase is Phase.HEAD:
             return taken_s >= limits.header_s
         if phase is Phase.CLOSING:
