@@ -32,6 +32,8 @@ class Request(NamedTuple):
         priority: a higher one goes first, for queue disciplines that look at it.
         prefix: keys of its prompt's beginnings, for a policy that knows of prefix caches.
         only: the one instance that can take it (what it continues lives there); None: any.
+        certain_tokens: of one sequence, what it needs whatever the estimates say: it is refused for
+            no more than these; None: for all of its tokens, as where nothing is estimated.
     """
 
     model: str
@@ -43,6 +45,7 @@ class Request(NamedTuple):
     priority: int = 0
     prefix: tuple[int, ...] = ()
     only: InstanceId | None = None
+    certain_tokens: int | None = None
 
     @property
     def kv_tokens(self) -> int:

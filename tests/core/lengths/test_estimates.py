@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,7 +76,7 @@ def test_the_ratio_is_of_sums_and_not_the_mean_of_ratios() -> None:
     for _ in range(300):
         ratio.observe("m", 10, 40)  # a short prompt: the template is most of it
         ratio.observe("m", 40_000, 10_000)
-    assert ratio.ratio("m") == pytest.approx(40_010 / 10_040, rel=0.001)
+    assert ratio.ratio("m") == pytest.approx(40_010 / 10_040, rel=0.005)
     assert (10 / 40 + 4) / 2 < 2.2  # what the mean of ratios would say
 
 
@@ -94,6 +95,24 @@ def test_the_ratio_follows_a_change_of_traffic() -> None:
     assert ratio.ratio("m") == pytest.approx(2.0, rel=0.05)
 
 
+@pytest.mark.parametrize("told", [(50, 4000), (60_000, 60_000), (60_000, 10), (50, 10**18)])
+def test_reports_that_are_made_up_hardly_move_the_ratio_and_are_forgotten(
+    told: tuple[int, int],
+) -> None:
+    ratio = BytesPerToken(4.0)
+    for i in range(400):
+        ratio.observe("m", 6000, 1500)
+        if i % 16 == 0:
+            ratio.observe("m", *told)
+    assert ratio.ratio("m") == pytest.approx(4.0, rel=0.5)
+    for _ in range(500):
+        ratio.observe("m", *told)  # nothing but lies
+    assert 0.25 <= ratio.ratio("m") <= 64
+    for _ in range(128 + 16):
+        ratio.observe("m", 6000, 1500)
+    assert ratio.ratio("m") == pytest.approx(4.0)
+
+
 @pytest.mark.parametrize(("text_bytes", "tokens"), [(0, 10), (10, 0), (-1, 10), (10, -1)])
 def test_a_report_that_says_nothing_teaches_nothing(text_bytes: int, tokens: int) -> None:
     ratio = BytesPerToken(4.0)
@@ -106,7 +125,7 @@ def test_the_number_of_models_with_a_ratio_is_bounded() -> None:
     for i in range(3 * MAX_MODELS):
         for _ in range(20):
             ratio.observe(f"m{i}", 2000 if i < MAX_MODELS else 8000, 1000)
-    assert len(ratio._sums) == MAX_MODELS + 1
+    assert len(ratio._reports) == MAX_MODELS + 1
     assert ratio.ratio("m0") < 3
     assert ratio.ratio(f"m{3 * MAX_MODELS - 1}") == ratio.ratio("never seen") > 7
 
@@ -132,3 +151,15 @@ def test_with_room_for_its_name_a_model_that_was_never_seen_has_the_prior() -> N
     for _ in range(64):
         lives.observe("m", 10)
     assert lives.table("another").tolist() == [100.0] * len(STAGE_TOKENS)
+
+
+def test_lengths_that_are_made_up_do_not_move_what_a_stream_has_still_to_come() -> None:
+    honest, deceived = ResidualLives(100.0), ResidualLives(100.0)
+    rng = np.random.default_rng(0)
+    for i, tokens in enumerate(rng.exponential(300, 2000)):
+        for lives in (honest, deceived):
+            lives.observe("m", 1 + tokens)
+        if i % 20 == 0:
+            deceived.observe("m", 10.0**15)
+    assert deceived.table("m")[0] < 2 * honest.table("m")[0]
+    assert deceived.table("m").max() < 8000

@@ -359,6 +359,24 @@ def test_an_unprofiled_engine_that_tells_its_capacity_refuses_what_does_not_fit(
     assert not isinstance(finish_time(spec("any", None)).submit(request(2000, 10.0), 0.0), Reject)
 
 
+def test_an_estimate_that_waits_is_made_to_fit_who_is_left() -> None:
+    s = finish_time(spec("small", max_model_len=1024), spec("large", max_model_len=4096))
+    place(s, 60)
+    asked = request(3000, 10.0)._replace(certain_tokens=0)
+    tickets = [s.submit(asked, 0.0) for _ in range(3)]
+    assert all(isinstance(ticket, Ticket) for ticket in tickets)
+    s.remove(InstanceId("large"))
+    s.pump(1.0)
+    for ticket in tickets:
+        assert isinstance(ticket, Ticket)
+        assert ticket.rejected is None
+        assert ticket.request.prompt_tokens == 1023
+    queue = s._queues["m"]
+    assert queue.prompt_tokens == sum(
+        t.request.prompt_tokens for line in queue._lines.values() for t in line
+    )
+
+
 CRAWLING = profile(SLOW.constants.scaled(20), 100_000)
 
 

@@ -22,6 +22,10 @@ OTHER_MODELS = ""
 STAGE_TOKENS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
+# So many times the length that nine of ten answers are within is as long as one is believed to be.
+_FAR = 4.0
+
+
 class ResidualLives:
     """E[O − g | O > g] by stage of g and model: what a stream has still to come (tokens).
 
@@ -76,6 +80,8 @@ class ResidualLives:
         starts = np.array(STAGE_TOKENS, dtype=float)
         middles = starts + np.append(np.diff(starts), starts[-1]) / 2
         ordered = np.sort(lengths)
+        # A tenth of them may be made up: what is far beyond the others counts as the farthest.
+        ordered = np.minimum(ordered, _FAR * ordered[ordered.size * 9 // 10])
         sums = np.append(np.cumsum(ordered[::-1])[::-1], 0.0)
         first = np.searchsorted(ordered, middles, side="right")
         counts = ordered.size - first
@@ -90,17 +96,27 @@ class BytesPerToken:
     """The bytes-per-token ratio per model, learnt from the prompt tokens that engines report.
 
     The ratio is of sums, not the mean of ratios: short prompts, where the chat template's own
-    tokens weigh most, then count by their size.
+    tokens weigh most, then count by their size. It is of the last ``_HISTORY`` reports, each of
+    them taken to be within a factor of their median by bytes: what a few engines make up moves
+    it little, and is forgotten.
     """
+
+    _HISTORY = 128
+    _REFRESH_EVERY = 16  # reports, once there are as many
+    # No text has fewer or more bytes per token.
+    _BOUNDS = (0.25, 64.0)
+    # Honest prompts of one model are within it: prose has 4 to 5 bytes per token, digits 1 to 3.
+    _FACTOR = 2.0
 
     def __init__(self, prior: float, prior_tokens: float = 4096.0) -> None:
         self._prior = prior
         self._prior_tokens = prior_tokens
-        self._sums: dict[str, tuple[float, float]] = {}
+        self._reports: dict[str, deque[tuple[float, int]]] = {}  # ratio, bytes
+        self._unseen: dict[str, int] = {}  # reports since the ratio was worked out
+        self._ratios: dict[str, float] = {}
 
     def ratio(self, model: str) -> float:
-        sums = self._sums.get(model) or self._sums.get(OTHER_MODELS)
-        return self._prior if sums is None else sums[0] / sums[1]
+        return self._ratios.get(model) or self._ratios.get(OTHER_MODELS) or self._prior
 
     def tokens(self, model: str, text_bytes: int) -> int:
         """Estimated tokens of ``text_bytes`` bytes of prompt, at least 1."""
@@ -108,18 +124,47 @@ class BytesPerToken:
 
     def observe(self, model: str, text_bytes: int, prompt_tokens: int) -> None:
         """Learn from one finished request whose prompt length the engine told."""
-        if text_bytes <= 0 or prompt_tokens <= 0:
+        if text_bytes <= 0 or prompt_tokens <= 0 or not can_hold(text_bytes, prompt_tokens):
             return
-        model = bounded_model(model, self._sums)
-        total_bytes, total_tokens = self._sums.get(
-            model, (self._prior * self._prior_tokens, self._prior_tokens)
-        )
-        # Forget so that about the last 2000 prior weights' worth of tokens count.
-        keep = min(1.0, 2000 * self._prior_tokens / (total_tokens + prompt_tokens))
-        self._sums[model] = (
-            (total_bytes + text_bytes) * keep,
-            (total_tokens + prompt_tokens) * keep,
-        )
+        reports = self._reports.get(model)
+        if reports is None:
+            model = bounded_model(model, self._reports)
+            reports = self._reports.setdefault(model, deque(maxlen=self._HISTORY))
+        reports.append((text_bytes / prompt_tokens, text_bytes))
+        unseen = self._unseen.get(model, 0) + 1
+        if unseen >= min(self._REFRESH_EVERY, len(reports)) or model not in self._ratios:
+            unseen = 0
+            self._ratios[model] = self._work_out(reports)
+        self._unseen[model] = unseen
+
+    def _work_out(self, reports: deque[tuple[float, int]]) -> float:
+        total_bytes = total_tokens = 0.0
+        known = list(reports)
+        if len(known) < self._HISTORY:
+            # As one report more, until there are enough.
+            total_bytes, total_tokens = self._prior * self._prior_tokens, self._prior_tokens
+            known.append((self._prior, round(total_bytes)))
+        known.sort()
+        half, last = sum(size for _, size in known) / 2, -1
+        while half > 0:
+            last += 1
+            half -= known[last][1]
+        middle = known[last][0]
+        low, high = middle / self._FACTOR, middle * self._FACTOR
+        for ratio, size in reports:
+            total_bytes += size
+            total_tokens += size / min(max(ratio, low), high)
+        least, most = self._BOUNDS
+        return min(max(total_bytes / total_tokens, least), most)
+
+
+# What a chat template or an engine's own instructions may add to a prompt.
+_TEMPLATE_TOKENS = 4096
+
+
+def can_hold(text_bytes: int, prompt_tokens: int) -> bool:
+    """Whether so many bytes of text can be so many tokens: no token is shorter than a byte."""
+    return prompt_tokens <= text_bytes + _TEMPLATE_TOKENS
 
 
 def capped_output_tokens(

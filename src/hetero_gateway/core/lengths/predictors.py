@@ -21,6 +21,9 @@ from hetero_gateway.core.lengths.estimates import OTHER_MODELS, bounded_model
 # minutes and still averages the heavy tail of output lengths.
 _MEMORY_REQUESTS = 1000.0
 
+# A value that is so many times the mean counts as that.
+_FAR = 8.0
+
 
 def _no_text(body: bytes) -> str:
     return ""
@@ -105,7 +108,7 @@ class NormalPredictor:
 
 
 class _RunningMean:
-    """A mean that starts at a prior and forgets slowly."""
+    """A mean that starts at a prior and forgets slowly; far more than itself moves it little."""
 
     __slots__ = ("value", "weight")
 
@@ -115,7 +118,8 @@ class _RunningMean:
 
     def add(self, value: float) -> None:
         self.weight = min(self.weight + 1, _MEMORY_REQUESTS)
-        self.value += (value - self.value) / self.weight
+        # Of memoryless lengths 1 in 3 000 is beyond: an engine that makes them up is held back.
+        self.value += (min(value, _FAR * self.value) - self.value) / self.weight
 
 
 class BucketMeanPredictor:

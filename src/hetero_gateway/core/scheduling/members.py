@@ -96,6 +96,20 @@ class Members:
             return self._nobody(request.model, pool)
         return pool.eligible(request, exclude)
 
+    def shortened(
+        self, request: Request, exclude: Collection[InstanceId], reject: Reject
+    ) -> tuple[Request, Eligible | Reject]:
+        """What becomes of a request that nobody can take because of an estimate.
+
+        An estimate refuses nobody: the largest instance gets it, and its engine judges. From here
+        on it is taken to be as long as that instance can hold.
+        """
+        shorter = self.pool(request.model).shorten(request)
+        if shorter is None or shorter == request:
+            return request, reject
+        eligible = self.eligible(shorter, exclude)
+        return (request, reject) if isinstance(eligible, Reject) else (shorter, eligible)
+
     def pool(self, model: str) -> Pool:
         """The available instances that serve the model; maybe none."""
         pool = self.pools.get(model)

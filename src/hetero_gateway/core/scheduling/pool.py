@@ -112,6 +112,7 @@ class Pool:
             for s, p in zip(self.specs, profiles, strict=True)
         ]
         self.longest_request_tokens = max(largest, default=0)
+        self._longest_of = dict(zip(self.ids, largest, strict=True))
         self._all = Eligible(self, None, self.absent)
 
     def request_times_s(
@@ -160,6 +161,24 @@ class Pool:
         ):
             return self._all  # the common case
         return self._judge(request, exclude)
+
+    def shorten(self, request: Request) -> Request | None:
+        """A request that fits nowhere by its estimates, as long as the largest instance holds.
+
+        None: it is as long as it says, or what is certain of it fits nowhere.
+        """
+        room = self.longest_request_tokens
+        if request.only is not None:
+            room = self._longest_of.get(request.only, 0)
+        certain = request.certain_tokens
+        if certain is None or not 0 < room < math.inf or certain > room:
+            return None
+        output = request.predicted_output_tokens
+        prompt = max(1, min(request.prompt_tokens, int(room) - (output > 0)))
+        return request._replace(
+            prompt_tokens=prompt,
+            predicted_output_tokens=min(output, max(0.0, float(int(room) - prompt))),
+        )
 
     def _judge(self, request: Request, exclude: Collection[InstanceId]) -> Eligible | Reject:
         # The context must hold one output token, too, where any is generated.

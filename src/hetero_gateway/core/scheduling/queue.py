@@ -264,6 +264,14 @@ class ModelQueue:
             self._take_off(ticket)
         return refused
 
+    def change(self, ticket: Ticket, request: Request) -> None:
+        """What a ticket asks for is taken to be something else."""
+        self.prompt_tokens += request.prompt_tokens - ticket.request.prompt_tokens
+        self.output_tokens += (
+            request.predicted_output_tokens - ticket.request.predicted_output_tokens
+        )
+        ticket.request = request
+
     def _note_arrival(self, ticket: Ticket) -> None:
         if self.arrivals:
             gap_s = ticket.enqueued_s - self.last_arrival_s

@@ -207,7 +207,9 @@ class Scheduler:
         request.check()
         eligible = self._members.eligible(request, exclude)
         if isinstance(eligible, Reject):
-            return eligible
+            request, eligible = self._members.shortened(request, exclude, eligible)
+            if isinstance(eligible, Reject):
+                return eligible
         # A retry was let in before: it does not lose its place to those who came after it.
         if self.queued >= self._max_queued and not first:
             return Reject(
@@ -239,7 +241,9 @@ class Scheduler:
             request.check()
             eligible = self._members.eligible(request, exclude)
             if isinstance(eligible, Reject):
-                return eligible
+                request, eligible = self._members.shortened(request, exclude, eligible)
+                if isinstance(eligible, Reject):
+                    return eligible
             placed = Ticket(request, now_s, exclude, owner, eligible)
             self._place(placed, None, now_s)
             return placed
@@ -307,8 +311,12 @@ class Scheduler:
         def judge(ticket: Ticket) -> bool:
             eligible = members.eligible(ticket.request, ticket.exclude)
             if isinstance(eligible, Reject):
-                ticket.rejected = eligible
-                return False
+                request = ticket.request
+                request, eligible = members.shortened(request, ticket.exclude, eligible)
+                if isinstance(eligible, Reject):
+                    ticket.rejected = eligible
+                    return False
+                queue.change(ticket, request)
             ticket.eligible = eligible
             return True
 
@@ -445,7 +453,9 @@ class Scheduler:
         request.check()
         eligible = self._eligible_now(request, exclude, now_s)
         if isinstance(eligible, Reject):
-            return eligible
+            request, eligible = self._members.shortened(request, exclude, eligible)
+            if isinstance(eligible, Reject):
+                return eligible
         return self._would_choose(request, eligible, now_s, self.policy, self._rng)
 
     def explain(self, request: Request, now_s: float = 0.0) -> Decision | Reject:
@@ -453,7 +463,9 @@ class Scheduler:
         request.check()
         eligible = self._eligible_now(request, (), now_s)
         if isinstance(eligible, Reject):
-            return eligible
+            request, eligible = self._members.shortened(request, (), eligible)
+            if isinstance(eligible, Reject):
+                return eligible
         policy, rng = copy.deepcopy(self.policy), copy.deepcopy(self._rng)
         return self._would_choose(request, eligible, now_s, policy, rng)
 

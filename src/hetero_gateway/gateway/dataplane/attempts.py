@@ -300,7 +300,7 @@ class Attempts:
             self._woken = asyncio.Event()
             self._start(self._wait(place))
         else:
-            self._take(place, request)
+            self._take(place)
 
     async def _wait(self, ticket: Ticket) -> None:
         try:
@@ -312,7 +312,7 @@ class Attempts:
         except Refusal as refusal:
             self._turn_away(refusal, "timed_out" if refusal.status == 504 else "unavailable")
         else:
-            self._take(place, ticket.request)
+            self._take(place)
 
     # A Sleeper
 
@@ -329,7 +329,7 @@ class Attempts:
         await self._woken.wait()
         self._woken.clear()
 
-    def _take(self, place: Placed | Reject, request: Request) -> None:
+    def _take(self, place: Placed | Reject) -> None:
         """Send a request where it was placed, or answer that it cannot be."""
         job, rooms = self._job, self._rooms
         assert job is not None
@@ -340,13 +340,6 @@ class Attempts:
                 time.time(), self._inbound.request_id, place.decision, place.waited_s
             )
             self._send(place)
-        elif (
-            place.reason is RejectReason.FITS_NO_INSTANCE
-            and job.parsed.exact_prompt_tokens is None
-            and request is job.request
-        ):
-            # The length is an estimate: when half of it fits, the engine is to judge.
-            self._place(request._replace(prompt_tokens=-(-request.prompt_tokens // 2)))
         else:
             ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
             spent = len(self._tried) > 1

@@ -141,12 +141,17 @@ class Intake:
         tokens = parsed.exact_prompt_tokens
         if tokens is None:
             tokens = counted
+        exact = tokens is not None and not parsed.media_parts and not parsed.truncates
         if tokens is None:
             tokens = self._bytes_per_token.tokens(model, parsed.text_bytes)
         tokens += parsed.media_parts * self._image_tokens
         prompt_tokens = max(1, -(-tokens // parsed.prompt_count))
+        certain_tokens = prompt_tokens if exact else 0
         if inbound.work is Work.PREFILL:
-            request = Request(model, prompt_tokens, 0.0, parsed.sequences, False, client.name)
+            request = Request(
+                model, prompt_tokens, 0.0, parsed.sequences, False, client.name,
+                certain_tokens=certain_tokens,
+            )  # fmt: skip
             return Job(inbound, client, parsed, request, None)
         limit, body = parsed.max_output_tokens, inbound.body
         features = LengthFeatures(model, prompt_tokens, limit, body, prompt_text)
@@ -158,6 +163,7 @@ class Intake:
         )
         streams = parsed.stream and starts_with_a_token(inbound.path)
         request = Request(
-            model, prompt_tokens, output_tokens, parsed.sequences, streams, client.name
-        )
+            model, prompt_tokens, output_tokens, parsed.sequences, streams, client.name,
+            certain_tokens=certain_tokens + exact,
+        )  # fmt: skip
         return Job(inbound, client, parsed, request, features)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
-from hetero_gateway.core.lengths.estimates import BytesPerToken
+from hetero_gateway.core.lengths.estimates import BytesPerToken, can_hold
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
 from hetero_gateway.core.types import Outcome
 from hetero_gateway.engines.vllm import Work, tokens_of_events
@@ -26,6 +26,8 @@ from hetero_gateway.gateway.fleet.instances import Fleet
 _NO_FAULT = (501, 505)
 # What a request is taken to last where nothing is known of its instance.
 _UNKNOWN_LATENCY_S = 1.0
+# Of an instance that does not tell its own.
+_MOST_CONTEXT_TOKENS = 1 << 24
 
 
 class Recorder:
@@ -133,10 +135,7 @@ class Recorder:
         metrics, instance = self._metrics, placed.instance
         first_s = exchange.first_body_at_s
         assert first_s is not None
-        told_prompt, told_output = exchange.usage()
-        output = told_output
-        if output is None:
-            output = tokens_of_events(job.inbound.path, exchange.events)
+        told_prompt, output = self._believed(job, placed, exchange)
         series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
         series.output_tokens += output
         if parsed.stream:
@@ -159,6 +158,30 @@ class Recorder:
             if instance.profile is not None:
                 expected_s = _expected_latency_s(placed)
                 metrics.latency_prediction.observe((now_s - placed.placed_s) / expected_s)
+
+    def _believed(self, job: Job, placed: Placed, exchange: Exchange) -> tuple[int | None, int]:
+        """(prompt tokens, output tokens) as the engine told them, where they can be true.
+
+        A prompt is no longer than its body and the instance's context; an answer no longer than
+        the context and what was asked for. Where no output is told, its events are counted.
+        """
+        request, parsed = job.request, job.parsed
+        context = self._fleet.scheduler.spec(placed.instance.id).max_model_len
+        context = context or _MOST_CONTEXT_TOKENS
+        prompt, output = exchange.usage()
+        if prompt is not None and (
+            prompt > context * parsed.prompt_count
+            or (
+                not parsed.media_parts
+                and parsed.text_bytes
+                and not can_hold(parsed.text_bytes, prompt)
+            )
+        ):
+            prompt = None
+        longest = min(context, parsed.max_output_tokens or context) * request.sequences
+        if output is None or output > longest:
+            output = min(tokens_of_events(job.inbound.path, exchange.events), longest)
+        return prompt, output
 
     def _remember(self, job: Job, told_prompt: int | None, output_tokens: float) -> None:
         request, parsed = job.request, job.parsed

@@ -1,0 +1,108 @@
+"""What an engine says of a request is believed as far as it can be true."""
+
+import json
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hetero_gateway.core.lengths.predictors import LengthFeatures
+from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fakes.vllm import fake_instances
+
+CHAT = "/v1/chat/completions"
+FINE = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def saying(prompt_tokens: str, completion_tokens: str) -> dict[str, object]:
+    usage = f'{{"prompt_tokens":{prompt_tokens},"completion_tokens":{completion_tokens}}}'
+    return FINE | {"fake": {"status": 200, "body": f'{{"choices":[],"usage":{usage}}}'}}
+
+
+LIES = {
+    "once, 10^18": [str(10**18)],
+    "48 of 30 000": ["30000"] * 48,
+    "48 within the context": ["4000"] * 48,
+    "310 digits": ["1" + "0" * 309] * 3,
+    "5 000 digits": ["9" * 5000] * 3,
+    "15 digits": ["9" * 15] * 48,
+    "none": ["0", "-1", "1e9", "null", '"5"', "[]", "1.5"],
+}
+
+
+@pytest.mark.parametrize("lies", LIES)
+@pytest.mark.parametrize("max_model_len", [4096, None])
+async def test_whatever_usage_an_engine_makes_up_later_requests_are_served(
+    lies: str, max_model_len: int | None
+) -> None:
+    async with (
+        fake_instances(2, max_model_len=max_model_len) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url) as client,
+    ):
+        for count in LIES[lies]:
+            told = await client.post(CHAT, json=saying(count, count))
+            assert told.status_code == 200
+        for size in (5, 5000, 12_000):
+            body = FINE | {"messages": [{"role": "user", "content": "x " * (size // 2)}]}
+            assert (await client.post(CHAT, json=body)).status_code == 200
+            assert (await client.post(CHAT, json=body | {"stream": True})).status_code == 200
+        await eventually(running.settled)
+        gateway = running.gateway
+        assert 0.25 <= gateway.bytes_per_token.ratio("m") <= 64
+        if max_model_len is not None:
+            assert gateway.predictor.predict(LengthFeatures("m", 10)) <= max_model_len
+        for family in text_string_to_metric_families(await running.metrics()):
+            for sample in family.samples:
+                if family.name.endswith(("put_tokens", "prediction_ratio")):
+                    assert sample.value < 1e10, sample
+
+
+async def test_estimates_recover_from_an_engine_that_lied() -> None:
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url) as client,
+    ):
+        for _ in range(150):
+            await client.post(CHAT, json=saying("3000", "4000"))
+        ratio = running.gateway.bytes_per_token.ratio
+        assert ratio("m") < 1
+        for _ in range(150):
+            await client.post(CHAT, json=saying("9", "20"))
+        # The messages are 38 bytes of JSON.
+        assert ratio("m") == pytest.approx(len(json.dumps(FINE["messages"])) / 9, rel=0.2)
+
+
+async def test_no_estimate_refuses_a_request_and_an_exact_length_does() -> None:
+    async with (
+        fake_instances(2) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url) as client,
+    ):
+        fits = {"model": "m", "prompt": [1] * 4095}
+        for body in (
+            {"model": "m", "prompt": "x" * 3_000_000},
+            {"model": "m", "prompt": ["x" * 100_000] * 3},
+            {"model": "m", "prompt": [1] * 9000, "truncate_prompt_tokens": 100},
+            fits,
+        ):
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        exact = await client.post("/v1/completions", json=fits | {"prompt": [1] * 4096})
+        assert exact.status_code == 400
+        assert exact.json()["error"]["code"] == "context_length_exceeded"
+        await eventually(running.settled)
+
+
+async def test_of_unequal_contexts_the_largest_gets_what_may_fit_none() -> None:
+    async with fake_instances(2) as fakes:
+        fakes[0].max_model_len, fakes[1].max_model_len = 1024, 8192
+        async with (
+            running_gateway(config_for(fakes)) as running,
+            httpx.AsyncClient(base_url=running.url) as client,
+        ):
+            for _ in range(5):
+                body = FINE | {"messages": "x" * 200_000}
+                assert (await client.post(CHAT, json=body)).status_code == 200
+            assert [len(fake.bodies) for fake in fakes] == [0, 5]
+            await eventually(running.settled)
