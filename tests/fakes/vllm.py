@@ -126,7 +126,7 @@ class FakeInstance:
         self.peers.add(writer.get_extra_info("peername"))
         self.bodies.append(body)
         watcher = asyncio.ensure_future(reader.read(1))
-        answer = asyncio.ensure_future(self._post(json.loads(body), writer))
+        answer = asyncio.ensure_future(self._post(_decoded(body), writer))
         try:
             await asyncio.wait({watcher, answer}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -285,6 +285,14 @@ def _chunk(delta: dict[str, str], finish_reason: str | None = None) -> bytes:
         "choices": [choice],
     }
     return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(body)
+    except (ValueError, RecursionError):
+        return {"fake": {"status": 400}}
+    return document
 
 
 def _write_plain(
