@@ -401,6 +401,36 @@ class InstanceConfig(StrictModel):
         return frozenset([self.model] if isinstance(self.model, str) else self.model)
 
 
+class PickerConfig(StrictModel):
+    """``hetero-gateway picker``: where Envoy asks for an instance; ``serve`` ignores it."""
+
+    host: str = Field("127.0.0.1", description="Address of ext_proc; loopback unless changed.")
+    port: int = Field(9002, ge=0, le=65535, description="Port of ext_proc; 0 takes a free one.")
+    health_port: int | None = Field(
+        None, ge=1, le=65535, description="One more port that answers gRPC health checks only."
+    )
+    certificate_file: Path | None = Field(
+        None, description="Certificate chain (PEM) of ext_proc; none: without TLS."
+    )
+    key_file: Path | None = Field(None, description="The certificate's private key (PEM).")
+    resolve_interval_s: float = Field(
+        5.0, gt=0, le=3600, description="Between two look-ups of an instance's host name."
+    )
+    extend_timeouts: bool = Field(
+        True,
+        description="Ask Envoy for more time (override_message_timeout) while a request waits.",
+    )
+    drain_s: float = Field(
+        3.0, ge=0, le=600, description="From turning unready on SIGTERM to taking no more streams."
+    )
+
+    @model_validator(mode="after")
+    def _check_pair(self) -> PickerConfig:
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file: one needs the other")
+        return self
+
+
 class GatewayConfig(StrictModel):
     """The whole file."""
 
@@ -410,6 +440,7 @@ class GatewayConfig(StrictModel):
     retry: RetryConfig = Field(default_factory=RetryConfig)
     pool: PoolConfig = Field(default_factory=PoolConfig)
     health: HealthConfig = Field(default_factory=HealthConfig)
+    picker: PickerConfig = Field(default_factory=PickerConfig)
     instances: list[InstanceConfig] = Field(
         default_factory=list, description="The instances; more can be added over /admin/instances."
     )

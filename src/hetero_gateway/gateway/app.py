@@ -209,7 +209,7 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
     async def models(request: Request) -> dict[str, Any]:
         """Every name that a live instance serves."""
         gateway.admission.client_of(request.headers.raw)
-        return {"object": "list", "data": [_card(*m) for m in gateway.fleet.models().items()]}
+        return model_list(gateway)
 
     @control.get("/v1/models/{model:path}", tags=["openai"])
     async def model(request: Request, model: str) -> dict[str, Any]:
@@ -238,6 +238,11 @@ def _page_file(name: str) -> Response:
         resources.files("hetero_gateway.gateway.control").joinpath("dashboard", name).read_bytes()
     )
     return Response(content, headers=_PAGE_HEADERS, media_type=_PAGE_FILES[name])
+
+
+def model_list(gateway: Gateway) -> dict[str, Any]:
+    """What /v1/models answers."""
+    return {"object": "list", "data": [_card(*m) for m in gateway.fleet.models().items()]}
 
 
 def _card(model: str, max_model_len: int | None) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class DataPlane:
         entries = 25_000 if placement.queues else 100_000
         size = max(16, min(256, entries // max(1, len(config.instances))))
         self.decisions = DecisionLog(size)
-        self._rooms = Rooms(
+        self.rooms = Rooms(
             admission=admission,
             intake=Intake(config, fleet, predictor, bytes_per_token, tokenizer),
             placement=placement,
@@ -96,18 +96,22 @@ class DataPlane:
 
     def __len__(self) -> int:
         """Requests that are not over."""
-        return len(self._rooms.open)
+        return len(self.rooms.open)
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Attempts:
         """Take a request whose head is here; it may be answered at once."""
+        self.name(inbound)
+        attempts = Attempts(self.rooms, inbound, downstream)
+        attempts.arrive()
+        return attempts
+
+    def name(self, inbound: Inbound) -> None:
+        """Give a request its id: the client's own where that can stand in a log, or a new one."""
         asked_id = inbound.asked_id
         if asked_id and _REQUEST_ID.fullmatch(asked_id):
             inbound.request_id = asked_id
         else:
             inbound.request_id = b"%b-%x" % (self._request_id_prefix, next(self._request_ids))
-        attempts = Attempts(self._rooms, inbound, downstream)
-        attempts.arrive()
-        return attempts
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, work: Work) -> None:
         """One request of an ASGI server."""
@@ -129,5 +133,5 @@ class DataPlane:
 
     def close(self) -> None:
         """Answer what is not done: the gateway ends."""
-        for attempts in list(self._rooms.open):
+        for attempts in list(self.rooms.open):
             attempts.shut_down()

@@ -151,13 +151,19 @@ class Placement:
     # Placing
 
     def submit(
-        self, request: Request, exclude: Sequence[InstanceId], *, waits: bool = True
+        self,
+        request: Request,
+        exclude: Sequence[InstanceId],
+        *,
+        waits: bool = True,
+        first: bool | None = None,
     ) -> Placed | Ticket | Reject:
         """The request's place, or a ticket to ``wait`` with.
 
         Args:
-            exclude: where it was tried before; such a request waits at the head of the queue.
+            exclude: where it was tried before, or must not go.
             waits: False: it is placed at once, without regard to who waits.
+            first: wait at the head of the queue; None: where it was tried before.
 
         Raises:
             Refusal: 429 for a full queue.
@@ -168,7 +174,9 @@ class Placement:
             return self._place_now(request, exclude, now_s)
         scheduler = self._scheduler
         began_s = time.perf_counter()
-        ticket = scheduler.place(request, now_s, tuple(exclude), first=bool(exclude))
+        ticket = scheduler.place(
+            request, now_s, tuple(exclude), first=bool(exclude) if first is None else first
+        )
         if isinstance(ticket, Reject):
             if ticket.reason is RejectReason.QUEUE_FULL:
                 raise self._refused("queue_full", request.model, ticket.detail)

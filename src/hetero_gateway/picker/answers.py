@@ -1,0 +1,139 @@
+"""What the picker answers the data plane, as bytes on the wire.
+
+What does not depend on the request is made once: per process or per instance, so that a usual
+request serialises nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.wire.headers import CREDENTIALS
+from hetero_gateway.gateway.wire.openai import error_body
+from hetero_gateway.picker.protocol.messages_pb2 import (
+    CommonResponse,
+    HeaderMutation,
+    HeaderValue,
+    HeaderValueOption,
+    ImmediateResponse,
+    PartResponse,
+    ProcessingResponse,
+    TrailersResponse,
+)
+
+# Endpoint picker protocol 004, v1.0.0: the header, and the same key of the dynamic metadata.
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+LB_NAMESPACE = "envoy.lb"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+
+_OVERWRITE = 2  # OVERWRITE_IF_EXISTS_OR_ADD
+# As ext_proc recommends for one message of a streamed body.
+_CHUNK_BYTES = 62 * 1024
+
+GO_ON_TO_BODY = ProcessingResponse(request_headers=PartResponse()).SerializeToString()
+REQUEST_TRAILERS = ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString()
+RESPONSE_TRAILERS = ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString()
+RESPONSE_HEADERS = ProcessingResponse(response_headers=PartResponse()).SerializeToString()
+RESPONSE_BODY = ProcessingResponse(response_body=PartResponse()).SerializeToString()
+
+
+class Destination:
+    """The ready answers of one instance.
+
+    Attributes:
+        endpoint: ``ip:port``.
+        in_headers, in_body: where it is, in answer to a request's head or to its buffered body.
+        served: names the instance in the response's head.
+    """
+
+    __slots__ = ("endpoint", "in_body", "in_headers", "served")
+
+    def __init__(
+        self, endpoint: str, instance_id: str, api_key: str | None, *, drops_credentials: bool
+    ) -> None:
+        self.endpoint = endpoint
+        mutation = HeaderMutation(set_headers=[_header(DESTINATION, endpoint)])
+        if api_key is not None:
+            mutation.set_headers.append(_header("authorization", f"Bearer {api_key}"))
+            mutation.remove_headers.append("x-api-key")
+        elif drops_credentials:
+            mutation.remove_headers.extend(sorted(name.decode() for name in CREDENTIALS))
+        part = PartResponse(response=CommonResponse(header_mutation=mutation))
+        self.in_headers = _with_metadata(ProcessingResponse(request_headers=part), endpoint)
+        self.in_body = _with_metadata(ProcessingResponse(request_body=part), endpoint)
+        named = HeaderMutation(set_headers=[_header("x-hetero-gateway-instance", instance_id)])
+        self.served = ProcessingResponse(
+            response_headers=PartResponse(response=CommonResponse(header_mutation=named))
+        ).SerializeToString()
+
+
+def with_path(answer: bytes, path: bytes) -> bytes:
+    """A destination's answer that changes the request's path, too."""
+    changed = ProcessingResponse.FromString(answer)
+    part = getattr(changed, changed.WhichOneof("response") or "")
+    part.response.header_mutation.set_headers.append(_header(":path", path))
+    return changed.SerializeToString()
+
+
+def streamed(body: Iterable[bytes], *, ends: bool, of_request: bool) -> Iterable[bytes]:
+    """A body given back piece by piece, as FULL_DUPLEX_STREAMED wants it.
+
+    Args:
+        ends: no trailers follow.
+    """
+    pieces = [
+        chunk[at : at + _CHUNK_BYTES] for chunk in body for at in range(0, len(chunk), _CHUNK_BYTES)
+    ] or [b""]
+    last = len(pieces) - 1
+    for i, piece in enumerate(pieces):
+        part = PartResponse()
+        streamed_response = part.response.body_mutation.streamed_response
+        streamed_response.body = piece
+        streamed_response.end_of_stream = ends and i == last
+        if of_request:
+            yield ProcessingResponse(request_body=part).SerializeToString()
+        else:
+            yield ProcessingResponse(response_body=part).SerializeToString()
+
+
+def refused(refusal: Refusal, path: str, request_id: bytes) -> bytes:
+    """An error of the picker's own, with OpenAI's body."""
+    headers: list[tuple[str, str | bytes]] = []
+    if refusal.retry_after_s is not None:
+        headers.append(("retry-after", str(refusal.retry_after_s)))
+    if request_id:
+        headers.append(("x-request-id", request_id))
+    return immediate(refusal.status, error_body(refusal, path), headers, refusal.code)
+
+
+def immediate(
+    status: int, body: bytes, headers: Iterable[tuple[str, str | bytes]] = (), details: str = ""
+) -> bytes:
+    """A response in JSON that the data plane is to send in place of any instance's."""
+    answer = ImmediateResponse(body=body, details=details)
+    answer.status.code = status
+    answer.headers.set_headers.append(_header("content-type", "application/json"))
+    for name, value in headers:
+        answer.headers.set_headers.append(_header(name, value))
+    return ProcessingResponse(immediate_response=answer).SerializeToString()
+
+
+def wait_longer(timeout_s: float) -> bytes:
+    """Asks the data plane to wait this long for the answer proper."""
+    answer = ProcessingResponse()
+    answer.override_message_timeout.FromNanoseconds(round(timeout_s * 1e9))
+    return answer.SerializeToString()
+
+
+def _with_metadata(answer: ProcessingResponse, endpoint: str) -> bytes:
+    """Header and metadata must be equal: a data plane may look at either."""
+    answer.dynamic_metadata.update({LB_NAMESPACE: {DESTINATION: endpoint}})
+    return answer.SerializeToString()
+
+
+def _header(name: str, value: str | bytes) -> HeaderValueOption:
+    raw = value if isinstance(value, bytes) else value.encode("latin-1")
+    return HeaderValueOption(header=HeaderValue(key=name, raw_value=raw), append_action=_OVERWRITE)

@@ -1,0 +1,144 @@
+"""A real Envoy with docker/envoy/envoy.yaml, its ports and addresses replaced by free ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from benchmarks.envoy import command
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.picker.server import PickerServer
+
+START_S = 30.0
+
+
+@dataclass
+class Envoy:
+    url: str
+    admin_url: str
+    process: subprocess.Popen[bytes]
+
+    async def stats(self, pattern: str) -> dict[str, int]:
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"{self.admin_url}/stats?filter={pattern}")).text
+        pairs = (line.rsplit(": ", 1) for line in text.splitlines() if ": " in line)
+        return {name: int(value) for name, value in pairs if value.isdigit()}
+
+
+@contextlib.asynccontextmanager
+async def running_envoy(document: dict[str, Any], folder: Path) -> AsyncIterator[Envoy]:
+    """An Envoy until the block ends."""
+    admin, log = folder / "admin", folder / "envoy.log"
+    process = _start(document, folder, admin, log)
+    try:
+        async with asyncio.timeout(START_S):
+            url, admin_url = await _addresses(process, admin, log)
+        yield Envoy(url, admin_url, process)
+    finally:
+        process.terminate()
+        try:
+            await asyncio.to_thread(process.wait, 10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _start(
+    document: dict[str, Any], folder: Path, admin: Path, log: Path
+) -> subprocess.Popen[bytes]:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "envoy.yaml"
+    path.write_text(yaml.safe_dump(document), "utf-8")
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [*command(path), "--admin-address-path", str(admin)], stdout=output, stderr=output
+        )
+
+
+def _read(path: Path) -> str:
+    return path.read_text("utf-8", "replace").strip()
+
+
+async def _addresses(process: subprocess.Popen[bytes], admin: Path, log: Path) -> tuple[str, str]:
+    async with httpx.AsyncClient() as client:
+        while True:
+            if process.poll() is not None:
+                raise RuntimeError(f"envoy ended: {_read(log)[-2000:]}")
+            with contextlib.suppress(OSError, ValueError, KeyError, IndexError, httpx.HTTPError):
+                admin_url = f"http://{_read(admin)}"
+                if (await client.get(f"{admin_url}/ready")).status_code == 200:
+                    listed = (await client.get(f"{admin_url}/listeners?format=json")).json()
+                    port = listed["listener_statuses"][0]["local_address"]["socket_address"][
+                        "port_value"
+                    ]
+                    return f"http://127.0.0.1:{port}", admin_url
+            await asyncio.sleep(0.02)
+
+
+async def until_picked(envoy: Envoy, pickers: int = 1) -> None:
+    """Wait until Envoy has found so many pickers healthy."""
+    async with asyncio.timeout(START_S):
+        healthy = 0
+        while healthy < pickers:
+            await asyncio.sleep(0.02)
+            name = "cluster.picker.membership_healthy"
+            healthy = (await envoy.stats(f"^{name}$")).get(name, 0)
+
+
+@dataclass
+class RunningPicker:
+    server: PickerServer
+    address: str
+    url: str
+
+    @property
+    def gateway(self) -> Gateway:
+        return self.server.gateway
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        return self.server.picker.port, int(self.url.rsplit(":", 1)[1])
+
+    def loads(self) -> list[tuple[float, int, int]]:
+        """(load, KV tokens, in flight) of every instance."""
+        scheduler = self.gateway.fleet.scheduler
+        seen = [scheduler.snapshot(i) for i in self.gateway.fleet.instances]
+        return [(each.load_s, each.kv_tokens, each.in_flight) for each in seen]
+
+    def settled(self) -> bool:
+        """Every load is exactly 0, nobody waits, and no stream is open."""
+        return (
+            all(load == (0.0, 0, 0) for load in self.loads())
+            and self.gateway.fleet.scheduler.queued == 0
+            and len(self.gateway.placement) == 0
+            and self.server.picker.open == 0
+        )
+
+
+@contextlib.asynccontextmanager
+async def running_picker(
+    config: GatewayConfig, config_path: Path | None = None
+) -> AsyncIterator[RunningPicker]:
+    """A picker in the test's own event loop until the block ends."""
+    ready: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+    on_ready: Callable[[str, str], None] = lambda a, u: ready.set_result((a, u))  # noqa: E731
+    server = PickerServer(config, config_path, on_ready)
+    task = asyncio.ensure_future(server.serve())
+    try:
+        done, _ = await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
+        if task in done:
+            task.result()
+            raise RuntimeError("the picker stopped before it was ready")
+        yield RunningPicker(server, *ready.result())
+    finally:
+        server.should_exit = True
+        await task
