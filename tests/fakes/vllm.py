@@ -114,7 +114,8 @@ class FakeInstance:
         for line in head.split(b"\r\n"):
             if line.lower().startswith(b"content-length:"):
                 length = int(line.split(b":")[1])
-        body = await reader.readexactly(length)
+        chunked = b"transfer-encoding: chunked" in head.lower()
+        body = await (_chunked_body(reader) if chunked else reader.readexactly(length))
         path = head.split(b" ")[1].decode()
         if head.startswith(b"GET "):
             _write_plain(writer, *self._get(path))
@@ -300,6 +301,14 @@ def _write_plain(
 ) -> None:
     head = b"HTTP/1.1 %d Status\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n"
     writer.write(head % (status, lines, len(body)) + body)
+
+
+async def _chunked_body(reader: asyncio.StreamReader) -> bytes:
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += (await reader.readexactly(size + 2))[:-2]
+    await reader.readline()
+    return body
 
 
 def _bound(port: int) -> socket.socket:
