@@ -71,6 +71,7 @@ class SeenAnswer(NamedTuple):
     error: InstanceError | None
     first_body_at_s: float | None = None
     events: int = 0
+    empty: bool = False
 
     def usage(self) -> tuple[int | None, int | None]:
         return None, None

@@ -49,6 +49,9 @@ class Answered(Protocol):
     @property
     def events(self) -> int: ...
 
+    @property
+    def empty(self) -> bool: ...
+
     def usage(self) -> tuple[int | None, int | None]: ...
 
 
@@ -101,7 +104,7 @@ class Recorder:
         if final:
             self.count(job, placed, exchange, outcome)
 
-    def _note_failure(self, job: Job, placed: Placed, exchange: Exchange, outcome: Outcome) -> None:
+    def _note_failure(self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome) -> None:
         error, instance = exchange.error, placed.instance
         if error is None and outcome is Outcome.UPSTREAM_ERROR:
             error = (
@@ -126,7 +129,7 @@ class Recorder:
             _expected_latency_s(placed),
         )
 
-    def count(self, job: Job, placed: Placed, exchange: Exchange, outcome: Outcome) -> None:
+    def count(self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome) -> None:
         """A request is over: count it, and learn from it."""
         now_s = time.monotonic()
         metrics, instance = self._metrics, placed.instance
