@@ -1,6 +1,6 @@
 """What a request costs behind Envoy: the picker's CPU and Envoy's, per request and per chunk.
 
-    python -m benchmarks.dataplane.picker [--requests 6000] [--rate 500] [--chunks 200] [--rounds 3]
+    python benchmarks/dataplane/picker.py [--requests 6000] [--rate 500] [--chunks 200] [--rounds 3]
 
 Everything is real: Envoy with docker/envoy/envoy.yaml, `hetero-gateway picker`, two mock instances
 (mock.c) and the load (load.c), on the same bench as `proxies.py`. Envoy and the picker share one
@@ -20,6 +20,9 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # run as a file: find the package of benchmarks
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml
 
