@@ -184,7 +184,7 @@ class Recorder:
                 expected_s = _expected_latency_s(placed)
                 metrics.latency_prediction.observe((now_s - placed.placed_s) / expected_s)
 
-    def _believed(self, job: Job, placed: Placed, exchange: Exchange) -> tuple[int | None, int]:
+    def _believed(self, job: Job, placed: Placed, exchange: Answered) -> tuple[int | None, int]:
         """(prompt tokens, output tokens) as the engine told them, where they can be true.
 
         A prompt is no longer than its body and the instance's context; an answer no longer than
