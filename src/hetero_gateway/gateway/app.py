@@ -129,6 +129,7 @@ def create_app(config: GatewayConfig, config_path: Path | None = None) -> App:
     control.state.gateway = gateway
     control.add_exception_handler(Refusal, _render_error)
     control.add_exception_handler(HTTPException, _render_http_error)
+    control.add_exception_handler(Exception, _render_bug)
     control.include_router(admin.router)
     _add_control_paths(control, gateway)
     return App(gateway, control)
@@ -160,6 +161,12 @@ def _methods_at(request: Request) -> list[str]:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
             methods |= route.methods or set()
     return sorted(methods | {"HEAD"} if "GET" in methods else methods)
+
+
+async def _render_bug(request: Request, error: Exception) -> Response:
+    """An exception that nobody expected; the server logs it."""
+    refusal = Refusal(500, "internal_error", "The gateway failed.", kind="server_error")
+    return _error(refusal, request.url.path)
 
 
 def _nothing_at(path: str) -> Refusal:

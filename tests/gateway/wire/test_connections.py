@@ -117,6 +117,17 @@ async def test_a_wrong_method_is_405_with_what_is_allowed(
             assert json.loads(body)["error" if "messages" not in path else "type"]
 
 
+async def test_a_bug_of_the_gateways_own_paths_is_500_in_the_same_form(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as (running, _), connected(running) as client:
+        monkeypatch.setattr(running.gateway.metrics, "exposition", None)
+        client.writer.write(get("/metrics"))
+        status, body = await client.response()
+        assert (status, json.loads(body)["error"]["code"]) == (500, "internal_error")
+        assert "TypeError" in caplog.text
+
+
 async def test_a_models_name_may_be_escaped_and_head_is_get_without_a_body() -> None:
     async with serving() as (running, _), connected(running) as client:
         client.writer.write(get("/v1/models/a%2Fb"))
