@@ -187,6 +187,7 @@ def test_the_wheel_holds_the_package_when_built_from_what_the_build_may_see(file
     context.mkdir()
     for name in copied_into_the_build(files):
         source = files.root / name
+        (context / name).parent.mkdir(exist_ok=True)
         if source.is_dir():
             shutil.copytree(
                 source, context / name, ignore=shutil.ignore_patterns("__pycache__", "*.py[co]")

@@ -20,6 +20,13 @@ def assert_none(findings: Findings) -> None:
     assert not findings.violations, shown
 
 
+async def test_no_body_gets_an_answer_of_5xx_or_hurts_the_next_request() -> None:
+    findings = await fuzz_bodies(seed=1, count=600)
+    assert_none(findings)
+    assert findings.statuses[200] > 20
+    assert findings.statuses[400] > 100
+
+
 async def test_no_head_gets_through_that_an_instance_could_misread() -> None:
     findings = await fuzz_heads(seed=1, count=400)
     assert_none(findings)
