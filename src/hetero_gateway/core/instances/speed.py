@@ -8,8 +8,8 @@ without traffic nothing is observed: it would stay for ever. So what was not see
 
 - it goes to that best by itself, as wall time passes, and what it was made from loses its weight,
   so that the first new observation counts;
-- the scheduler sends it a request now and then (``scheduling/probes.py``), which is how it is observed
-  long before it looks good again.
+- the scheduler sends it a request now and then (``scheduling/probes.py``), which is how it is
+  observed long before it looks good again.
 
 An instance that really is that slow costs one request in a while; see docs/scheduling.md.
 Nothing here reads a clock.
