@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ("build", "dev", "run")
-# Only where the platform is another than those that are tested.
-_ELSEWHERE = {"colorama", "httpx2-jsfetch"}
+# Only where the platform, or the Python, is another than those that are tested.
+_ELSEWHERE = {"async-timeout", "colorama", "httpx2-jsfetch"}
 
 
 def name_of(requirement: str) -> str:
