@@ -336,6 +336,8 @@ class Attempts:
         if isinstance(place, Placed):
             self._placed = place
             rooms.metrics.decisions[place.instance.id] += 1
+            if self._failure is not None:
+                rooms.metrics.retries[self._failure.reason] += 1
             rooms.decisions.append(
                 time.time(), self._inbound.request_id, place.decision, place.waited_s
             )
@@ -454,7 +456,6 @@ class Attempts:
             assert self._job is not None
             self._failure = error
             self._kept = (placed, exchange) if answered else None
-            self._rooms.metrics.retries[error.reason] += 1
             self._place(self._job.request)
         elif answered:
             self._pass_on(exchange)
