@@ -9,7 +9,7 @@ from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, Outcome, Reject
-from tests.core.builders import request, scheduler, spec
+from tests.core.builders import SLOW, request, scheduler, spec
 
 POLICIES = ["finish-time", "min-max", "round-robin", "least-requests", "power-of-two"]
 NOW_S = 100.0
@@ -55,6 +55,17 @@ def test_half_open_it_gets_exactly_one_until_that_is_over(policy: str) -> None:
     chosen.settle(trial, Outcome.CLIENT_DISCONNECTED, NOW_S + 3)
     went = [sent_to(chosen, NOW_S + 3) for _ in range(4)]
     assert went.count("b") == 1
+
+
+def test_half_open_it_is_tried_though_the_policy_would_never_have_it() -> None:
+    for policy in ("finish-time", "min-max"):
+        chosen = scheduler(spec("fast"), spec("slow", SLOW), policy=policy)
+        outcomes = eject(chosen, "slow")
+        assert sent_to(chosen, NOW_S + 1) == "fast"
+        assert sent_to(chosen, NOW_S + 2) == "slow"
+        assert sent_to(chosen, NOW_S + 2) == "fast"
+        outcomes.succeeded(NOW_S + 2, outcomes.trial)
+        assert sent_to(chosen, NOW_S + 2) == "fast"
 
 
 def test_a_first_attempt_goes_to_an_ejected_instance_rather_than_nowhere() -> None:

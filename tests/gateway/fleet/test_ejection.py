@@ -283,7 +283,12 @@ async def test_explain_admin_and_metrics_show_who_is_ejected_and_why() -> None:
 
 async def test_switched_off_a_failing_instance_is_treated_as_any_other() -> None:
     async with fake_instances(2) as fakes:
-        config = config_for(fakes, profiles=EQUAL, health={"ejection": {"enabled": False}})
+        config = config_for(
+            fakes,
+            profiles=EQUAL,
+            health={"ejection": {"enabled": False}},
+            scheduler={"policy": "least-requests"},
+        )
         async with running_gateway(config) as running:
             fakes[0].fault = FAULTS["500"]
             clients = Clients(running)

@@ -55,6 +55,19 @@ class Restraints:
         barred = self._barred(eligible, now_s)
         return self._without(eligible, barred) if barred else eligible
 
+    def trial(self, eligible: Eligible) -> Eligible | None:
+        """A half-open one among them that nobody tries, alone; None: there is none.
+
+        It is tried, and not left to the policy: one that looks slow would stay half-open for ever.
+        """
+        ids = eligible.pool.ids
+        for position in eligible.positions():
+            outcomes = self.by_id.get(ids[position])
+            if outcomes is not None and outcomes.standing is Standing.HALF_OPEN:
+                others = [i for i in eligible.positions() if i != position]
+                return eligible.without(others, f"{ids[position]} is tried after its ejection")
+        return None
+
     def _barred(self, eligible: Eligible, now_s: float) -> dict[int, Bar]:
         """By position in the pool."""
         pool, barred = eligible.pool, {}

@@ -394,17 +394,21 @@ class Scheduler:
         try:
             if ticket.line is not None and self._holds_back(ticket, now_s):
                 return False
-            takers = eligible or ticket.eligible
+            takers, trial = eligible or ticket.eligible, None
             if self._restraints.by_id:
                 judged = self._judge_now(ticket, eligible, now_s)
                 if judged is None or isinstance(judged, Reject):
                     ticket.rejected = judged
                     return judged is not None
                 takers = judged
+                if eligible is None and not ticket.exclude:
+                    trial = self._restraints.trial(takers)
             probes, decision = self._probes, None
             if now_s >= probes.next_s:
                 probes.revise(now_s)
-            if probes and (one := probes.due(takers, now_s)) is not None:
+            if trial is not None:
+                decision = self._decide(ticket.request, trial, now_s, queue)
+            elif probes and (one := probes.due(takers, now_s)) is not None:
                 decision = self._decide(ticket.request, one, now_s, queue)
                 if decision is not None:
                     probes.sent(now_s)
