@@ -231,6 +231,20 @@ async def test_a_refused_body_that_is_far_too_large_ends_the_connection() -> Non
             assert statuses(await client.rest()) == [413]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/admin/instances", "/nope"])
+async def test_who_is_refused_while_it_writes_can_write_on_and_read_why(path: str) -> None:
+    async with serving(server={"max_body_bytes": 2000}) as (running, _):
+        async with connected(running) as client:
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            client.writer.write(head.encode() + b"content-length: 4000000\r\n\r\n")
+            for _ in range(30):
+                client.writer.write(b"x" * 100_000)
+                await client.writer.drain()
+                await asyncio.sleep(0.01)
+            (status,) = statuses(await client.rest())
+            assert status in (403, 404, 413)
+
+
 # Those who take too long
 
 QUICK = {"header_s": 1, "body_s": 1, "write_s": 1, "keep_alive_s": 3}

@@ -16,7 +16,7 @@ from hetero_gateway.gateway.dataplane.intake import Intake
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Exchange
 from hetero_gateway.gateway.wire.cycle import EngineCycle
-from hetero_gateway.gateway.wire.protocol import EngineProtocol
+from hetero_gateway.gateway.wire.protocol import EngineProtocol, _CycleTransport
 from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
@@ -118,6 +118,11 @@ def test_a_cycle_of_uvicorns_is_made_of_what_it_takes() -> None:
     taken = set(inspect.signature(RequestResponseCycle).parameters)
     made = inspect.getsource(EngineProtocol._uvicorn_cycle)
     assert taken == set(re.findall(r"^            (\w+)=", made, re.MULTILINE))
+
+
+def test_a_cycle_of_uvicorns_uses_no_more_of_a_transport_than_it_gets() -> None:
+    used = set(re.findall(r"self\.transport\.(\w+)", inspect.getsource(RequestResponseCycle)))
+    assert used == set(_CycleTransport.__slots__)
 
 
 def test_a_responses_end_is_uvicorns_own() -> None:

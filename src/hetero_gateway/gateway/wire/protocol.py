@@ -58,6 +58,17 @@ _MOST_KEPT_BYTES = 65536
 _MOST_DROPPED_BYTES = 16 * 2**20
 
 
+class _CycleTransport:
+    """What a cycle of uvicorn's writes to. Its end is ours: not under a client that writes."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, connection: EngineProtocol) -> None:
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+        self.close = connection.close
+
+
 class EngineProtocol(HttpToolsProtocol):
     """A connection of a client. Use ``engine_protocol`` to make the class that uvicorn gets."""
 
@@ -208,7 +219,7 @@ class EngineProtocol(HttpToolsProtocol):
         }
         return RequestResponseCycle(
             scope=cast(Any, scope),
-            transport=self.transport,
+            transport=cast(Any, _CycleTransport(self)),
             flow=self.flow,
             logger=self.logger,
             access_logger=self.access_logger,
