@@ -188,6 +188,27 @@ async def test_without_the_store_a_gateway_decides_alone_and_is_exact_again_afte
         assert sum("answers again" in line for line in told) == 2
 
 
+async def test_a_store_that_swallows_a_cancellation_keeps_no_gateway_from_ending() -> None:
+    class Stubborn(MemoryStore):
+        cancelled = 0
+
+        async def exchange(self, value: bytes | None) -> Mapping[str, bytes]:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+            return {}
+
+    store = Stubborn(Memory(), "0" * 16)
+    gateway = Gateway(Memory(), "0" * 16)
+    gateway.sharing._store = store
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        await gateway.sharing.start(tasks)
+        await asyncio.sleep(INTERVAL_S + 0.005)
+        await gateway.sharing.stop()
+    assert store.cancelled == 1
+
+
 async def test_what_is_no_message_is_counted_and_the_others_go_on() -> None:
     async with two() as (memory, first, second):
         memory.values["f" * 16] = (b"nonsense", 1e12)

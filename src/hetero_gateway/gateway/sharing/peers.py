@@ -93,7 +93,10 @@ class Sharing:
         await self._store.leave()
 
     async def _loop(self) -> None:
-        while True:
+        task = asyncio.current_task()
+        # A library may swallow a cancellation on its way from the socket; the gateway ends all the
+        # same.
+        while task is None or not task.cancelling():
             await asyncio.sleep(max(self._settings.interval_s, self._computed_s / _MOST_SHARE))
             try:
                 await self._turn()
