@@ -72,6 +72,12 @@ class ServerConfig(StrictModel):
     max_body_bytes: int = Field(
         64 * 2**20, ge=1024, description="Largest request body; a larger one gets 413."
     )
+    max_buffered_bytes: int = Field(
+        512 * 2**20,
+        ge=1024,
+        description="Most bytes of request bodies above 64 KiB that are held at a time, over all "
+        "requests; one more gets 503.",
+    )
     max_connections: int | None = Field(
         None,
         ge=1,

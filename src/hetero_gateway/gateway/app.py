@@ -24,6 +24,7 @@ from hetero_gateway.engines.vllm import work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control import admin
+from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import (
     Downstream,
     Listener,
@@ -75,8 +76,8 @@ class App:
         self.control = control
 
     @property
-    def max_body_bytes(self) -> int:
-        return self.gateway.config.server.max_body_bytes
+    def body_limits(self) -> BodyLimits:
+        return self.gateway.dataplane.body_limits
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
         """A request on an engine path, from the callbacks of the server's own protocol."""

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -125,4 +126,80 @@ async def test_a_long_body_is_refused_as_a_short_one_is() -> None:
         long = await client.post(CHAT, json=FINE | {"x": ["x" * 3_000_000]})
         assert long.status_code == 200
         assert not fakes[0].open
+        await eventually(running.settled)
+
+
+# Memory
+
+
+def long_body(size: int) -> bytes:
+    return json.dumps(FINE | {"x": "x" * size}).encode()
+
+
+async def test_bytes_are_buffered_until_the_response_begins_and_no_longer() -> None:
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+    ):
+        limits = running.gateway.dataplane.body_limits
+        waits = json.dumps(
+            FINE
+            | {"stream": True, "x": "x" * 1_000_000}
+            | {"fake": {"first_delay_s": 0, "events": 200, "delay_s": 0.05}}
+        ).encode()
+        async with client.stream("POST", CHAT, content=waits) as response:
+            assert response.status_code == 200
+            await anext(response.aiter_bytes())
+            assert len(running.gateway.dataplane) == 1
+            assert limits.buffered_bytes == 0
+        hangs = long_body(1_000_000)[:-1] + b',"fake":{"hang":true}}'
+        task = asyncio.ensure_future(client.post(CHAT, content=hangs))
+        await eventually(lambda: limits.buffered_bytes == len(hangs))
+        task.cancel()
+        await eventually(lambda: limits.buffered_bytes == 0)
+        await eventually(running.settled)
+        assert (fakes[0].bodies[0], fakes[0].bodies[1]) == (waits, hangs)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_long_bodies_above_the_budget_get_503_and_small_ones_are_served(
+    announced: bool,
+) -> None:
+    server = {"max_body_bytes": 3_000_000, "max_buffered_bytes": 4_000_000}
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes, server=server)) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+    ):
+        limits = running.gateway.dataplane.body_limits
+        hangs = long_body(2_500_000)[:-1] + b',"fake":{"hang":true}}'
+        task = asyncio.ensure_future(client.post(CHAT, content=hangs))
+        await eventually(lambda: limits.buffered_bytes == len(hangs))
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield long_body(2_500_000)
+
+        content = long_body(2_500_000) if announced else parts()
+        refused = await client.post(CHAT, content=content)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+        assert refused.json()["error"]["code"] == "too_many_bytes_buffered"
+        assert (await client.post(CHAT, json=FINE)).status_code == 200
+        task.cancel()
+        await eventually(lambda: limits.buffered_bytes == 0)
+        assert (await client.post(CHAT, content=long_body(2_500_000))).status_code == 200
+        await eventually(running.settled)
+
+
+async def test_a_long_body_is_tried_again_whole() -> None:
+    async with (
+        fake_instances(2) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+    ):
+        body = long_body(2_000_000)[:-1] + b',"fake":{"die":"before_head"}}'
+        answer = await client.post(CHAT, content=body)
+        assert answer.status_code == 502
+        assert [fake.bodies for fake in fakes] == [[body], [body]]
+        assert running.gateway.dataplane.body_limits.buffered_bytes == 0
         await eventually(running.settled)

@@ -29,6 +29,7 @@ from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import (
     AsgiDownstream,
     Downstream,
@@ -68,7 +69,8 @@ class DataPlane:
         deadlines: Deadlines,
         placement: Placement,
     ) -> None:
-        self.max_body_bytes = config.server.max_body_bytes
+        server = config.server
+        self.body_limits = BodyLimits(server.max_body_bytes, server.max_buffered_bytes)
         self.open_exchanges = deadlines
         self.history = new_history()
         # Each entry holds arrays of one entry per instance: about 8, or 30 with an outlook.
@@ -77,7 +79,7 @@ class DataPlane:
         self.decisions = DecisionLog(size)
         self.rooms = Rooms(
             admission=admission,
-            intake=Intake(config, fleet, predictor, bytes_per_token, tokenizer),
+            intake=Intake(config, self.body_limits, fleet, predictor, bytes_per_token, tokenizer),
             placement=placement,
             deadlines=deadlines,
             recorder=Recorder(
@@ -118,9 +120,10 @@ class DataPlane:
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         downstream = AsgiDownstream(receive, send)
-        attempts = self.open(Inbound(scope["path"], target, work, scope["headers"]), downstream)
+        inbound = Inbound(scope["path"], target, work, scope["headers"])
+        attempts = self.open(inbound, downstream)
         try:
-            await downstream.read_body(attempts, self.max_body_bytes)
+            await downstream.read_body(attempts, inbound, self.body_limits)
             await downstream.relay(attempts)
         except asyncio.CancelledError:
             # The server ends, and this request was not done in the time that it gave.
@@ -130,6 +133,8 @@ class DataPlane:
         finally:
             downstream.gone = True
             attempts.client_gone()
+            if inbound.buffer is not None:
+                inbound.buffer.release()
 
     def close(self) -> None:
         """Answer what is not done: the gateway ends."""

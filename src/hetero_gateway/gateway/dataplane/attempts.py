@@ -56,7 +56,6 @@ from hetero_gateway.gateway.dataplane.answers import (
     refusal_of,
     rejection,
     shutting_down,
-    too_large,
 )
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
 from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
@@ -80,6 +79,8 @@ _log = logging.getLogger(__name__)
 _RETRY_WINDOW_S = 10.0
 # How long the reading of a body may hold the event loop at a time.
 _STEP_S = 0.002
+# Of each end of a long body, once it is not needed any more.
+_LEFT_BYTES = 1024
 
 
 class RetryBudget:
@@ -215,8 +216,8 @@ class Attempts:
         except Exception as error:
             self.broke(error)
 
-    def refuse_body(self) -> None:
-        self._reject(too_large(self._rooms.intake.max_body_bytes))
+    def refuse(self, refusal: Refusal) -> None:
+        self._reject(refusal)
 
     def caught_up(self) -> None:
         if self._exchange is not None:
@@ -385,7 +386,12 @@ class Attempts:
         if first:
             overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
             self._rooms.metrics.overhead_s.observe(overhead_s)
-        exchange.begin(connection, self._upstream_request(instance))
+        head, body = self._upstream_request(instance), inbound.body
+        if len(body) < LEAST_BYTES:
+            # One write is cheapest while it is small.
+            exchange.begin(connection, head + body)
+        else:
+            exchange.begin(connection, head, body)
 
     def _upstream_request(self, instance: Instance) -> bytes:
         inbound, pool = self._inbound, instance.pool
@@ -404,10 +410,21 @@ class Attempts:
                 parts += (name, b": ", value, b"\r\n")
         if instance.api_key is not None:
             parts.append(b"authorization: Bearer %b\r\n" % instance.api_key.encode())
-        parts += (b"\r\n", inbound.body)
+        parts.append(b"\r\n")
         return b"".join(parts)
 
     # An ExchangeOwner
+
+    def answer_began(self, exchange: Exchange) -> None:
+        buffer = self._inbound.buffer
+        if buffer is None or exchange is not self._exchange:
+            return
+        # Nothing is tried again from here on: what is left is enough to tell it from others.
+        inbound, job = self._inbound, self._job
+        inbound.body = inbound.body[:_LEFT_BYTES] + inbound.body[-_LEFT_BYTES:]
+        if job is not None and job.features is not None:
+            job.features.body = inbound.body
+        buffer.release()
 
     def stream_began(self, exchange: Exchange) -> None:
         placed = self._placed

@@ -16,8 +16,8 @@ from hetero_gateway.engines.vllm import Work, starts_with_a_token
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Client
-from hetero_gateway.gateway.dataplane.answers import too_large
 from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.folding import Steps
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import (
@@ -66,6 +66,7 @@ class Intake:
 
     Args:
         config: of the gateway.
+        limits: of bodies.
         fleet: what is served, and how long its contexts are.
         predictor, bytes_per_token, tokenizer: the length estimates; the last one may be None.
     """
@@ -73,12 +74,14 @@ class Intake:
     def __init__(
         self,
         config: GatewayConfig,
+        limits: BodyLimits,
         fleet: Fleet,
         predictor: OutputLengthPredictor,
         bytes_per_token: BytesPerToken,
         tokenizer: Tokenizer | None,
     ) -> None:
-        self.max_body_bytes = config.server.max_body_bytes
+        self.max_body_bytes = limits.max_body_bytes
+        self._limits = limits
         self._image_tokens = config.scheduler.tokens.image_tokens
         self._fleet = fleet
         self._predictor = predictor
@@ -86,9 +89,8 @@ class Intake:
         self._tokenizer = tokenizer
 
     def check_size(self, size_bytes: int) -> None:
-        """Raises Refusal: 413."""
-        if size_bytes > self.max_body_bytes:
-            raise too_large(self.max_body_bytes)
+        """Raises Refusal: 413, or 503 where there is no room for it now."""
+        self._limits.check(size_bytes)
 
     def read(self, inbound: Inbound) -> ParsedRequest:
         """What the body says, its model filled in. Raises Refusal: 400 for an unusable one."""

@@ -36,6 +36,10 @@ _TAIL_BYTES = 8192
 class ExchangeOwner(Protocol):
     """Whose exchange it is. Called from the event loop's callbacks; must not raise."""
 
+    def answer_began(self, exchange: Exchange) -> None:
+        """The head of its response is on its way to the client. Called at most once."""
+        ...
+
     def stream_began(self, exchange: Exchange) -> None:
         """A good stream's first bytes are here. Called at most once."""
         ...
@@ -174,6 +178,7 @@ class Exchange:
         chunked = not self._decode and (head.chunked or head.ends_at_close)
         self._pending = self._downstream.start(head.status, headers, chunked=chunked)
         self.head_sent = True
+        self._owner.answer_began(self)
 
     def _flush_head(self) -> None:
         pending, self._pending = self._pending, b""
@@ -231,10 +236,10 @@ class Exchange:
 
     # What the owner calls
 
-    def begin(self, connection: UpstreamConnection, request: bytes) -> None:
-        """Send the request; whatever comes of it comes by callbacks."""
+    def begin(self, connection: UpstreamConnection, request: bytes, rest: bytes = b"") -> None:
+        """Send the request, whole or its head and the rest; what comes of it comes by callbacks."""
         self.connection = connection
-        connection.send(request, self)
+        connection.send(request, self, rest)
 
     def begin_again(self) -> None:
         """Forget an error that came of a connection which was stale: nothing has happened."""

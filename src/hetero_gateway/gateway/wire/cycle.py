@@ -6,6 +6,8 @@ import asyncio
 import http
 from typing import Protocol
 
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.wire.bodies import BodyBuffer, BodyLimits
 from hetero_gateway.gateway.wire.clients import Phase
 from hetero_gateway.gateway.wire.downstream import Downstream, Flow, Listener
 from hetero_gateway.gateway.wire.headers import Headers
@@ -26,7 +28,7 @@ class Service(Protocol):
     """What engine paths are served by."""
 
     @property
-    def max_body_bytes(self) -> int: ...
+    def body_limits(self) -> BodyLimits: ...
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
         """Take a request whose head is here; it may be answered at once."""
@@ -63,10 +65,9 @@ class EngineCycle:
     """One request on an engine path and its response: the ``Downstream`` of its relay."""
 
     __slots__ = (
+        "_body",
         "_connection",
         "_listener",
-        "_parts",
-        "_size",
         "_waits_for_100",
         "disconnected",
         "flow",
@@ -84,8 +85,7 @@ class EngineCycle:
         self._connection = connection
         self._waits_for_100 = head.expects_continue
         self._listener: Listener | None = None
-        self._parts: list[bytes | bytearray] = []
-        self._size = 0
+        self._body = BodyBuffer(connection.service.body_limits)
         self.inbound: Inbound | None = inbound  # until it is over
         self.keep_alive = head.keep_alive
         self.passes_framing = not head.http_10
@@ -113,30 +113,20 @@ class EngineCycle:
 
     def take_body(self, data: bytes) -> None:
         self._waits_for_100 = False
-        self._size += len(data)
-        if self._size <= self._connection.service.max_body_bytes:
-            self._keep(data)
-            return
-        self._parts.clear()
-        if self._listener is not None:
-            self._listener.refuse_body()
-
-    def _keep(self, data: bytes) -> None:
-        parts = self._parts
-        if not parts or len(data) >= _SMALL_BYTES:
-            parts.append(data)
-            return
-        last = parts[-1]
-        if type(last) is bytearray and len(last) < _SMALL_BYTES:
-            last += data
-        else:
-            parts.append(bytearray(data))
+        try:
+            self._body.add(data)
+        except Refusal as refusal:
+            if self._listener is not None:
+                self._listener.refuse(refusal)
 
     def end_body(self) -> None:
-        parts, self._parts = self._parts, []
+        body = self._body
+        whole = body.take()
         if self._listener is not None:
-            # The first part is bytes.
-            self._listener.begin(bytes(parts[0]) if len(parts) == 1 else b"".join(parts))
+            assert self.inbound is not None
+            if body.holds:
+                self.inbound.buffer = body
+            self._listener.begin(whole)
 
     def caught_up(self) -> None:
         if self._listener is not None:
@@ -145,6 +135,7 @@ class EngineCycle:
     def lost(self) -> None:
         """The connection is gone, or given up."""
         self.disconnected = True
+        self._body.release()
         listener, self._listener = self._listener, None
         if listener is not None and not self.response_complete:
             listener.client_gone()
@@ -181,7 +172,7 @@ class EngineCycle:
         self.response_complete = True
         # An idle connection keeps its last cycle: not its body.
         self._listener = self.inbound = None
-        self._parts.clear()
+        self._body.release()
         if not self.keep_alive:
             self._connection.close()
         self._connection.on_response_complete()

@@ -15,7 +15,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.wire.bodies import BodyBuffer, BodyLimits
 from hetero_gateway.gateway.wire.headers import Headers
+from hetero_gateway.gateway.wire.inbound import Inbound
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -86,8 +89,8 @@ class Listener(Protocol):
         """The whole body is here. Called once at most, and not when it is ``over``."""
         ...
 
-    def refuse_body(self) -> None:
-        """The body is larger than it may be: answer now."""
+    def refuse(self, refusal: Refusal) -> None:
+        """The body is larger than it may be, or than there is room for: answer now."""
         ...
 
     def caught_up(self) -> None:
@@ -146,24 +149,23 @@ class AsgiDownstream:
 
     # The coroutine of the server's task
 
-    async def read_body(self, listener: Listener, limit_bytes: int) -> None:
+    async def read_body(self, listener: Listener, inbound: Inbound, limits: BodyLimits) -> None:
         """Hand the request's body to its listener, unless that has answered already."""
-        parts: list[bytes] = []
-        size, more = 0, True
+        body = inbound.buffer = BodyBuffer(limits)
+        more = True
         while more and not listener.over:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.gone = True
                 listener.client_gone()
                 return
-            part = message.get("body", b"")
-            parts.append(part)
-            size += len(part)
             more = message.get("more_body", False)
-            if size > limit_bytes:
-                listener.refuse_body()
+            try:
+                body.add(message.get("body", b""))
+            except Refusal as refusal:
+                listener.refuse(refusal)
         if not listener.over:
-            listener.begin(parts[0] if len(parts) == 1 else b"".join(parts))
+            listener.begin(body.take())
 
     async def relay(self, listener: Listener) -> None:
         """Send what is written, and listen for the client's end of it, until the response's end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hetero_gateway.engines.vllm import Work
+from hetero_gateway.gateway.wire.bodies import BodyBuffer
 from hetero_gateway.gateway.wire.headers import Headers
 
 
@@ -22,12 +23,14 @@ class Inbound:
         asked_id: the client's own x-request-id, "" without one.
         request_id: by which the gateway names it; set by who opens it.
         body: empty until the whole of it is here.
+        buffer: of a long body, which counts as buffered until it is released; else None.
         received_s: monotonic; when the last byte of the body was here.
     """
 
     __slots__ = (
         "asked_id",
         "body",
+        "buffer",
         "content_length",
         "content_type",
         "dropped",
@@ -50,6 +53,7 @@ class Inbound:
         self.asked_id = b""
         self.request_id = b""
         self.body = b""
+        self.buffer: BodyBuffer | None = None
         self.received_s = 0.0
         for name, value in headers:
             if name == b"content-type":

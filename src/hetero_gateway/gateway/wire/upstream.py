@@ -79,13 +79,18 @@ class UpstreamConnection(asyncio.Protocol):
 
     # What the relay calls
 
-    def send(self, request: bytes, sink: ResponseSink) -> None:
-        """Send a whole request; its response goes to ``sink``."""
+    def send(self, request: bytes, sink: ResponseSink, rest: bytes = b"") -> None:
+        """Send a whole request; its response goes to ``sink``.
+
+        ``rest``: a long body, which is not copied behind its head.
+        """
         self._sink = sink
         self._reader = self._body = None
         self.got_bytes = False
         assert self._transport is not None
         self._transport.write(request)
+        if rest:
+            self._transport.write(rest)
 
     def pause_reading(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
