@@ -162,3 +162,27 @@ async def test_what_we_cannot_serve_and_what_clients_get_wrong_are_told_apart() 
     assert found[key(requests, model="unknown", instance="", outcome="rejected")] == 1
     assert found[key(requests, model="m", instance="", outcome="rejected")] == 1
     assert found[key(requests, model="m", instance="", outcome="unavailable")] == 1
+
+
+def test_a_figure_that_cannot_be_written_hides_no_other() -> None:
+    metrics = Metrics("min-max", list)
+    metrics.series("m", "i0").input_tokens = 10**400
+    metrics.series("m", "i0").output_tokens = 7
+    metrics.series("half a \ud800 character", "i0").input_tokens = 3
+    metrics.series('a "quoted" \\ name\n# TYPE evil counter\nevil 1', "i0").input_tokens = 5
+    metrics.series("n", "i0").input_tokens = 4
+    found = samples(metrics.exposition()[0].decode())
+    assert found[key("output_tokens_total", model="m", instance="i0")] == 7
+    assert found[key("input_tokens_total", model="n", instance="i0")] == 4
+    assert key("input_tokens_total", model="m", instance="i0") not in found
+    assert not any(name == "evil" for name, _ in found)
+    assert key("queue_depth") in found
+
+
+def test_a_scrape_outlives_what_its_gauges_raise() -> None:
+    def gauges() -> list[InstanceGauges]:
+        raise OverflowError("int too large to convert to float")
+
+    found = samples(Metrics("min-max", gauges).exposition()[0].decode())
+    assert key("queue_depth") in found
+    assert not any(name == "instance_up" for name, _ in found)

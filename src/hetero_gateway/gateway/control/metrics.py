@@ -12,6 +12,7 @@ that panels overlay.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,11 +33,14 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from hetero_gateway import __version__
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.sharing.exchange import Mode
+
+_log = logging.getLogger(__name__)
 
 PREFIX = "hetero_gateway_"
 
@@ -165,9 +169,13 @@ class Metrics(Collector):
         self.client_disconnects.pop(instance_id, None)
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._request_families()
-        yield from self._instance_families()
-        yield from self._gateway_families()
+        for group in (self._request_families, self._instance_families, self._gateway_families):
+            try:
+                families = list(group())
+            except Exception:
+                _log.exception("some series cannot be shown")
+            else:
+                yield from families
 
     def _request_families(self) -> Iterator[Metric]:
         labels = ("model", "instance")
@@ -322,8 +330,17 @@ class Metrics(Collector):
         yield info
 
     def exposition(self) -> tuple[bytes, str]:
-        """(body, content type) of /metrics."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        """(body, content type) of /metrics.
+
+        What cannot be written (a number beyond a float, a label that is no text) is left out and
+        logged, and the rest is shown: one bad figure must not hide all others for good.
+        """
+        try:
+            body = generate_latest(self.registry)
+        except Exception:
+            _log.exception("a series cannot be shown")
+            body = b"".join(_exposed(family) for family in self.registry.collect())
+        return body, CONTENT_TYPE_LATEST
 
 
 def _task_count() -> int:
@@ -364,6 +381,35 @@ def _sharing_families(sharing: SharedView) -> Iterator[Metric]:
     yield _histogram(
         "sharing_exchange_seconds", "One exchange with the store.", (), {(): sharing.exchange_s}
     )
+
+
+class _One:
+    """A registry of one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family
+
+
+def _exposed(family: Metric) -> bytes:
+    """What can be shown of a family, sample by sample if need be."""
+    try:
+        return generate_latest(_One(family))
+    except Exception:
+        family.samples = [sample for sample in family.samples if _can_be_shown(family, sample)]
+    return generate_latest(_One(family))
+
+
+def _can_be_shown(family: Metric, sample: Sample) -> bool:
+    alone = Metric(family.name, family.documentation, family.type, family.unit)
+    alone.samples = [sample]
+    try:
+        generate_latest(_One(alone))
+    except Exception:
+        return False
+    return True
 
 
 def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, int]) -> Metric:
