@@ -518,7 +518,7 @@ async def test_what_never_ends_waits_for_its_client(stream: bool) -> None:
             await asyncio.sleep(5)
             # Sockets hold some of it, and the gateway next to nothing.
             assert instance.written_bytes < 1 << 25
-            (attempts,) = running.gateway.dataplane._rooms.open
+            (attempts,) = running.gateway.dataplane.rooms.open
             assert len(attempts._exchange.tail()) <= 8192  # type: ignore[union-attr]
             assert sum(map(len, attempts._exchange._tail)) <= 6 * 8192  # type: ignore[union-attr]
             writer.transport.abort()
