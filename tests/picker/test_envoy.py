@@ -12,13 +12,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+import trustme
 import yaml
 
-from benchmarks.envoy import configuration, ext_proc, manager
+from benchmarks.envoy import cluster, configuration, ext_proc, manager
 from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.picker.protocol.messages_pb2 import HealthCheckRequest, HealthCheckResponse
+from hetero_gateway.picker.service import EXT_PROC as EXT_PROC_SERVICE
 from tests.fakes.emulated import emulated
 from tests.fakes.envoy import Envoy, RunningPicker, running_envoy, running_picker, until_picked
 from tests.fakes.processes import Process
@@ -425,3 +429,113 @@ async def test_of_two_pickers_one_is_killed_and_no_request_fails(tmp_path):
         finally:
             for picker in pickers:
                 picker.stop(signal.SIGKILL)
+
+
+def stand_alone(document: dict[str, Any], certificate: Path) -> None:
+    """As llm-d and the Inference Extension lay out an Envoy of their own."""
+    full_duplex_both_ways(document)
+    # They forward no metadata, and give no attributes; a hung picker is waited for.
+    for key in ("metadata_options", "response_attributes", "max_message_timeout"):
+        del ext_proc(document)[key]
+    ext_proc(document)["message_timeout"] = "1000s"
+    ext_proc(document)["failure_mode_allow"] = False
+    clusters = document["static_resources"]["clusters"]
+    clusters[0] = {
+        "name": "instances",
+        "type": "ORIGINAL_DST",
+        "connect_timeout": "5s",
+        "lb_policy": "CLUSTER_PROVIDED",
+        "original_dst_lb_config": {
+            "use_http_header": True,
+            "http_header_name": "x-gateway-destination-endpoint",
+        },
+    }
+    # There the router needs the header.
+    del manager(document)["route_config"]["request_headers_to_remove"]
+    tls = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+    cluster(document, "picker")["transport_socket"] = {
+        "name": "envoy.transport_sockets.tls",
+        "typed_config": {
+            "@type": tls,
+            "common_tls_context": {
+                "validation_context": {"trusted_ca": {"filename": str(certificate)}},
+                "alpn_protocols": ["h2"],
+            },
+        },
+    }
+
+
+async def test_the_layout_of_llm_ds_stand_alone_envoy_is_accepted(tmp_path):
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
+    for blob in issued.cert_chain_pems:
+        blob.write_to_path(str(tmp_path / "certificate.pem"), append=True)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    section = {
+        "certificate_file": str(tmp_path / "certificate.pem"),
+        "key_file": str(tmp_path / "key.pem"),
+    }
+    async with (
+        fake_instances(2) as fakes,
+        behind_envoy(
+            tmp_path, fakes, lambda d: stand_alone(d, tmp_path / "ca.pem"), picker=section
+        ) as (envoy, picker),
+        httpx.AsyncClient(base_url=envoy.url) as client,
+    ):
+        body = chat(fake={"events": 10, "delay_s": 0.05})
+        # The filter in front of ext_proc strips what a client sends itself.
+        forged = {"x-gateway-destination-endpoint": f"127.0.0.1:{fakes[1].port}"}
+        held = []
+        async with client.stream("POST", CHAT, json=body, headers=forged) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["x-hetero-gateway-instance"] == "i0"
+            lines = []
+            async for line in answer.aiter_lines():
+                if line:
+                    lines.append(line)
+                    held.append(picker.loads()[0][2])
+        assert lines[-1] == "data: [DONE]"
+        assert len(lines) > 12
+        assert all(in_flight == 1 for in_flight in held[:-2])
+        assert fakes[0].bodies == [json.dumps(body, separators=(",", ":")).encode()]
+        await eventually(picker.settled)
+
+
+async def test_grpc_health_answers_for_life_readiness_and_the_service(tmp_path):
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes, picker={"port": 0, "drain_s": 0})
+        async with running_picker(config) as picker:
+            async with grpc.aio.insecure_channel(picker.address) as channel:
+                check = channel.unary_unary("/grpc.health.v1.Health/Check")
+
+                async def status(service: str) -> int:
+                    asked = HealthCheckRequest(service=service).SerializeToString()
+                    return HealthCheckResponse.FromString(await check(asked)).status
+
+                names = ["", "liveness", "readiness", EXT_PROC_SERVICE]
+                assert [await status(name) for name in names] == [1, 1, 1, 1]
+                picker.gateway.draining = True
+                assert [await status(name) for name in names] == [1, 1, 2, 2]
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await status("something else")
+                assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_an_instances_name_is_resolved_and_without_an_address_it_gets_nothing(tmp_path):
+    async with fake_instances(2) as fakes:
+        config = config_for(fakes, picker={"port": 0, "drain_s": 0})
+        first, second = config.instances
+        named = first.model_copy(update={"base_url": f"http://localhost:{fakes[0].port}"})
+        lost = second.model_copy(update={"base_url": "http://no-such-host.invalid:8000"})
+        config = config.model_copy(update={"instances": [named, lost]})
+        async with running_picker(config) as picker:
+            endpoints = picker.server.picker.endpoints
+            fleet = picker.gateway.fleet
+            known = endpoints.destination(fleet.instances["i0"])
+            assert known is not None
+            assert known.endpoint == f"127.0.0.1:{fakes[0].port}"
+            assert endpoints.instance_at(known.endpoint) == "i0"
+            assert endpoints.destination(fleet.instances["i1"]) is None
+            assert endpoints.unresolved == ("i1",)
+            assert endpoints.outside([known.endpoint]) == ("i1",)
