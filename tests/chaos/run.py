@@ -29,6 +29,8 @@ RSS_GROWTH_BYTES = 24 * 2**20
 # Every request leaves a trace of at most this much in the log, on average.
 LOG_BYTES_PER_REQUEST = 300
 SHUTDOWN_TIMEOUT_S = 30
+# What is sent so shortly ahead of a gateway's end, or later, may meet a connection that it closes.
+CROSSING_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Run:
         self._changes = 0
         self._removed = False  # the counts of an instance go with it
         self._baseline: dict[str, float] = {}
+        self._ended_s: dict[int, float] = {}  # when a gateway was told to end, by its port
         self._warm_rss_bytes = 0
         self._peak_rss_bytes = 0
 
@@ -157,6 +160,7 @@ class Run:
 
     async def _drained(self, gateway: GatewayProcess) -> None:
         """The first one is told to go while requests are under way on it."""
+        self._ended_s[gateway.port] = self.now_s()
         gateway.terminate()
         code = await gateway.wait(SHUTDOWN_TIMEOUT_S + 10)
         if code != 0:
@@ -238,15 +242,29 @@ class Run:
         request.ended_s = self.now_s()
         if not request.whole:
             connection.open = False
+        if self._crossed_the_end(request, port):
+            self._sent[port] -= 1
+            return Outcome.UNSENT
         outcome, violation = judge(request, self._was_empty)
         if violation is not None:
             where = request.headers.get(b"x-hetero-gateway-instance", b"-").decode()
-            self.violation(f"{request.tag} ({where}): {violation}")
+            at_s = request.sent_s - self._began_s
+            self.violation(f"{request.tag} ({where}, gateway {port}, {at_s:.1f} s): {violation}")
         if outcome is Outcome.UNSENT:
             self._sent[port] -= 1
         if outcome is Outcome.COMPLETED:
             self._latencies_s.append(request.ended_s - request.sent_s)
         return outcome
+
+    def _crossed_the_end(self, request: Request, port: int) -> bool:
+        """It met the close of a connection on which the gateway that ends had no request yet."""
+        ended_s = self._ended_s.get(port)
+        return (
+            ended_s is not None
+            and not request.raw_bytes
+            and request.failure is None
+            and request.sent_s > ended_s - CROSSING_S
+        )
 
     def _was_empty(self, request: Request) -> bool:
         name = request.headers.get(b"x-hetero-gateway-instance", b"").decode()
