@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.instances.table import SPEED
+from hetero_gateway.core.instances.table import SEATS, SPEED
 from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.policies import PolicyOptions, View, make_policy
 from hetero_gateway.core.policies.base import Backlog, Demand, Outlook
@@ -118,8 +119,9 @@ def candidates(
 
 def outlook(size: int) -> Outlook:
     """Equal, idle instances, and nobody in the queue."""
-    rows = np.zeros((13, size))
+    rows = np.zeros((14, size))
     rows[SPEED] = 1.0
+    rows[SEATS] = math.inf
     constants = np.array([dataclasses.astuple(FAST_CONSTANTS)] * size).T
     each = np.ones(size)
     backlog = Backlog(

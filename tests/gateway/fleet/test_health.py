@@ -16,7 +16,7 @@ from hetero_gateway.gateway.fleet import health
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.upstream import InstancePool
 from tests.fakes.raw import plain, raw_instance
-from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
+from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
 RANKS = (
@@ -34,6 +34,18 @@ async def test_the_ranks_of_an_instance_are_one_cache() -> None:
             (instance,) = running.gateway.fleet.instances.values()
             assert instance.engine_kv_capacity_tokens == 400 * 16
             assert instance.engine_kv_usage == pytest.approx(0.4)
+
+
+async def test_an_engine_with_a_queue_shows_how_many_it_runs_at_once() -> None:
+    async with fake_instances(2) as fakes:
+        for fake in fakes:
+            fake.metrics = "vllm:num_requests_running 8.0\nvllm:num_requests_waiting 3.0\n"
+        config = config_for(fakes, profiles=(None, FAST))
+        async with running_gateway(config) as running:
+            async with httpx.AsyncClient(base_url=running.url) as client:
+                rows = (await client.get("/admin/instances")).json()["instances"]
+        # The second has a profile, which says it.
+        assert [row["learnt_max_num_seqs"] for row in rows] == [8, None]
 
 
 ODD_MODELS = {

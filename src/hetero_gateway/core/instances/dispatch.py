@@ -39,6 +39,7 @@ class Dispatch:
         joined: the instance's step clock at its first token, steps.
         predicted_s: when it was sent, s, and the time to its first token, s, as predicted, where
             nobody will see it.
+        sent_s: when it was sent, as far as its progress is followed.
         before: when it was sent, s, and what was there: sequences waiting, the tokens of their
             prompts, sequences streaming, tokens cached; None: nothing is to be learnt from it.
     """
@@ -53,6 +54,7 @@ class Dispatch:
         "prefill_tokens",
         "prompt_tokens",
         "request",
+        "sent_s",
         "stage",
         "state",
         "streaming",
@@ -94,6 +96,7 @@ class Dispatch:
         self.units = round(workload * UNITS_PER_S)
         self.stage = -1
         self.joined = 0.0
+        self.sent_s = 0.0
         self.predicted_s: tuple[float, float] | None = None
         self.before: tuple[float, float, float, float, float] | None = None
 

@@ -26,6 +26,8 @@ class InstanceSnapshot:
         drift: how far its profile is from what is seen; all None: not known.
         drifted, drifted_since_s: it is too far, and since when, on the scheduler's clock.
         profiled: it has a profile that is checked.
+        learnt_max_num_seqs: sequences that its engine was found to run at once; None: not known,
+            or its profile says it.
     """
 
     instance_id: InstanceId
@@ -43,6 +45,7 @@ class InstanceSnapshot:
     drifted: bool
     drifted_since_s: float | None
     profiled: bool
+    learnt_max_num_seqs: int | None
 
     @property
     def waiting_first_token(self) -> int | None:
@@ -78,4 +81,5 @@ def snapshot_of(
         drifted=drift is not None and drift.drifted,
         drifted_since_s=None if drift is None else drift.since_s,
         profiled=drift is not None,
+        learnt_max_num_seqs=state.concurrency.learnt,
     )

@@ -58,6 +58,7 @@ import heapq
 import math
 
 from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.core.instances.concurrency import NO_LIMIT, PATIENCE, PATIENCE_S, Concurrency
 from hetero_gateway.core.instances.dispatch import NO_PEERS, UNITS_PER_S, Dispatch, PeerLoad
 from hetero_gateway.core.instances.observation import (
     FirstTokenRow,
@@ -106,6 +107,7 @@ class InstanceState:
     __slots__ = (
         "_clock",
         "_estimate",
+        "_freed_s",
         "_interval",
         "_keeps",
         "_load_units",
@@ -118,6 +120,7 @@ class InstanceState:
         "_sequence",
         "_streams_seen_s",
         "changed",
+        "concurrency",
         "constants",
         "context",
         "heard_s",
@@ -130,6 +133,7 @@ class InstanceState:
         "observed",
         "peers",
         "read_s",
+        "seats",
         "slot",
         "speed",
         "stages",
@@ -187,6 +191,10 @@ class InstanceState:
         self.stands_in = False
         self.observed = False
         self.speed = 1.0
+        # Of an engine whose slots nobody says; and when one that streamed last ended there.
+        self.concurrency = Concurrency()
+        self.seats = NO_LIMIT  # sequences that may be there, as far as learnt
+        self._freed_s = -math.inf
         self._estimate = SpeedEstimate(_SPEED_BOUNDS)
         self._streams_seen_s = -math.inf
         self._interval = _Interval()
@@ -222,6 +230,9 @@ class InstanceState:
             self.constants = constants
             self._estimate = SpeedEstimate(_SPEED_BOUNDS)
             self.speed = 1.0
+        if stands_in != self.stands_in:
+            self.concurrency = Concurrency()
+            self.seats = NO_LIMIT
         self.stands_in = stands_in
         self._estimate.bounds = _STAND_IN_BOUNDS if stands_in else _SPEED_BOUNDS
         self._set_rate()
@@ -268,6 +279,7 @@ class InstanceState:
         self.kv_tokens += kv_tokens
         self.in_flight += 1
         if tracked:
+            entry.sent_s = now_s
             if self.waiting == 0:
                 self.heard_s = now_s
             if alone and self._keeps:
@@ -318,6 +330,8 @@ class InstanceState:
         self.stages[0] += n
         self._schedule_move(entry)
         self._set_rate()
+        if self.stands_in and seen:
+            self._learn_concurrency(entry, now_s)
         self._note()
         return True
 
@@ -331,6 +345,8 @@ class InstanceState:
         clock = self._read_clock(now_s) if entry.streaming else 0.0
         self._outstanding.remove(entry)
         entry.outcome = outcome
+        if entry.streaming:
+            self._freed_s = now_s
         if entry.tracked:
             self._leave(entry, clock)
         self._load_units -= entry.units
@@ -553,6 +569,48 @@ class InstanceState:
     def unseen_s(self, now_s: float) -> float:
         """How long nothing was observed of its speed, and no first token came or was owed."""
         return now_s - max(self._estimate.seen_s, self.heard_s)
+
+    # How many run at once, where nobody says
+
+    def _learn_concurrency(self, entry: Dispatch, now_s: float) -> None:
+        c = self.constants
+        if c is None:
+            return
+        prefill_s = self.speed * (
+            c.p1 * entry.prefill_tokens + c.p2 * entry.request.sequences + c.p4
+        )
+        step_s = 1 / self.steps_per_s if self.steps_per_s > 0 else 0.0
+        running = round(self.streaming + (self.peers or NO_PEERS).streaming)
+        self.concurrency.began(
+            running,
+            now_s - entry.sent_s,
+            now_s - self._freed_s,
+            PATIENCE * (prefill_s + step_s) + PATIENCE_S,
+            # Others' prompts may come first, each with a step.
+            PATIENCE * (self.speed * c.p1 * self.waiting_prefill + self.waiting * step_s),
+            now_s,
+        )
+        self._set_seats()
+
+    def observe_queue(self, running: int, waiting: int, now_s: float) -> None:
+        """The engine says how many run, and how many wait in its own queue."""
+        if self.stands_in:
+            peers = self.peers or NO_PEERS
+            there = self.waiting + self.streaming + round(peers.waiting + peers.streaming)
+            # What streams runs, whatever the engine said a moment ago.
+            running = max(running, self.streaming)
+            self.concurrency.queues(running, waiting, there, now_s)
+            self._set_seats()
+
+    def let_pass(self, now_s: float) -> None:
+        """Time goes by: perhaps the engine runs more by now."""
+        self.concurrency.let_pass(now_s)
+        self._set_seats()
+
+    def _set_seats(self) -> None:
+        if self.seats != self.concurrency.most:
+            self.seats = self.concurrency.most
+            self._note()
 
     # The step clock
 

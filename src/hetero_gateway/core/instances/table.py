@@ -31,8 +31,9 @@ from hetero_gateway.core.types import InstanceId
     IN_FLIGHT,
     _READ_S,
     _STEPS_PER_S,
-) = range(13)
-_ROWS = 13
+    SEATS,  # sequences that may be there, where that was learnt; else 2^53
+) = range(14)
+_ROWS = 14
 
 # The members of a pool: a slice where their slots are consecutive, as they mostly are.
 Slots = slice | NDArray[np.intp]
@@ -150,6 +151,7 @@ class Table:
                 s.in_flight + p.in_flight,
                 s.read_s,
                 s.steps_per_s,
+                s.seats,
             )
             stages[:, s.slot] = s.stages
             stages[0, s.slot] += p.streaming  # how far those are, nobody says

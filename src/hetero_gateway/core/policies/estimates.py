@@ -25,6 +25,7 @@ from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import (
     CONTEXT,
+    SEATS,
     SILENT_S,
     SPEED,
     STREAMING,
@@ -63,7 +64,8 @@ def room(
 ) -> tuple[BoolArray, BoolArray]:
     """Who is worth waiting for, and who of them may be sent a request now."""
     waiting = rows[WAITING]
-    slots = waiting + rows[STREAMING] < max_num_seqs + BEYOND_MAX_NUM_SEQS
+    seats = np.minimum(max_num_seqs + BEYOND_MAX_NUM_SEQS, rows[SEATS])
+    slots = waiting + rows[STREAMING] < seats
     has_room = slots & ((waiting < prefill_depth) | (rows[WAITING_PREFILL] < PREFILL_TOKENS))
     return slots & (has_room | (rows[SILENT_S] < MOST_PATIENCE_S)), has_room
 
@@ -74,7 +76,8 @@ def room_of(
     """The same for one instance."""
     peers = state.peers or NO_PEERS
     waiting = state.waiting + peers.waiting
-    if waiting + state.streaming + peers.streaming >= max_num_seqs + BEYOND_MAX_NUM_SEQS:
+    there = waiting + state.streaming + peers.streaming
+    if there >= max_num_seqs + BEYOND_MAX_NUM_SEQS or there >= state.seats:
         return False, False
     if waiting < prefill_depth or state.waiting_prefill + peers.waiting_prefill < PREFILL_TOKENS:
         return True, True

@@ -15,9 +15,9 @@ from hetero_gateway.core.scheduling.members import Members
 from hetero_gateway.core.scheduling.pool import Eligible
 
 _REVISE_EVERY_S = 0.5
-# One request in so many goes to find out: a small share, should the instance be slow indeed. Where
-# few come, one in so many seconds.
-_REQUESTS_PER_PROBE, _PROBE_EVERY_S = 16, 10.0
+# One request in so many goes to find out, and no more than one in so many seconds, soon twice that:
+# a small share, should the instance be slow indeed. Where few come, one in a longer time.
+_REQUESTS_PER_PROBE, _PROBE_EVERY_S, _PROBE_SELDOM_S = 16, 3.0, 10.0
 
 
 class Probes:
@@ -28,7 +28,7 @@ class Probes:
         active: the policy looks at speed factors at all.
     """
 
-    __slots__ = ("_doubted", "_members", "_placed", "_probed_s", "next_s")
+    __slots__ = ("_doubted", "_every_s", "_members", "_placed", "_probed_s", "next_s")
 
     def __init__(self, members: Members, *, active: bool) -> None:
         self.next_s = -math.inf if active else math.inf  # when to ``revise`` again
@@ -36,6 +36,7 @@ class Probes:
         self._doubted = False
         self._placed = 0  # since the last probe
         self._probed_s = -math.inf
+        self._every_s = _PROBE_EVERY_S
 
     def __bool__(self) -> bool:
         """Somebody is doubted."""
@@ -51,6 +52,10 @@ class Probes:
             # A profile may be right: that others are faster than theirs says nothing of this one.
             self._revise(own, 1.0, now_s)
             self._revise(learnt, 0.0, now_s)
+            for state in learnt:
+                state.let_pass(now_s)
+        if not self._doubted:
+            self._every_s = _PROBE_EVERY_S
 
     def _revise(self, comparable: list[InstanceState], least: float, now_s: float) -> None:
         best = max(least, min((state.speed for state in comparable), default=1.0))
@@ -61,7 +66,9 @@ class Probes:
     def due(self, eligible: Eligible, now_s: float) -> Eligible | None:
         """The one that a request is to try, alone; None: none, or not this request."""
         self._placed += 1
-        if self._placed <= _REQUESTS_PER_PROBE and now_s - self._probed_s < _PROBE_EVERY_S:
+        since_s = now_s - self._probed_s
+        few = self._placed <= _REQUESTS_PER_PROBE
+        if since_s < (_PROBE_SELDOM_S if few else self._every_s):
             return None
         for i in eligible.positions():
             state = eligible.pool.states[i]
@@ -73,3 +80,4 @@ class Probes:
     def sent(self, now_s: float) -> None:
         """A request has gone where ``due`` said."""
         self._placed, self._probed_s = 0, now_s
+        self._every_s = min(2 * self._every_s, 2 * _PROBE_EVERY_S)

@@ -590,6 +590,15 @@ class Scheduler:
         drift.observe(row.duration_s, *seconds(row.terms, constants))
         return drift.judge(row.duration_s, now_s)
 
+    def observe_queue(
+        self, instance_id: InstanceId, running: int, waiting: int, now_s: float
+    ) -> None:
+        """An instance's engine says how many sequences it runs, and how many wait in its queue.
+
+        Raises KeyError when there is no such instance.
+        """
+        self._members.table[instance_id].observe_queue(running, waiting, now_s)
+
     def observe_answer(self, dispatch: Dispatch, output_tokens: float, now_s: float) -> None:
         """A request that does not stream is complete. To be told in front of ``settle``."""
         dispatch.state.observe_answer(dispatch, output_tokens, now_s)

@@ -400,6 +400,7 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "kv_usage": seen.kv_usage,
         "engine_kv_usage": instance.engine_kv_usage,
         "speed_factor": seen.speed_factor,
+        "learnt_max_num_seqs": seen.learnt_max_num_seqs,
         "waiting_first_token": seen.waiting_first_token,
         "connections": instance.pool.open_connections,
         "requests": gateway.metrics.decisions[instance.id],

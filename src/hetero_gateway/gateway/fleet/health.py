@@ -165,9 +165,18 @@ class HealthMonitor:
         if body is not None:
             told = await _read_metrics(body)
             instance.engine_kv_usage = told.kv_usage
+            self._tell_queue(instance, told)
             if told.cache.capacity_tokens is not None:
                 instance.engine_kv_capacity_tokens = told.cache.capacity_tokens
         return problem
+
+    def _tell_queue(self, instance: Instance, told: EngineMetrics) -> None:
+        running, waiting = told.running, told.waiting
+        if running is None or waiting is None:
+            return
+        if self._fleet.instances.get(instance.id) is instance:
+            scheduler = self._fleet.scheduler
+            scheduler.observe_queue(instance.id, int(running), int(waiting), time.monotonic())
 
 
 async def _body(probe: Probe, path: str, most_bytes: int) -> tuple[bytes | None, str]:
