@@ -131,7 +131,7 @@ def test_what_is_remembered_of_requests_is_bounded_and_ends() -> None:
     fleet = Fleet(a="m", b="m", c="m")
     for body in range(10_000):
         fleet.fail("abc"[body % 3], body=body, times=1)
-    assert len(fleet.ejections._suspects) <= 256
+    assert len(fleet.ejections.suspects) <= 256
     fleet.now_s += 61
     fleet.ejections.forget(fleet.now_s)
     assert not fleet.ejections.suspects

@@ -47,21 +47,19 @@ class Ejections:
     Args:
         rules: for each of them.
         pools_of: who else there is.
+
+    ``suspects``: the requests that failed, by fingerprint. While there are some, a success is worth
+    a fingerprint.
     """
 
     def __init__(self, rules: EjectionRules, pools_of: PoolsOf) -> None:
         self.rules = rules
         self._pools_of = pools_of
         self._by_id: dict[InstanceId, Outcomes] = {}
-        self._suspects: OrderedDict[int, _Suspect] = OrderedDict()
+        self.suspects: OrderedDict[int, _Suspect] = OrderedDict()
 
     def __getitem__(self, instance_id: InstanceId) -> Outcomes:
         return self._by_id[instance_id]
-
-    @property
-    def suspects(self) -> bool:
-        """Whether a success is worth a fingerprint."""
-        return bool(self._suspects)
 
     def join(self, instance_id: InstanceId) -> Outcomes:
         outcomes = self._by_id[instance_id] = Outcomes(self.rules)
@@ -77,7 +75,7 @@ class Ejections:
     ) -> list[InstanceId]:
         """A request was answered well. ``fingerprint``: its body's, where there are suspects."""
         changed = [instance_id] if self._by_id[instance_id].succeeded(now_s, request) else []
-        suspect = None if fingerprint is None else self._suspects.get(fingerprint)
+        suspect = None if fingerprint is None else self.suspects.get(fingerprint)
         if suspect is not None and not suspect.innocent:
             suspect.innocent = True
             if not suspect.counts:
@@ -116,7 +114,7 @@ class Ejections:
 
     def _suspect(self, fingerprint: int, now_s: float) -> _Suspect:
         self.forget(now_s)
-        suspects = self._suspects
+        suspects = self.suspects
         suspect = suspects.get(fingerprint)
         if suspect is None:
             suspect = suspects[fingerprint] = _Suspect(now_s)
@@ -127,12 +125,12 @@ class Ejections:
     @property
     def next_forget_s(self) -> float:
         """When the first of the suspects may be forgotten; there must be one."""
-        return next(iter(self._suspects.values())).since_s + _SUSPECT_S
+        return next(iter(self.suspects.values())).since_s + _SUSPECT_S
 
     def forget(self, now_s: float) -> None:
         """Let go of requests that failed long ago."""
-        while self._suspects and self.next_forget_s <= now_s:
-            self._suspects.popitem(last=False)
+        while self.suspects and self.next_forget_s <= now_s:
+            self.suspects.popitem(last=False)
 
     def _charge(
         self, instance_id: InstanceId, now_s: float, request: Sent | None, reason: str

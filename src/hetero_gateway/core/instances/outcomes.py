@@ -104,10 +104,11 @@ class Sent(Protocol):
 class OutcomeRing:
     """Successes and failures of the last ten seconds."""
 
-    __slots__ = ("_failed", "_good", "_part", "failed", "good")
+    __slots__ = ("_failed", "_good", "_part", "_part_ends_s", "_place", "failed", "good")
 
     def __init__(self) -> None:
-        self._part = 0
+        self._part = self._place = 0
+        self._part_ends_s = 1.0
         self._good = [0] * WINDOW_PARTS
         self._failed = [0] * WINDOW_PARTS
         self.good = 0
@@ -116,8 +117,8 @@ class OutcomeRing:
     def __repr__(self) -> str:
         return f"<OutcomeRing {self.good} good, {self.failed} failed>"
 
-    def advance(self, now_s: float) -> int:
-        """Forget what is too old; returns the place of what happens now."""
+    def advance(self, now_s: float) -> None:
+        """Forget what is too old."""
         part = int(now_s)
         while self._part < part:
             # Nothing is older than the whole ring.
@@ -126,14 +127,18 @@ class OutcomeRing:
             self.good -= self._good[place]
             self.failed -= self._failed[place]
             self._good[place] = self._failed[place] = 0
-        return self._part % WINDOW_PARTS
+        self._place = self._part % WINDOW_PARTS
+        self._part_ends_s = self._part + 1.0
 
     def add_good(self, now_s: float) -> None:
-        self._good[self.advance(now_s)] += 1
+        if now_s >= self._part_ends_s:
+            self.advance(now_s)
+        self._good[self._place] += 1
         self.good += 1
 
     def add_failed(self, now_s: float) -> None:
-        self._failed[self.advance(now_s)] += 1
+        self.advance(now_s)
+        self._failed[self._place] += 1
         self.failed += 1
 
     def take_failed(self, at_s: float) -> None:

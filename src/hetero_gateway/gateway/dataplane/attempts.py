@@ -432,7 +432,9 @@ class Attempts:
             self._rooms.placement.stream_began(placed.dispatch, exchange)
             if placed.instance.outcomes.trial is placed.dispatch:
                 # Its end may be minutes away, and until then it would be the only one.
-                self._rooms.outcomes.succeeded(placed.instance, placed.dispatch, self._inbound.body)
+                self._rooms.outcomes.succeeded(
+                    placed.instance, placed.dispatch, self._inbound.body, time.monotonic()
+                )
 
     def ended(self, exchange: Exchange) -> None:
         try:
@@ -536,7 +538,9 @@ class Attempts:
         if self._kept is not None:
             placed, exchange = self._kept
             assert self._job is not None
-            self._rooms.recorder.count(self._job, placed, exchange, Outcome.COMPLETED)
+            self._rooms.recorder.count(
+                self._job, placed, exchange, Outcome.COMPLETED, time.monotonic()
+            )
             self._pass_on(exchange)
             return
         self._note(outcome)

@@ -95,14 +95,15 @@ class Recorder:
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
             return  # removed meanwhile: its series are gone for good
+        now_s = time.monotonic()
         if outcome is Outcome.COMPLETED and exchange.error is None and exchange.status < 400:
             # What makes the engine do nothing says nothing of it.
             if job.inbound.work is not Work.LIGHT:
-                self._outcomes.succeeded(instance, placed.dispatch, job.inbound.body)
+                self._outcomes.succeeded(instance, placed.dispatch, job.inbound.body, now_s)
         elif outcome is not Outcome.CLIENT_DISCONNECTED:
             self._note_failure(job, placed, exchange, outcome)
         if final:
-            self.count(job, placed, exchange, outcome)
+            self.count(job, placed, exchange, outcome, now_s)
 
     def _note_failure(self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome) -> None:
         error, instance = exchange.error, placed.instance
@@ -129,9 +130,10 @@ class Recorder:
             _expected_latency_s(placed),
         )
 
-    def count(self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome) -> None:
-        """A request is over: count it, and learn from it."""
-        now_s = time.monotonic()
+    def count(
+        self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
+    ) -> None:
+        """A request is over: count it, and learn from it. ``now_s``: monotonic."""
         metrics, instance = self._metrics, placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
             return

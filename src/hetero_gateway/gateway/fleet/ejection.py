@@ -82,11 +82,14 @@ class OutcomeWatch:
 
     # Outcomes
 
-    def succeeded(self, instance: Instance, dispatch: Dispatch, body: bytes) -> None:
-        """A request was answered well, or its stream began."""
-        now_s = time.monotonic()
-        mark = fingerprint(body) if self._ejections.suspects else None
-        changed = self._ejections.succeeded(instance.id, now_s, dispatch, mark)
+    def succeeded(self, instance: Instance, dispatch: Dispatch, body: bytes, now_s: float) -> None:
+        """A request was answered well, or its stream began. ``now_s``: monotonic."""
+        ejections = self._ejections
+        if not ejections.suspects and instance.outcomes.trial is not dispatch:
+            instance.outcomes.succeeded(now_s)  # the rule
+            return
+        mark = fingerprint(body) if ejections.suspects else None
+        changed = ejections.succeeded(instance.id, now_s, dispatch, mark)
         if changed:
             self._apply(changed, now_s)
 
