@@ -2,6 +2,7 @@
 
 import json
 
+from hetero_gateway.load import client as client_module
 from hetero_gateway.load.client import LoadClient, Reply, parse_target
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.vllm import FakeInstance
@@ -64,3 +65,17 @@ async def test_warming_up_for_a_server_that_is_not_there_says_nothing():
     await client.warm(2)
     assert (await client.post(b"{}")).failure == "connect"
     await client.aclose()
+
+
+async def test_a_plain_answer_that_never_ends_is_broken_off(monkeypatch):
+    monkeypatch.setattr(client_module, "_MAX_PLAIN_BYTES", 1000)
+    instance = FakeInstance()
+    await instance.start()
+    client = LoadClient(
+        parse_target(instance.url), "/v1/chat/completions", stream=False, timeout_s=9
+    )
+    long = json.dumps({"model": "m", "fake": {"event_bytes": 100_000}}).encode()
+    assert (await client.post(long)).failure == "protocol"
+    assert (await client.post(b'{"model": "m"}')).failure is None
+    await client.aclose()
+    await instance.close()

@@ -28,7 +28,7 @@ CONNECT_TIMEOUT_S = 10.0
 _REUSE_WITHIN_S = 2.0
 # The closing events of a stream (last delta, usage, [DONE]) come in its last few body parts.
 _TAIL_PARTS = 16
-# A plain answer is kept whole, so that its usage can be read.
+# A plain answer is kept whole, so that its usage can be read; a longer one has failed.
 _MAX_PLAIN_BYTES = 32 * 2**20
 _INSTANCE_HEADER = b"x-hetero-gateway-instance"
 
@@ -102,6 +102,7 @@ class _Connection(asyncio.Protocol):
         self._reply = Reply(0.0)
         self._now_s = 0.0
         self._parts: deque[bytes] = deque()
+        self._plain_bytes = 0  # of an answer that is kept whole
         self.idle_since_s = 0.0
         self.usable = True
         self.closed = loop.create_future()
@@ -112,6 +113,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._reply = reply
         self._parts = deque(maxlen=_TAIL_PARTS if stream else None)
+        self._plain_bytes = 0
         self._done = self._loop.create_future()
         self._transport.write(request)
         return self._done
@@ -159,6 +161,11 @@ class _Connection(asyncio.Protocol):
         # JSON escapes newlines, so a blank line can only be the end of an event.
         reply.events += body.count(b"\n\n")
         self._parts.append(body)
+        if self._parts.maxlen is None:
+            self._plain_bytes += len(body)
+            if self._plain_bytes > _MAX_PLAIN_BYTES:
+                self.abort("protocol")
+                return
         if reply.parts is not None:
             reply.parts.append((self._now_s, body))
 

@@ -6,6 +6,7 @@ every batch. What the answers mean is in engines/vllm.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +19,10 @@ from hetero_gateway.load.client import Target
 from hetero_gateway.plain_httpx import httpx
 
 _TIMEOUT_S = 30.0
+_ALIVE_TIMEOUT_S = 5.0
+# A rank's metrics are 70 KB.
+_MOST_BYTES = 1 << 23
+_LONGEST_VERSION = 64
 # Of an engine that does not say (not vLLM): short enough for every model.
 _UNKNOWN_MODEL_LEN = 2048
 _DEFAULT_BLOCK_TOKENS = 16
@@ -69,7 +74,9 @@ class EngineClient:
     """
 
     def __init__(self, target: Target) -> None:
-        headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        headers = {"accept-encoding": "identity"}
+        if target.api_key:
+            headers["authorization"] = f"Bearer {target.api_key}"
         self._base_url = target.base_url
         self._client = httpx.AsyncClient(
             base_url=target.base_url, headers=headers, timeout=_TIMEOUT_S
@@ -77,10 +84,26 @@ class EngineClient:
 
     async def get(self, path: str) -> httpx.Response:
         try:
-            return await self._client.get(path)
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await self._get(path)
+        except (httpx.HTTPError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             raise HeteroGatewayError(f"{self._base_url}{path}: no answer: {reason}") from error
+
+    async def _get(self, path: str) -> httpx.Response:
+        """An answer with its body, neither of which is trusted to end."""
+        parts, size = [], 0
+        async with self._client.stream("GET", path) as response:
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise httpx.DecodingError("its body is encoded, which was not asked for")
+            async for part in response.aiter_raw():
+                parts.append(part)
+                size += len(part)
+                if size > _MOST_BYTES:
+                    raise httpx.ReadError(f"its body is larger than {_MOST_BYTES} bytes")
+        return httpx.Response(
+            response.status_code, content=b"".join(parts), default_encoding="latin-1"
+        )
 
     async def counters(self) -> EngineMetrics:
         response = await self.get(paths.METRICS)
@@ -94,10 +117,11 @@ class EngineClient:
     async def alive(self) -> bool:
         """Whether it says so; one that does not know the question must list its models."""
         try:
-            response = await self._client.get(paths.HEALTH, timeout=5.0)
-            if response.status_code == 404:
-                response = await self._client.get(paths.MODELS, timeout=5.0)
-        except httpx.HTTPError:
+            async with asyncio.timeout(_ALIVE_TIMEOUT_S):
+                response = await self._get(paths.HEALTH)
+                if response.status_code == 404:
+                    response = await self._get(paths.MODELS)
+        except (httpx.HTTPError, TimeoutError):
             return False
         return response.status_code == 200
 
@@ -173,6 +197,12 @@ def _chosen(wanted: str | None, served: tuple[str, ...], target: Target) -> str:
 async def _version(client: EngineClient) -> str:
     response = await client.get(paths.VERSION)
     try:
-        return str(msgspec.json.decode(response.content)["version"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+        version = msgspec.json.decode(response.content, type=_Version).version
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return "unknown"
+    known = 0 < len(version) <= _LONGEST_VERSION and version.isprintable()
+    return version if known else "unknown"
+
+
+class _Version(msgspec.Struct):
+    version: str
