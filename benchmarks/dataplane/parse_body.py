@@ -2,9 +2,10 @@
 
     python benchmarks/dataplane/parse_body.py [--megabytes 1] [--rounds 30]
 
-CPU time of one thread; the least and the median of many rounds. Goals: 1.5 ms for one megabyte of
-what people send, 5 ms for one of what is made to cost as much as it can; and no more memory than a
-few copies of the body.
+CPU time of one thread; the least and the median of many rounds, and the longest step: the event
+loop has its turn after each, which takes 2 ms, or what cannot be divided. Goals: 1.5 ms for one
+megabyte of what people send, no step of more than 5 ms for one of what is made to cost as much as
+it can, and no more memory than a few copies of the body.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import tracemalloc
 from collections.abc import Iterator
 
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.wire.openai import parse_body
+from hetero_gateway.gateway.wire.folding import advance
+from hetero_gateway.gateway.wire.openai import parse_in_steps
 
 GOAL_MS_PER_MB = 1.5
 HOSTILE_GOAL_MS_PER_MB = 5.0
@@ -93,29 +95,36 @@ def _chat(content: object) -> bytes:
     return json.dumps({"model": "m", "messages": messages, "max_tokens": 16}).encode()
 
 
-def milliseconds(body: bytes, rounds: int) -> list[float]:
-    result = []
-    for _ in range(rounds):
+STEP_S = 0.002
+
+
+def steps_ms(body: bytes) -> list[float]:
+    """How long each step took."""
+    steps = parse_in_steps(body, b"application/json", "/v1/completions")
+    result, parsed = [], None
+    while parsed is None:
         began_s = time.thread_time()
-        _read(body)
+        try:
+            parsed = advance(steps, STEP_S)
+        except Refusal as refusal:
+            parsed = refusal
         result.append(1000 * (time.thread_time() - began_s))
-    return sorted(result)
+    return result
+
+
+def milliseconds(body: bytes, rounds: int) -> tuple[list[float], float]:
+    """(what it took, least first; the longest step in the round in which that was shortest)."""
+    taken = [steps_ms(body) for _ in range(rounds)]
+    return sorted(map(sum, taken)), min(map(max, taken))
 
 
 def memory_bytes(body: bytes) -> int:
     """What is allocated at most, beside the body."""
     tracemalloc.start()
-    _read(body)
+    steps_ms(body)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return most
-
-
-def _read(body: bytes) -> None:
-    try:
-        parse_body(body, b"application/json", "/v1/completions")
-    except Refusal:
-        pass
 
 
 def main() -> int:
@@ -125,21 +134,26 @@ def main() -> int:
     args = parser.parse_args()
     missed, worst = False, (0.0, "")
     size_bytes = round(args.megabytes * MB)
-    print(f"{'body':<26} {'MB':>5} {'least ms/MB':>12} {'median ms/MB':>13} {'memory':>7}")
+    names = ("least ms/MB", "median ms/MB", "step ms/MB", "memory")
+    print(f"{'body':<28} {'MB':>5} {names[0]:>12} {names[1]:>13} {names[2]:>10} {names[3]:>7}")
     for goal, made in (
         (GOAL_MS_PER_MB, bodies(size_bytes)),
         (HOSTILE_GOAL_MS_PER_MB, hostile_bodies(size_bytes)),
     ):
         for kind, body in made:
             size = len(body) / MB
-            times = milliseconds(body, args.rounds)
+            times, step = milliseconds(body, args.rounds)
             least, median = times[0] / size, statistics.median(times) / size
-            missed |= median > goal
+            step /= size
             if goal == HOSTILE_GOAL_MS_PER_MB:
-                worst = max(worst, (least, kind))
+                worst = max(worst, (step, kind))
+                missed |= step > goal
+            else:
+                missed |= median > goal
             share = memory_bytes(body) / len(body)
-            print(f"{kind:<26} {size:>5.2f} {least:>12.2f} {median:>13.2f} {share:>6.1f}x")
-    print(f"the worst: {worst[0]:.2f} ms/MB, {worst[1]}")
+            figures = f"{least:>12.2f} {median:>13.2f} {step:>10.2f} {share:>6.1f}x"
+            print(f"{kind:<28} {size:>5.2f} {figures}")
+    print(f"the longest step of a hostile body: {worst[0]:.2f} ms/MB, {worst[1]}")
     return int(missed)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import tracemalloc
 from pathlib import Path
 
 import httpx
@@ -40,6 +41,17 @@ def file(tmp_path: Path) -> Path:
 )
 async def test_texts_are_counted(file: Path, value: object, tokens: int | None) -> None:
     assert await Tokenizer(file, 10**6).count(json.dumps(value).encode()) == tokens
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", '""', '{"content":[]}', '"a"', "[[]]", "0"])
+async def test_a_prompt_of_too_many_values_is_estimated(file: Path, value: str) -> None:
+    raw = b"[" + b",".join([value.encode()] * 500_000) + b"]"
+    tracemalloc.start()
+    counted = Tokenizer(file, 10**9)._count(raw)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert counted is None
+    assert most < 3 * len(raw) + 2_000_000
 
 
 async def test_long_prompts_leave_the_event_loop_alone(

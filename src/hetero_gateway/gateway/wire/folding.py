@@ -147,11 +147,16 @@ def highest(data: Buffer) -> int:
     return int(np.frombuffer(data, np.uint8).max())
 
 
-def positions(data: bytes | bytearray, start: int, end: int, text: bytes) -> _Places:
-    """Where a text of two bytes at least stands: in a long one faster than ``bytes.find``."""
+def positions(
+    data: bytes | bytearray, start: int, end: int, text: bytes, most: int
+) -> tuple[list[int], int]:
+    """(where a text of two bytes at least stands, how far was looked: ``end``, or as for ``most``).
+
+    In a long one it is faster than ``bytes.find``.
+    """
     array = np.frombuffer(data, np.uint8)
     first, second = text[:2]
-    result = [_NOWHERE]
+    result: list[int] = []
     last = end - len(text) + 1
     low = data.find(text[:1], start, last)
     while low >= 0:
@@ -162,9 +167,11 @@ def positions(data: bytes | bytearray, start: int, end: int, text: bytes) -> _Pl
             at = np.flatnonzero(found) + low
             for i in range(2, len(text)):
                 at = at[array[at + i] == text[i]]
-            result.append(at)
+            result += at[: most - len(result)].tolist()
+            if len(result) == most:
+                return result, result[-1] + len(text)
         low = data.find(text[:1], high, last)
-    return np.concatenate(result)
+    return result, end
 
 
 def _blocks(data: Buffer) -> Iterator[NDArray[np.uint8]]:
@@ -223,18 +230,16 @@ class _Walk:
 
     def _run_before(self, start: int, end: int) -> int:
         """Backslashes right in front of ``end``, those in front of ``start`` being known."""
-        body, length = self._body, 64
-        if body[end - 1] != _BACKSLASH:
+        if self._body[end - 1] != _BACKSLASH:
             return 0
-        while True:
-            low = max(start, end - length)
-            text = bytes(body[low:end])
-            run = len(text) - len(text.rstrip(b"\\"))
-            if run < len(text):
-                return run
-            if low == start:
-                return run + self._backslashes
-            length *= 4
+        high = end
+        while high > start:
+            low = max(start, high - (64 if high == end else _BLOCK_BYTES))
+            others = np.flatnonzero(self._array[low:high] != _BACKSLASH)
+            if others.size:
+                return end - low - int(others[-1]) - 1
+            high = low
+        return end - start + self._backslashes
 
     def _short_block(self, start: int, end: int) -> list[tuple[int, int]]:
         """What ``_block`` does, one by one."""

@@ -54,12 +54,11 @@ _MULTIPART_MODEL = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]
 _JSON_NUMBERS = re.compile(rb"\[%b[\d-]" % _SPACE)
 _JSON_LIST_OF_NUMBERS = re.compile(rb"\[%b\[" % _SPACE)
 _JSON_STRINGS = re.compile(rb'\[%b"' % _SPACE)
-_SPACE_IN_A_LIST = re.compile(rb"\[[ \t\r\n]")
 _ABOVE_NUMBERS = b":"[0]
 _QUOTE, _COMMA, _OPENING, _CLOSING = b'",[]'
 # A longer name is not of any model, and an error message would repeat it.
 _MOST_MODEL_BYTES = 4096
-# Of so many parts the types are looked at, and the others taken to be alike.
+# Of so many parts the types are looked at, and what follows is taken to be alike.
 _MOST_PARTS = 4096
 # Python's json makes objects of all that it reads: 0.3 ms for so much.
 _MOST_ODD_BYTES = 1 << 14
@@ -362,7 +361,8 @@ def _commas(data: bytes | bytearray, start: int, end: int) -> int:
 
 def _measure_lists(data: bytes | bytearray, start: int, end: int) -> tuple[int, int] | None:
     """(tokens, prompts) of lists of numbers; None: there is something else in them."""
-    if _SPACE_IN_A_LIST.search(data, start, end):
+    view = memoryview(data)[start:end]
+    if any(count(view, pair) for pair in (b"[ ", b"[\n", b"[\r", b"[\t")):
         data = bytes(data[start:end]).translate(None, b" \t\r\n")
         start, end = 0, len(data)
     view = memoryview(data)[start:end]
@@ -387,12 +387,11 @@ def _measure(data: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
     if end - start < LEAST_BYTES:
         found = len(_MEDIA_PART.findall(data, start, end))
     else:
-        places = positions(data, start, end, b'"type"')
-        looked_at = places[:_MOST_PARTS].tolist()
+        places, looked_to = positions(data, start, end, b'"type"', _MOST_PARTS)
         match = _MEDIA_PART.match
-        found = sum(match(data, at, end) is not None for at in looked_at)
-        if places.size > _MOST_PARTS:
-            found = found * places.size // _MOST_PARTS
+        found = sum(match(data, at, end) is not None for at in places)
+        if looked_to < end:
+            found = found * (end - start) // (looked_to - start)
     text_bytes = _text_bytes(data, start, end)
     if found:
         text_bytes -= _base64_bytes(data, start, end)

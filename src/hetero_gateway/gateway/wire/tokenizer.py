@@ -13,10 +13,27 @@ from typing import Any
 import msgspec
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.gateway.wire.folding import count, count_byte
 
 # What common chat templates add around one message and at the end of the prompt.
 _TOKENS_PER_MESSAGE = 4
 _TOKENS_PER_PROMPT = 3
+# More prompts or parts than these are estimated: each costs its objects.
+_MOST_TEXTS = 10_000
+_MOST_VALUES = 200_000
+
+
+class _Part(msgspec.Struct):
+    text: str | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None
+
+
+# Anything else is an error at its first byte: nobody's arrays of arrays are built, while the
+# interpreter's lock is held.
+_decode = msgspec.json.Decoder(str | list[str | _Message] | None).decode
 
 
 class Tokenizer:
@@ -47,32 +64,40 @@ class Tokenizer:
         return self._count(raw)
 
     def _count(self, raw: bytes) -> int | None:
+        if _too_many_values(raw):
+            return None
         try:
-            value = msgspec.json.decode(raw)
-        except msgspec.DecodeError:
+            value = _decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         if isinstance(value, str):
             return len(self._tokenizer.encode(value).ids)
-        if not isinstance(value, list):
+        texts: list[str] = []
+        chat = False
+        for item in value or ():
+            if isinstance(item, str):
+                texts.append(item)
+            else:
+                chat = True
+                texts += _texts(item)
+        if not value or not texts or len(texts) > _MOST_TEXTS:
             return None
-        texts = [text for item in value for text in _texts(item)]
-        if not texts:
-            return None
-        chat = any(isinstance(item, dict) for item in value)
         tokens = sum(
             len(e.ids) for e in self._tokenizer.encode_batch(texts, add_special_tokens=not chat)
         )
         return tokens + (_TOKENS_PER_PROMPT + _TOKENS_PER_MESSAGE * len(value) if chat else 0)
 
 
-def _texts(item: Any) -> list[str]:
-    if isinstance(item, str):
-        return [item]
-    content = item.get("content") if isinstance(item, dict) else None
+def _too_many_values(raw: bytes) -> bool:
+    """Whether decoding would make more objects than a prompt can have, by its marks."""
+    if len(raw) < _MOST_VALUES:
+        return False
+    quotes = count_byte(raw, b'"'[0]) - count(raw, b'\\"')
+    return quotes > 2 * _MOST_VALUES or count_byte(raw, b"{"[0]) > _MOST_VALUES
+
+
+def _texts(message: _Message) -> list[str]:
+    content = message.content
     if isinstance(content, str):
         return [content]
-    if isinstance(content, list):
-        return [
-            p["text"] for p in content if isinstance(p, dict) and isinstance(p.get("text"), str)
-        ]
-    return []
+    return [part.text for part in content or () if part.text is not None]
