@@ -202,7 +202,7 @@ def test_instances_do_not_disturb_each_other():
 def test_finish_time_compiled_estimates_the_same(size):
     rng = np.random.default_rng(size)
     for _ in range(20):
-        rows = rng.random((13, size)) * 100
+        rows = rng.random((14, size)) * 100
         kv, max_num_seqs = 1 + rng.random(size) * 1e5, rng.integers(1, 256, size) * 1.0
         further = rng.random((2, size)) * 1e4
         times = 0.1 + rng.random((2, size))
