@@ -49,6 +49,8 @@ _IDLE_REQUEST = b"GET /livez HTTP/1.1\r\nhost: soak\r\n\r\n"
 _OPENED_AT_ONCE = 64
 # From one source address a kernel has some 28 000 ports to one destination.
 _PORTS_PER_ADDRESS = 20_000
+# The time of a soak begins when all are open, or after this.
+OPEN_WITHIN_S = 300.0
 # Memory at the end over that at a third of the time, when all is open.
 RSS_GROWTH_BYTES = 24 * 2**20
 
@@ -220,13 +222,16 @@ class Soak:
     async def _soak(self, gateway: GatewayProcess) -> None:
         before = gateway.descriptors
         gate = asyncio.Semaphore(_OPENED_AT_ONCE)
-        began_s, cpu_s = time.monotonic(), gateway.cpu_s
         tasks = [asyncio.create_task(self._stream(gateway.port)) for _ in range(self.streams)]
         tasks += [
             asyncio.create_task(self._keep_idle(gateway.port, number, gate))
             for number in range(self.idle)
         ]
-        warm_bytes, warm_cpu_s, warm_chunks = 0, cpu_s, 0
+        began_s = time.monotonic()
+        while self.counts.open < self.idle and time.monotonic() - began_s < OPEN_WITHIN_S:
+            await asyncio.sleep(0.1)
+        began_s, warm_cpu_s = time.monotonic(), gateway.cpu_s
+        warm_bytes, warm_chunks, warm_s = 0, 0, 0.0
         while (elapsed_s := time.monotonic() - began_s) < self.seconds:
             await asyncio.sleep(min(self.seconds / 20, self.seconds - elapsed_s))
             elapsed_s = time.monotonic() - began_s
