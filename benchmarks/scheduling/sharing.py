@@ -2,7 +2,8 @@
 
     python benchmarks/scheduling/sharing.py [--replicas 2,4,8] [--intervals 0.02,0.05,0.2,1]
         [--seeds 3] [--requests 4000] [--only steady] [--markdown] [--json]
-    python benchmarks/scheduling/sharing.py --shards [--instances 256]
+    python benchmarks/scheduling/sharing.py --shards [--instances 64]
+    python benchmarks/scheduling/sharing.py --cost
 
 Eight unequal instances (two of each of four kinds) behind one gateway, or behind several that
 exchange their rows every so often, or never. Three kinds of traffic:
@@ -17,14 +18,20 @@ scheduler would do. ``starved`` is the highest mean latency of a replica's reque
 how unfair it is that queues are local.
 
 ``--shards``: many instances, dealt out to shards with a scheduler each; a request goes to
-the least loaded of d shards that are drawn; against one scheduler over all.
+the least loaded of d shards that are drawn; against one scheduler over all. Every shard has
+as many of each kind.
+
+``--cost``: CPU time of one exchange where every instance has changed, without Redis and its
+client, the bytes of a replica's message, and what all replicas read together.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +45,9 @@ from benchmarks.clusters import PROFILES, draw_lengths
 from benchmarks.tables import Column, report
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
-from hetero_gateway.core.types import InstanceId
+from hetero_gateway.core.sharing.exchange import OTHERS, Exchange
+from hetero_gateway.core.sharing.message import pack, unpack
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
@@ -77,6 +86,17 @@ SHARD_COLUMNS = (
     Column("TTFT s", "ttft", 8, ".3f"),
     Column("TTFT p99", "ttft_p99", 10, ".3f"),
 )
+
+
+COST_COLUMNS = (
+    Column("replicas", "replicas", 10, "d"),
+    Column("instances", "instances", 11, "d"),
+    Column("CPU µs", "cpu_us", 10, ".0f"),
+    Column("bytes", "bytes", 9, "d"),
+    Column("every ms", "every_ms", 10, ".0f"),
+    Column("read MB/s", "read_mb_per_s", 11, ".1f"),
+)
+INTERVAL_S = 0.05  # the default
 
 
 class ChatLengths:
@@ -202,11 +222,11 @@ def shard_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rate_per_s = LOAD * capacity_per_s(instances)
     workload = make_workload("steady", args.requests, rate_per_s, 0)
     one, _ = run(instances, workload, make_scheduler(0))
-    for shards in (s for s in (4, 8, 16) if args.instances // s >= 4):
+    for shards in (s for s in (4, 8, 16) if args.instances // s >= len(PROFILES)):
         for choices in (1, 2, 3):
             gateways = [make_scheduler(0, shard) for shard in range(shards)]
             rng = np.random.default_rng(4)
-            figures, _ = run(instances, workload, Shards(gateways, choices, rng))
+            figures, _ = run(instances, workload, Shards(gateways, choices, rng, args.block))
             yield {
                 "instances": args.instances,
                 "shards": shards,
@@ -215,6 +235,59 @@ def shard_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 **{name: value / one[name] for name, value in figures.items()},
                 "met": True,
             }
+
+
+def cost_rows() -> Iterator[dict[str, Any]]:
+    for replicas, count in itertools.product((2, 8), (8, 64, 512, 4096)):
+        names = [(InstanceId(f"i{i}"), f"http://10.0.0.1:{i}") for i in range(count)]
+        mine, other = _gateway(names), _gateway(names)
+        spent_s, size = [], 0
+        for turn in range(1, 6):
+            now_s = float(turn)
+            for scheduler, _ in (mine, other):
+                for name, _ in names:
+                    scheduler._members.table[name].dispatch(Request("m", 100, 50.0), 0.5, now_s)
+            message = other[1].say(now_s)
+            assert message is not None
+            size = len(data := pack(message))
+            spent_s.append(_exchange_s(*mine, data, replicas, now_s))
+        cpu_s = statistics.median(spent_s)
+        every_s = max(INTERVAL_S, 20 * cpu_s)
+        yield {
+            "replicas": replicas,
+            "instances": count,
+            "cpu_us": cpu_s * 1e6,
+            "bytes": size,
+            "every_ms": every_s * 1e3,
+            "read_mb_per_s": replicas * (replicas - 1) * size / every_s / 1e6,
+            "met": True,
+        }
+
+
+def _gateway(names: Sequence[tuple[InstanceId, str]]) -> tuple[ReplicaScheduler, Exchange]:
+    profiles, scheduler = builtin_profiles(), make_scheduler(0)
+    for i, (name, _) in enumerate(names):
+        profile = profiles[PROFILES[i % len(PROFILES)]]
+        scheduler.add(InstanceSpec(name, frozenset({"m"}), profile))
+    exchange = Exchange(scheduler, ttl_s=3.0, interval_s=INTERVAL_S)
+    exchange.set_instances(names)
+    return scheduler, exchange
+
+
+def _exchange_s(
+    scheduler: ReplicaScheduler, exchange: Exchange, data: bytes, replicas: int, now_s: float
+) -> float:
+    """CPU time of saying, and of hearing the same from each of the others."""
+    begun_s = time.process_time()
+    message = exchange.say(now_s)
+    assert message is not None
+    pack(message)
+    exchange.said()
+    for replica in range(replicas - 1):
+        exchange.hear(str(replica), unpack(data), now_s)
+    for change in exchange.changes(now_s):
+        scheduler.set_peer(change.instance_id, OTHERS, change.load, now_s)
+    return time.process_time() - begun_s
 
 
 def numbers(text: str) -> list[float]:
@@ -232,9 +305,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=4000, help="of each run")
     parser.add_argument("--shards", action="store_true", help="shards instead of replicas")
-    parser.add_argument("--instances", type=int, default=256, help="of --shards")
+    parser.add_argument("--cost", action="store_true", help="of one exchange")
+    parser.add_argument("--block", type=int, default=len(PROFILES),
+                        help="instances in a row for one shard; 1: one kind each")  # fmt: skip
+    parser.add_argument("--instances", type=int, default=64, help="of --shards")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args(argv)
+    if args.cost:
+        return report(cost_rows(), COST_COLUMNS, as_json=args.json)
     if args.shards:
         return report(shard_rows(args), SHARD_COLUMNS, as_json=args.json)
     return report(rows(args), COLUMNS, as_json=args.json)

@@ -223,15 +223,22 @@ class Shards(_Several):
         choices: how many of them are drawn for a request; the one with the lowest load over
             capacity gets it. As many as there are: the best of all.
         rng: for the draws.
+        block: so many instances in a row go to one shard.
     """
 
     def __init__(
-        self, schedulers: Sequence[Scheduler], choices: int, rng: np.random.Generator
+        self,
+        schedulers: Sequence[Scheduler],
+        choices: int,
+        rng: np.random.Generator,
+        block: int = 1,
     ) -> None:
         super().__init__(schedulers)
         self._choices = choices
         self._rng = rng
-        self._next = itertools.cycle(range(len(self.schedulers)))
+        self._next = itertools.cycle(
+            shard for shard in range(len(self.schedulers)) for _ in range(block)
+        )
         self._shard_of: dict[InstanceId, Scheduler] = {}
         self._members: list[list[InstanceId]] = [[] for _ in self.schedulers]
 
