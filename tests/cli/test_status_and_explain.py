@@ -70,8 +70,14 @@ async def test_explain_shows_the_candidates_and_the_reason(
 
 async def test_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     name = "m\x1b]0;owned\x07\x1b[2J\n"
-    async with fake_instances(1, models=(name,)) as fakes:
-        async with running_gateway(config_for(fakes)) as running:
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes)
+        # An instance's own list may not hold such a name; a configuration may.
+        (instance,) = config.instances
+        config = config.model_copy(
+            update={"instances": [instance.model_copy(update={"model": name})]}
+        )
+        async with running_gateway(config) as running:
             assert await run("status", running.url) == 0
             assert await run("explain", running.url, *QUESTION) == 0
             out = capsys.readouterr().out
