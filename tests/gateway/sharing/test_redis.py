@@ -204,14 +204,12 @@ async def test_over_tls(tmp_path: Path) -> None:
     authority.cert_pem.write_to_path(str(ca))
     certificate.cert_chain_pems[0].write_to_path(str(pem))
     certificate.private_key_pem.write_to_path(str(key))
-    with redis_server() as plain:
-        tls_port = plain.port + 1 if plain.port < 65535 else plain.port - 1
-        plain.kill()
-        plain._options = (
-            *("--tls-port", str(tls_port), "--tls-cert-file", str(pem), "--tls-key-file", str(key)),
-            *("--tls-ca-cert-file", str(ca), "--tls-auth-clients", "no"),
-        )
-        plain.start()
+    tls_port = free_port()
+    options = (
+        *("--tls-port", str(tls_port), "--tls-cert-file", str(pem), "--tls-key-file", str(key)),
+        *("--tls-ca-cert-file", str(ca), "--tls-auth-clients", "no"),
+    )
+    with redis_server(*options):
         url = f"rediss://127.0.0.1:{tls_port}"
         async with gateways(2, config(url, ca_file=str(ca))) as (a, b):
             await until(lambda: a.sharing.replicas == b.sharing.replicas == 1)
