@@ -47,6 +47,7 @@ class EmulatedCluster:
         folder: for configuration files.
         instance_options: further options of ``emulate``, the same for all.
         gateway_config: what the gateway's configuration has beside its instances.
+        described: the gateway is given profiles and the model's name; or else addresses alone.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class EmulatedCluster:
         *,
         instance_options: Sequence[str] = (),
         gateway_config: Mapping[str, Any] | None = None,
+        described: bool = True,
     ) -> None:
         self._instances = tuple(instances)
         self._model = model
@@ -70,7 +72,8 @@ class EmulatedCluster:
         self._children = children
         self._instance_options = tuple(instance_options)
         self._gateway_config = dict(gateway_config or {})
-        self._instance_urls: dict[str, str] = {}
+        self._described = described
+        self.instance_urls: dict[str, str] = {}
         self._emulators: list[Child] = []
         self._gateway: Child | None = None
 
@@ -101,7 +104,7 @@ class EmulatedCluster:
             for instance in self._instances
         ]
         for child in self._emulators:
-            self._instance_urls[child.name] = await child.url()
+            self.instance_urls[child.name] = await child.url()
         self._write_config()
 
     async def start_gateway(self, policy: str) -> None:
@@ -135,14 +138,14 @@ class EmulatedCluster:
     async def slow_down(self, instance_id: str, factor: float) -> None:
         """From its next step on, an emulated instance's steps take this many times longer."""
         async with httpx.AsyncClient() as client:
-            url = f"{self._instance_urls[instance_id]}/emulator/slowdown"
+            url = f"{self.instance_urls[instance_id]}/emulator/slowdown"
             (await client.post(url, json={"factor": factor})).raise_for_status()
 
     async def lost_s(self) -> float:
         """Wall seconds by which the emulated clocks gave way to an overloaded machine, summed."""
         total_s = 0.0
         async with httpx.AsyncClient() as client:
-            for url in self._instance_urls.values():
+            for url in self.instance_urls.values():
                 text = (await client.get(url + paths.METRICS)).text
                 for line in text.splitlines():
                     if line.startswith(_LOST):
@@ -153,17 +156,14 @@ class EmulatedCluster:
         """Write the gateway's configuration, its profiles on the emulators' clock."""
         instances = []
         for instance in self._instances:
-            name = f"{instance.instance_id}.believed.yaml"
-            profile = instance.believed or load_profile(instance.profile)
-            write_profile(profile, self._folder / name, speed=self._time_scale)
-            instances.append(
-                {
-                    "id": instance.instance_id,
-                    "base_url": self._instance_urls[instance.instance_id],
-                    "model": self._model,
-                    "profile": name,
-                }
-            )
+            url = self.instance_urls[instance.instance_id]
+            entry = {"id": instance.instance_id, "base_url": url}
+            if self._described:
+                name = f"{instance.instance_id}.believed.yaml"
+                profile = instance.believed or load_profile(instance.profile)
+                write_profile(profile, self._folder / name, speed=self._time_scale)
+                entry |= {"model": self._model, "profile": name}
+            instances.append(entry)
         config = {
             # An emulated instance that takes long to answer is on a busy machine, and not down.
             "health": {"probe_timeout_s": _PROBE_TIMEOUT_S},
