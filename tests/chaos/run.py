@@ -65,6 +65,7 @@ class Run:
         self._left: Counter[int] = Counter()
         self._latencies_s: list[float] = []
         self._changes = 0
+        self._changing = asyncio.Lock()  # there is one file
         self._removed = False  # the counts of an instance go with it
         self._baseline: dict[str, float] = {}
         self._ended_s: dict[int, float] = {}  # when a gateway was told to end, by its port
@@ -288,7 +289,8 @@ class Run:
     async def _apply(self, disturbance: Disturbance) -> None:
         kind = disturbance.kind
         if kind == "reload":
-            await self._change_config(disturbance)
+            async with self._changing:
+                await self._change_config(disturbance)
             return
         instance = self.instances[disturbance.instance]
         if kind == "restart":

@@ -72,8 +72,12 @@ whole_chunk_length = {
 # Many chunks in one read are tiny ones: a walk over them in Python would take 0.2 s a megabyte.
 _TINY = 48
 _FEW = 16
+# Not possessive: Python 3.11 below 3.11.5 matches possessive groups wrongly (CPython 106052). Nothing
+# follows, so that nothing is tried twice; the bound is for the stack of a match.
 _tiny_chunks = re.compile(
-    b"(?:" + b"|".join(b"%x\r\n.{%d}\r\n" % (size, size) for size in range(1, _TINY)) + b")*+",
+    b"(?:"
+    + b"|".join(b"%x\r\n.{%d}\r\n" % (size, size) for size in range(1, _TINY))
+    + b"){0,1024}",
     re.DOTALL,
 ).match
 
