@@ -72,7 +72,7 @@ whole_chunk_length = {
 # Many chunks in one read are tiny ones: a walk over them in Python would take 0.2 s a megabyte.
 _TINY = 48
 _FEW = 16
-# Not possessive: Python 3.11 below 3.11.5 matches possessive groups wrongly (CPython 106052). Nothing
+# Not possessive: Python below 3.11.5 matches possessive groups wrongly (CPython 106052). Nothing
 # follows, so that nothing is tried twice; the bound is for the stack of a match.
 _tiny_chunks = re.compile(
     b"(?:"
