@@ -56,6 +56,8 @@ class Instance:
         self._process: Any = None
         self._control: Connection | None = None
         self.stopped = False
+        # Whose turn it is to disturb it: on a busy machine a start takes longer than planned.
+        self.turn = asyncio.Lock()
         self.starts = 0
         # When a fault was on, in the harness's time: (kind, from, until or None).
         self.history: list[list[Any]] = []

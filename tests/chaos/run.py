@@ -293,6 +293,11 @@ class Run:
                 await self._change_config(disturbance)
             return
         instance = self.instances[disturbance.instance]
+        async with instance.turn:
+            await self._break(instance, disturbance)
+
+    async def _break(self, instance: Instance, disturbance: Disturbance) -> None:
+        kind = disturbance.kind
         if kind == "restart":
             instance.kill()
             await asyncio.sleep(disturbance.duration_s)

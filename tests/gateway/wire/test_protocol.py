@@ -452,6 +452,28 @@ async def test_a_graceful_end_lets_a_stream_finish_and_closes_its_connection() -
         assert running.settled()
 
 
+async def test_a_request_on_its_way_as_the_end_begins_is_answered() -> None:
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes, server={"port": 0, "shutdown_timeout_s": 20})
+        async with contextlib.AsyncExitStack() as clients:
+            async with running_gateway(config) as running:
+                connect = lambda: clients.enter_async_context(connected(running))  # noqa: E731
+                new, half, silent, served = [await connect() for _ in range(4)]
+                half.writer.write(post()[:20])
+                served.writer.write(post())
+                assert (await served.response())[0] == 200
+                running.server.should_exit = True
+                assert await served.rest() == b""  # at once; the others may still say something
+                new.writer.write(post())
+                half.writer.write(post()[20:])
+                for client in (new, half):
+                    answer = await client.rest()
+                    assert answer.startswith(b"HTTP/1.1 200 ")
+                    assert b"connection: close" in answer
+                assert await silent.rest() == b""
+        assert running.settled()
+
+
 async def test_an_idle_connection_is_closed_and_a_busy_one_is_not() -> None:
     async with serving(timeouts={"keep_alive_s": 0.1}) as (running, _):
         async with connected(running) as client:

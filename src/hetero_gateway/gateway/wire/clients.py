@@ -139,6 +139,8 @@ class Watch:
         limits: that hold for them.
         timeouts: counts those that ended by one, by what was waited for; ``write`` among them.
         refused: counts what was refused for its head, its framing or its number, by status.
+
+    ``ending``: the server ends; each connection's present request is its last one.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Watch:
         self.limits = limits
         self.timeouts: Counter[str] = Counter() if timeouts is None else timeouts
         self.refused: Counter[int] = Counter() if refused is None else refused
+        self.ending = False
         self._parts: list[set[Watched]] = [set() for _ in range(_PARTS)]
         self._next_part = 0
         self._added = 0

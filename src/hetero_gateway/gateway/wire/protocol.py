@@ -21,6 +21,8 @@ A connection's phases (``clients.Phase``), events down; "–": cannot be or mean
     response's end    –                   –                   the rest is dropped HEAD where there
                                                                                   are bytes, or IDLE
     too slow          closed              408: CLOSING        408: CLOSING        –
+    server ends       closed; new ones    closed after        the last request    the last request
+                      after LAST_CALL_S   LAST_CALL_S
     reads nothing     closed              closed              closed              closed
     connection lost   over                over                over                over
 
@@ -52,6 +54,8 @@ _IDLE, _HEAD, _BODY, _SERVING, _CLOSING = Phase
 
 _LINE_ENDS = re.compile(rb"(?:\r\n)++")
 _BY_TARGET = {path.encode(): (path, work) for path, work in WORK_BY_PATH.items()}
+# How long a new connection may still bring a request once the server ends.
+LAST_CALL_S = 0.5
 # Of what comes behind a request: more is left to the kernel.
 _MOST_KEPT_BYTES = 65536
 # Of a body that nobody wants any more: where more is to come, the connection is given up.
@@ -194,6 +198,8 @@ class EngineProtocol(HttpToolsProtocol):
             inbound.dropped = head.options
             ours = EngineCycle(self, inbound, head)
             self.cycle = cast(Any, ours)
+            if self.watch.ending:
+                ours.keep_alive = False
             ours.begin(body_is_here=bool(rest))
         if length == 0:
             self._end_body(rest)
@@ -227,7 +233,7 @@ class EngineProtocol(HttpToolsProtocol):
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
             expect_100_continue=head.expects_continue,
-            keep_alive=head.keep_alive and not head.http_10,
+            keep_alive=head.keep_alive and not head.http_10 and not self.watch.ending,
             on_response=self.on_response_complete,
         )
 
@@ -396,6 +402,22 @@ class EngineProtocol(HttpToolsProtocol):
 
     def stall(self) -> None:
         self.transport.abort()
+
+    # What the server calls
+
+    def shutdown(self) -> None:
+        """The server ends: what has begun is answered, and what may be on its way here, too."""
+        self.watch.ending = True
+        if self.phase is _HEAD or (self.phase is _IDLE and self.cycle is None):
+            # A new connection's first request was perhaps sent before anybody could know. One that
+            # has been served is closed at once, as everywhere: its client knows that this happens.
+            self.loop.call_later(LAST_CALL_S, self._close_unused, self.turn)
+        else:
+            super().shutdown()
+
+    def _close_unused(self, turn: int) -> None:
+        if self.turn == turn:
+            self.transport.close()
 
     # What the transport calls
 
