@@ -88,6 +88,33 @@ async def test_a_connection_that_was_paused_at_the_end_answers_the_next_request(
         pool.close()
 
 
+@pytest.mark.parametrize("arrives", ["bytes", "end"])
+async def test_a_connection_on_which_something_arrived_is_not_taken(arrives: str) -> None:
+    answer, writers = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        await reader.readuntil(b"{}")
+        writer.write(answer)
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        pool = InstancePool(
+            f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", PoolConfig(), 1
+        )
+        assert (await answer_to(pool)).body == b"{}"
+        # It is here at once, and this event loop has had no turn to read it.
+        if arrives == "bytes":
+            writers[0].write(answer.replace(b"{}", b"!!"))
+        else:
+            writers[0].write_eof()
+        assert pool.take_idle() is None
+        assert (await answer_to(pool)).body == b"{}"
+        assert len(writers) == 2
+        pool.close()
+        for writer in writers:
+            writer.close()
+
+
 async def test_idle_connections_expire_and_are_limited() -> None:
     async with fake_instances(1) as [fake]:
         pool = InstancePool(fake.url, PoolConfig(max_idle=2, idle_expiry_s=0.1), 1)

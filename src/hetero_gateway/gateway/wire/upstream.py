@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 import socket
 import ssl
 import time
@@ -76,6 +77,7 @@ class UpstreamConnection(asyncio.Protocol):
         # instance closing an idle connection.
         self.reused = False
         self.got_bytes = False
+        self._arrivals = select.poll()
 
     # What the relay calls
 
@@ -117,6 +119,15 @@ class UpstreamConnection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def silent(self) -> bool:
+        """Nothing has arrived that the event loop has yet to read: no byte, and no end.
+
+        An idle connection on which something has is no good. Bytes behind an answer would be taken
+        for the next one's.
+        """
+        return not self._arrivals.poll(0)
+
     def __repr__(self) -> str:
         if not self.usable:
             state = "closed"
@@ -130,6 +141,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        descriptor = transport.get_extra_info("socket").fileno()
+        self._arrivals.register(descriptor, select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
         sink = self._sink
@@ -300,7 +313,8 @@ class InstancePool:
         now_s = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
-            if connection.usable and now_s - connection.idle_since_s < self._config.idle_expiry_s:
+            fresh = now_s - connection.idle_since_s < self._config.idle_expiry_s
+            if fresh and connection.usable and connection.silent:
                 connection.reused = True
                 return connection
             connection.abort()
