@@ -23,10 +23,7 @@ REFUSED_BY_THE_ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
     "temperature": (CHAT, chat(2, NAME, temperature=-1)),
     "temperature-type": (CHAT, chat(2, NAME, temperature="warm")),
     "top_p": (CHAT, chat(2, NAME, top_p=7)),
-    "max_tokens-zero": (CHAT, chat(0, NAME)),
     "max_tokens-beyond-context": (CHAT, chat(5000, NAME)),
-    "n": (CHAT, chat(2, NAME, n=0)),
-    "max_tokens-negative": (CHAT, chat(-1, NAME)),
     "no-messages": (CHAT, {"model": NAME, "max_tokens": 2}),
     "no-prompt": (COMPLETIONS, {"model": NAME, "max_tokens": 2}),
     "prompt-too-long": (
@@ -52,6 +49,24 @@ def test_an_engine_s_refusal_is_passed_through_byte_for_byte(cluster: Cluster, c
     for name in HEADERS:
         assert through.headers.get(name) == direct.headers.get(name)
     assert through.headers["x-hetero-gateway-instance"] == "small"
+
+
+# Numbers that the gateway reads itself, and no engine accepts.
+REFUSED_BY_BOTH: dict[str, tuple[str, dict[str, Any]]] = {
+    "max_tokens": ("max_tokens", chat(0, NAME)),
+    "max_tokens-negative": ("max_tokens", chat(-1, NAME)),
+    "n": ("n", chat(2, NAME, n=0)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_BOTH)
+def test_what_the_gateway_refuses_itself_the_engine_would_refuse(
+    cluster: Cluster, case: str
+) -> None:
+    parameter, body = REFUSED_BY_BOTH[case]
+    assert cluster.post(CHAT, body, cluster.engines["small"].base_url).status_code == 400
+    through = cluster.post(CHAT, body)
+    assert (through.status_code, through.json()["error"]["param"]) == (400, parameter)
 
 
 def test_a_prompt_that_is_known_not_to_fit_is_refused_by_the_gateway(cluster: Cluster) -> None:
