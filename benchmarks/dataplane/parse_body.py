@@ -95,7 +95,7 @@ def _chat(content: object) -> bytes:
     return json.dumps({"model": "m", "messages": messages, "max_tokens": 16}).encode()
 
 
-STEP_S = 0.002
+STEP_S = 0.001
 
 
 def steps_ms(body: bytes) -> list[float]:

@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 
 _RETRY_WINDOW_S = 10.0
 # How long the reading of a body may hold the event loop at a time.
-_STEP_S = 0.002
+_STEP_S = 0.001
 # Of each end of a long body, once it is not needed any more.
 _LEFT_BYTES = 1024
 
