@@ -153,8 +153,8 @@ class FaultyProtocol(HttpToolsProtocol):
             self.transport.real.close()
 
     def on_response_complete(self) -> None:
-        if self.transport.fault is _pass_and_add:
-            self.transport.real.write(_EVIL_ANSWER)
+        if isinstance(self.transport.fault, _Added):
+            self.transport.fault.end(self.transport)
         super().on_response_complete()
 
 
@@ -169,8 +169,22 @@ def _nothing(transport: FaultyTransport, data: bytes) -> None:
     pass
 
 
-def _pass_and_add(transport: FaultyTransport, data: bytes) -> None:
-    transport.real.write(data)
+class _Added:
+    """Another answer behind the whole one, in one write with its end.
+
+    In a write of its own it may come when the next request has been written: then nobody can tell
+    it from that one's answer.
+    """
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def __call__(self, transport: FaultyTransport, data: bytes) -> None:
+        transport.real.write(self._held)
+        self._held = data
+
+    def end(self, transport: FaultyTransport) -> None:
+        transport.real.write(self._held + _EVIL_ANSWER)
 
 
 def _midway(rng: random.Random, end: Callable[[FaultyTransport], None]) -> Fault:
@@ -206,5 +220,5 @@ KINDS: dict[str, Callable[[random.Random], Fault | Instead]] = {
     "http-500": lambda rng: Instead(_whole(500, _ERROR % 500)),
     "http-503": lambda rng: Instead(_whole(503, _ERROR % 503)),
     "no-answer": lambda rng: Instead(b"", close=True),
-    "extra": lambda rng: _pass_and_add,
+    "extra": lambda rng: _Added(),
 }
