@@ -1,11 +1,12 @@
-"""Types of command-line arguments that several commands share, for argparse.
+"""What several commands share of their arguments, for argparse.
 
-Each raises what argparse reports in one line.
+Each type raises what argparse reports in one line.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 
 
@@ -28,3 +29,18 @@ def positive_float(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError("must be above 0")
     return value
+
+
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    """The option of a command that serves; see ``start_logging``."""
+    parser.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error")
+    )
+
+
+def start_logging(level: str) -> None:
+    """Log to standard error, from ``level`` on."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 from typing import Any
 
+from hetero_gateway.cli.arguments import add_log_level, start_logging
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import load_gateway_config
@@ -29,9 +29,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--http-port", type=int, help="port of /metrics, /admin and /dashboard")
     parser.add_argument("--policy", choices=POLICY_NAMES, help="the policy (default: the file's)")
-    parser.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level(parser)
     parser.set_defaults(run=run)
 
 
@@ -45,10 +43,7 @@ def run(args: argparse.Namespace) -> int:
             "scheduler.policy": args.policy,
         },
     )
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    start_logging(args.log_level)
     try:
         from hetero_gateway.picker import server
     except ImportError as error:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 from typing import Any
 
+from hetero_gateway.cli.arguments import add_log_level, start_logging
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.files.gateway_config import load_gateway_config
 
@@ -24,9 +24,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--port", type=int, help="port; 0 takes a free one and prints it")
     parser.add_argument("--policy", choices=POLICY_NAMES, help="the policy (default: the file's)")
     parser.add_argument("--workers", type=int, help="always 1; more is refused, with the reason")
-    parser.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level(parser)
     parser.set_defaults(run=run)
 
 
@@ -40,10 +38,7 @@ def run(args: argparse.Namespace) -> int:
             "scheduler.policy": args.policy,
         },
     )
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    start_logging(args.log_level)
     # Imported late: validate and --help need no server.
     from hetero_gateway.gateway import server
     from hetero_gateway.gateway.app import create_app

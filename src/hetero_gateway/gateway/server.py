@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -20,6 +21,7 @@ from hetero_gateway.gateway.wire.clients import (
     raise_descriptor_limit,
 )
 from hetero_gateway.gateway.wire.protocol import engine_protocol
+from hetero_gateway.gateway.wiring import Gateway
 
 _log = logging.getLogger(__name__)
 
@@ -28,56 +30,99 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 4096
 
 
-class GatewayServer(uvicorn.Server):
-    """A uvicorn server that turns unready as soon as it is told to stop."""
+class DrainingServer(uvicorn.Server):
+    """uvicorn as the gateway's processes run it: unready as soon as it is told to stop.
 
-    def __init__(self, app: App, on_ready: Callable[[str], None]) -> None:
-        server = app.gateway.config.server
-        metrics = app.gateway.metrics
-        self.watch = Watch(
-            client_limits(app.gateway.config), metrics.client_timeouts, metrics.client_refusals
-        )
-        metrics.client_connections = self.watch.__len__
+    Args:
+        app: what is served.
+        gateway: whose it is; its configuration says where to listen.
+        options: further ones of ``uvicorn.Config``.
+    """
+
+    def __init__(self, app: Any, gateway: Gateway, **options: Any) -> None:
+        self.gateway = gateway
+        config = gateway.config.server
         super().__init__(
             uvicorn.Config(
                 app,
-                host=server.host,
-                port=server.port,
+                host=config.host,
+                port=config.port,
                 loop="uvloop",
-                http=engine_protocol(app, self.watch),
                 ws="none",
                 lifespan="on",
-                backlog=_BACKLOG,
                 access_log=False,
                 server_header=False,
                 date_header=False,
                 proxy_headers=False,
                 log_config=None,
-                timeout_graceful_shutdown=round(server.shutdown_timeout_s),
+                timeout_graceful_shutdown=round(config.shutdown_timeout_s),
+                **options,
             )
         )
-        self._app = app
+
+    @property
+    def url(self) -> str:
+        """Where it listens, once it has started."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://{url_host(host)}:{port}"
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.gateway.draining = True
+        super().handle_exit(sig, frame)
+
+    def serve_until_signal(self) -> None:
+        """Until SIGINT or SIGTERM. Raises HeteroGatewayError when the address is taken."""
+        # uvicorn raises the signal again once it has shut down: to whoever listened before it.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        try:
+            self.run()
+        except SystemExit as error:
+            config = self.gateway.config.server
+            raise HeteroGatewayError(
+                f"cannot listen on {config.host}:{config.port} (is the port taken?)"
+            ) from error
+
+
+class GatewayServer(DrainingServer):
+    """The gateway's: our protocol, and a long listen backlog."""
+
+    def __init__(self, app: App, on_ready: Callable[[str], None]) -> None:
+        gateway = app.gateway
+        metrics = gateway.metrics
+        self.watch = Watch(
+            client_limits(gateway.config), metrics.client_timeouts, metrics.client_refusals
+        )
+        metrics.client_connections = self.watch.__len__
+        protocol = engine_protocol(app, self.watch)
+        super().__init__(app, gateway, http=protocol, backlog=_BACKLOG)
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            self._on_ready(self.url)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._app.gateway.draining = True
-        super().handle_exit(sig, frame)
+
+def url_host(host: str) -> str:
+    """An address as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
+
+
+def freeze_what_start_made() -> None:
+    """It stays for good: the garbage collector need not walk it again and again.
+
+    That would hold every stream for milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def run(app: App, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM. Raises HeteroGatewayError when the address is taken."""
 
     def ready(url: str) -> None:
-        # What start-up made stays for good: the collector need not walk it again and again, which
-        # would hold every stream for milliseconds.
-        gc.collect()
-        gc.freeze()
+        freeze_what_start_made()
         on_ready(url)
 
     raise_descriptor_limit()
@@ -87,12 +132,4 @@ def run(app: App, on_ready: Callable[[str], None]) -> None:
             "server.max_connections is %d, and descriptors are enough for %d clients and their "
             "instances' connections: raise the process's limit (ulimit -n)", most, allowed,
         )  # fmt: skip
-    server = GatewayServer(app, ready)
-    # uvicorn raises the signal again once it has shut down: to whoever listened before it.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    try:
-        server.run()
-    except SystemExit as error:
-        host, port = app.gateway.config.server.host, app.gateway.config.server.port
-        raise HeteroGatewayError(f"cannot listen on {host}:{port} (is the port taken?)") from error
+    GatewayServer(app, ready).serve_until_signal()
