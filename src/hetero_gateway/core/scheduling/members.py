@@ -96,19 +96,23 @@ class Members:
             return self._nobody(request.model, pool)
         return pool.eligible(request, exclude)
 
-    def shortened(
-        self, request: Request, exclude: Collection[InstanceId], reject: Reject
-    ) -> tuple[Request, Eligible | Reject]:
-        """What becomes of a request that nobody can take because of an estimate.
+    def judge(
+        self, request: Request, exclude: Collection[InstanceId]
+    ) -> tuple[Request, Eligible] | Reject:
+        """The request as it is to be placed, and who may get it; or why nobody can.
 
-        An estimate refuses nobody: the largest instance gets it, and its engine judges. From here
-        on it is taken to be as long as that instance can hold.
+        An estimate refuses nobody: the largest instance gets what no instance would hold by an
+        estimate, and its engine judges. From here on it is taken to be as long as that instance can
+        hold.
         """
+        eligible = self.eligible(request, exclude)
+        if not isinstance(eligible, Reject):
+            return request, eligible
         shorter = self.pool(request.model).shorten(request)
         if shorter is None or shorter == request:
-            return request, reject
-        eligible = self.eligible(shorter, exclude)
-        return (request, reject) if isinstance(eligible, Reject) else (shorter, eligible)
+            return eligible
+        again = self.eligible(shorter, exclude)
+        return eligible if isinstance(again, Reject) else (shorter, again)
 
     def pool(self, model: str) -> Pool:
         """The available instances that serve the model; maybe none."""

@@ -205,11 +205,10 @@ class Scheduler:
             ValueError: a number of the request is out of bounds (``Request.check``).
         """
         request.check()
-        eligible = self._members.eligible(request, exclude)
-        if isinstance(eligible, Reject):
-            request, eligible = self._members.shortened(request, exclude, eligible)
-            if isinstance(eligible, Reject):
-                return eligible
+        judged = self._members.judge(request, exclude)
+        if isinstance(judged, Reject):
+            return judged
+        request, eligible = judged
         # A retry was let in before: it does not lose its place to those who came after it.
         if self.queued >= self._max_queued and not first:
             return Reject(
@@ -239,11 +238,10 @@ class Scheduler:
         if not self.policy.queues:
             # Nobody ever waits, and what arrives is of no interest: no queue has to know.
             request.check()
-            eligible = self._members.eligible(request, exclude)
-            if isinstance(eligible, Reject):
-                request, eligible = self._members.shortened(request, exclude, eligible)
-                if isinstance(eligible, Reject):
-                    return eligible
+            judged = self._members.judge(request, exclude)
+            if isinstance(judged, Reject):
+                return judged
+            request, eligible = judged
             placed = Ticket(request, now_s, exclude, owner, eligible)
             self._place(placed, None, now_s)
             return placed
@@ -309,15 +307,13 @@ class Scheduler:
         members = self._members
 
         def judge(ticket: Ticket) -> bool:
-            eligible = members.eligible(ticket.request, ticket.exclude)
-            if isinstance(eligible, Reject):
-                request = ticket.request
-                request, eligible = members.shortened(request, ticket.exclude, eligible)
-                if isinstance(eligible, Reject):
-                    ticket.rejected = eligible
-                    return False
+            judged = members.judge(ticket.request, ticket.exclude)
+            if isinstance(judged, Reject):
+                ticket.rejected = judged
+                return False
+            request, ticket.eligible = judged
+            if request is not ticket.request:
                 queue.change(ticket, request)
-            ticket.eligible = eligible
             return True
 
         refused = queue.stand_anew(members.pool(queue.head().request.model), judge)
@@ -454,32 +450,29 @@ class Scheduler:
         Raises:
             ValueError: a number of the request is out of bounds.
         """
-        request.check()
-        eligible = self._eligible_now(request, exclude, now_s)
-        if isinstance(eligible, Reject):
-            request, eligible = self._members.shortened(request, exclude, eligible)
-            if isinstance(eligible, Reject):
-                return eligible
-        return self._would_choose(request, eligible, now_s, self.policy, self._rng)
+        judged = self._judged(request, exclude, now_s)
+        if isinstance(judged, Reject):
+            return judged
+        return self._would_choose(*judged, now_s, self.policy, self._rng)
 
     def explain(self, request: Request, now_s: float = 0.0) -> Decision | Reject:
         """What ``choose`` would say now, without taking the policy's turn or a random draw."""
-        request.check()
-        eligible = self._eligible_now(request, (), now_s)
-        if isinstance(eligible, Reject):
-            request, eligible = self._members.shortened(request, (), eligible)
-            if isinstance(eligible, Reject):
-                return eligible
+        judged = self._judged(request, (), now_s)
+        if isinstance(judged, Reject):
+            return judged
         policy, rng = copy.deepcopy(self.policy), copy.deepcopy(self._rng)
-        return self._would_choose(request, eligible, now_s, policy, rng)
+        return self._would_choose(*judged, now_s, policy, rng)
 
-    def _eligible_now(
+    def _judged(
         self, request: Request, exclude: Collection[InstanceId], now_s: float
-    ) -> Eligible | Reject:
-        eligible = self._members.eligible(request, exclude)
-        if self._restraints.by_id and not isinstance(eligible, Reject):
-            return self._restraints.judge(eligible, exclude, now_s)
-        return eligible
+    ) -> tuple[Request, Eligible] | Reject:
+        """As ``Members.judge``, and without those that had better not get it now."""
+        request.check()
+        judged = self._members.judge(request, exclude)
+        if isinstance(judged, Reject) or judged[0] is not request or not self._restraints.by_id:
+            return judged
+        eligible = self._restraints.judge(judged[1], exclude, now_s)
+        return eligible if isinstance(eligible, Reject) else (request, eligible)
 
     def _would_choose(
         self,

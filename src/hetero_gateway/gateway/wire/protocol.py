@@ -52,7 +52,7 @@ from hetero_gateway.gateway.wire.openai import error_body
 
 _IDLE, _HEAD, _BODY, _SERVING, _CLOSING = Phase
 
-_LINE_ENDS = re.compile(rb"(?:\r\n)++")
+_LINE_ENDS = re.compile(rb"(?:\r\n)+")
 _BY_TARGET = {path.encode(): (path, work) for path, work in WORK_BY_PATH.items()}
 # How long a new connection may still bring a request once the server ends.
 LAST_CALL_S = 0.5
