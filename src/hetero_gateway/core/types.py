@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.prefixes.keys import PrefixKeys
 
 InstanceId = NewType("InstanceId", str)
 
@@ -30,7 +31,7 @@ class Request(NamedTuple):
         streams: whether its first token will be seen when it is made.
         client: whose it is, by name; "" where nobody asks.
         priority: a higher one goes first, for queue disciplines that look at it.
-        prefix: keys of its prompt's beginnings, for a policy that knows of prefix caches.
+        prefix: keys of its prompt's beginnings, for what knows of prefix caches; None: not wanted.
         only: the one instance that can take it (what it continues lives there); None: any.
         certain_tokens: of one sequence, what it needs whatever the estimates say: it is refused for
             no more than these; None: for all of its tokens, as where nothing is estimated.
@@ -43,7 +44,7 @@ class Request(NamedTuple):
     streams: bool = True
     client: str = ""
     priority: int = 0
-    prefix: tuple[int, ...] = ()
+    prefix: PrefixKeys | None = None
     only: InstanceId | None = None
     certain_tokens: int | None = None
 

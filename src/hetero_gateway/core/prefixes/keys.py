@@ -1,0 +1,146 @@
+"""Keys of a text's beginnings: two texts that begin alike have their first keys in common.
+
+A text is a sequence of parts (tools, a system prompt, messages). It is cut into pieces, and a
+piece's key depends on all that is in front of it, so that one key stands for a whole beginning:
+
+    h_0 = namespace,   h_i = xxh3(piece_i, seed = h_{i-1}),   key_i = h_i without its lowest 4 bits
+
+Where it is cut depends on nothing behind the cut, or a text that goes on would have other keys:
+at every part's end, since the next turn of a conversation goes on there; and within a part every
+``PIECE_BYTES``. After each ``PIECES_PER_LENGTH`` pieces the length doubles, and a part that is
+shorter than a 32nd of it shares a piece with the next one. So a text of B bytes has at most
+16·(2 + log2(B / 512)) keys whatever it is made of (64 MiB: 304), and what is lost between two cuts
+is a sixteenth of what is in front of them, or a piece.
+
+A key is only ever compared. Texts that collide cost a wrong guess at what an instance has in its
+cache, no more: nothing is served from here. The namespace begins with a secret (``seed_of``), so
+that nobody can choose texts that collide, or tell a text from its keys; all the same, they are
+neither logged nor shown.
+
+xxh3 because a megabyte takes 20 µs, where blake2b takes 1700 and Python's own ``hash`` 700
+(benchmarks/dataplane/prefix_keys.py), and ``hash`` differs from process to process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+# The length of the first pieces: some 250 tokens, a few blocks of an engine.
+PIECE_BYTES = 1024
+# After so many pieces their length doubles.
+PIECES_PER_LENGTH = 16
+# A part shorter than this fraction of a piece does not end one.
+_LEAST_SHARE_BITS = 5
+# Of 60 bits, an int takes 32 bytes; of 64, 48. At a million keys, one in 10^6 indexes has a pair
+# that collides.
+_DROPPED_BITS = 4
+
+Buffer = bytes | bytearray | memoryview
+
+
+class PrefixKeys(NamedTuple):
+    """The keys of one text, shortest beginning first.
+
+    Args:
+        hashes: 60 bits each.
+        ends: how many bytes of the text each one stands for; rising.
+        text_bytes: length of the whole text; the last piece may end in front of it.
+    """
+
+    hashes: tuple[int, ...]
+    ends: tuple[int, ...]
+    text_bytes: int
+
+
+NO_KEYS = PrefixKeys((), (), 0)
+
+
+def seed_of(secret: bytes) -> int:
+    """What the namespaces of one gateway, or of several with the same secret, begin with."""
+    return int.from_bytes(hashlib.blake2b(secret, digest_size=8).digest(), "little")
+
+
+def namespace(seed: int, *identity: Buffer) -> int:
+    """The hash that a text's keys begin with.
+
+    Args:
+        seed: from ``seed_of``.
+        identity: what makes equal texts different for an engine (model, salt, template arguments),
+            in a fixed order, with b"" for what is not there.
+    """
+    for part in identity:
+        seed = xxh3_64_intdigest(part, seed)
+    return seed
+
+
+class KeyChain:
+    """Makes the keys of one text, part by part.
+
+    Args:
+        start: its ``namespace``.
+    """
+
+    __slots__ = ("_cut_at", "_ends", "_hash", "_hashes", "_in_piece", "_piece_bytes", "_text_bytes")
+
+    def __init__(self, start: int) -> None:
+        self._hash = start
+        self._hashes: list[int] = []
+        self._ends: list[int] = []
+        self._piece_bytes = PIECE_BYTES
+        self._cut_at = PIECES_PER_LENGTH  # so many keys, and the length doubles
+        self._in_piece = 0  # bytes since the last cut
+        self._text_bytes = 0
+
+    def add(self, part: Buffer) -> None:
+        """The next part, whole."""
+        start, size = 0, len(part)
+        while start < size:
+            start = self.take(part, start)
+        self.end_part()
+
+    def take(self, part: Buffer, start: int) -> int:
+        """Go on with a part from ``start``, to the next cut at most; returns how far.
+
+        For one that is so long that its driver pauses in between; ``end_part`` comes after it.
+        """
+        room = self._piece_bytes - self._in_piece
+        size = len(part) - start
+        if size < room:
+            self._hash = xxh3_64_intdigest(part[start:] if start else part, self._hash)
+            self._in_piece += size
+            self._text_bytes += size
+            return start + size
+        stop = start + room
+        self._hash = xxh3_64_intdigest(part[start:stop], self._hash)
+        self._text_bytes += room
+        self._cut()
+        return stop
+
+    def end_part(self) -> None:
+        """A part is over: cut, unless there is too little since the last cut."""
+        if self._in_piece >= self._piece_bytes >> _LEAST_SHARE_BITS:
+            self._cut()
+
+    def _cut(self) -> None:
+        self._hashes.append(self._hash >> _DROPPED_BITS)
+        self._ends.append(self._text_bytes)
+        self._in_piece = 0
+        if len(self._hashes) == self._cut_at:
+            self._cut_at += PIECES_PER_LENGTH
+            self._piece_bytes *= 2
+
+    def keys(self) -> PrefixKeys:
+        """Of what was added so far."""
+        return PrefixKeys(tuple(self._hashes), tuple(self._ends), self._text_bytes)
+
+
+def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
+    """The keys of a text of these parts in the namespace ``start``."""
+    chain = KeyChain(start)
+    for part in parts:
+        chain.add(part)
+    return chain.keys()

@@ -1,0 +1,191 @@
+"""The index: as a naive one of sets, whatever comes; bounded; what leaves, leaves nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_gateway.core.prefixes.index import PrefixIndex, slots_of
+from hetero_gateway.core.prefixes.keys import NO_KEYS, PrefixKeys
+from hetero_gateway.core.types import InstanceId
+
+A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
+
+
+def text(*keys: int, piece: int = 1000) -> PrefixKeys:
+    """A text whose beginnings have these keys."""
+    return PrefixKeys(keys, tuple(piece * (i + 1) for i in range(len(keys))), piece * len(keys))
+
+
+def index(**capacities: float) -> PrefixIndex:
+    result = PrefixIndex()
+    for name, capacity in capacities.items():
+        result.join(InstanceId(name), capacity)
+    return result
+
+
+def test_each_instance_has_its_deepest_match() -> None:
+    i = index(a=1e6, b=1e6, c=1e6)
+    i.insert(A, text(1, 2, 3, 4))
+    i.insert(B, text(1, 2))
+    assert i.lookup(text(1, 2, 3, 9)) == {A: 3000, B: 2000}
+    assert i.lookup(text(9, 2, 3)) == {}
+    assert i.lookup(NO_KEYS) == {}
+    assert i.by_slot(text(1, 2, 3, 9), 3).tolist() == [3000, 2000, 0]
+    assert i.levels(text(1, 2, 3, 9)) == [(0b10, 2000), (0b01, 3000)]
+
+
+# Texts of a small tree, so that many begin alike.
+paths = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+
+
+def tree_text(path: list[int]) -> PrefixKeys:
+    key, keys = 1, []
+    for branch in path:
+        key = key * 3 + branch
+        keys.append(key)
+    return text(*keys)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 40), paths), max_size=60), paths)
+def test_lookup_finds_what_a_walk_along_the_keys_would(
+    inserted: list[tuple[int, list[int]]], asked: list[int]
+) -> None:
+    i = PrefixIndex()
+    have: dict[InstanceId, set[int]] = {}
+    for n in range(41):
+        i.join(InstanceId(str(n)), 1e9)
+    for n, path in inserted:
+        keys = tree_text(path)
+        there = have.setdefault(InstanceId(str(n)), set())
+        assert i.insert(InstanceId(str(n)), keys) == sum(key in there for key in keys.hashes)
+        there.update(keys.hashes)
+    keys = tree_text(asked)
+    expected = {}
+    for instance_id, there in have.items():
+        matched = 0
+        for key, end in zip(keys.hashes, keys.ends, strict=True):
+            if key not in there:
+                break
+            matched = end
+        if matched:
+            expected[instance_id] = matched
+    assert i.lookup(keys) == expected
+    by_slot = i.by_slot(keys, 41)
+    assert {InstanceId(str(n)): by_slot[n] for n in range(41) if by_slot[n]} == expected
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_whatever_comes_it_is_bounded_and_whole(data: Any) -> None:
+    i = index(a=20_000, b=5_000, c=0)
+    added: list[tuple[InstanceId, PrefixKeys, int]] = []
+    for _ in range(data.draw(st.integers(0, 40))):
+        who = data.draw(st.sampled_from([A, B, C]))
+        what = data.draw(st.sampled_from(["insert", "touch", "withdraw", "forget", "resize"]))
+        if what == "insert":
+            keys = tree_text(data.draw(paths))
+            added.append((who, keys, i.insert(who, keys)))
+        elif what == "touch" and added:
+            i.touch(who, added[-1][1])
+        elif what == "withdraw" and added:
+            i.withdraw(*added.pop())
+        elif what == "forget":
+            i.forget(who)
+        elif what == "resize":
+            i.resize(who, data.draw(st.floats(0, 30_000)))
+        check(i)
+    for who in (A, B, C):
+        i.leave(who)
+    assert len(i) == 0
+
+
+def check(i: PrefixIndex) -> None:
+    """Masks and dicts say the same, and nobody has more than he may."""
+    masks: dict[int, int] = {}
+    for member in i._members.values():
+        assert member.used == sum(member.sizes.values()) <= member.capacity
+        for key in member.sizes:
+            masks[key] = masks.get(key, 0) | member.bit
+    assert masks == i._masks
+
+
+def test_what_was_used_last_stays_and_ends_go_before_beginnings() -> None:
+    i = index(a=8_000)
+    i.insert(A, text(1, 2, 3, 4))
+    i.insert(A, text(11, 12, 13))
+    i.touch(A, text(1, 2))
+    i.insert(A, text(21, 22, 23))
+    assert i.lookup(text(1, 2, 3, 4)) == {A: 2000}
+    assert i.lookup(text(11, 12, 13)).get(A, 0) < 3000
+    assert i.lookup(text(21, 22, 23)) == {A: 3000}
+
+
+def test_a_text_longer_than_the_cache_keeps_its_beginning() -> None:
+    i = index(a=5_000)
+    i.insert(A, text(*range(1, 100)))
+    assert 3000 <= i.lookup(text(*range(1, 100)))[A] <= 5000
+
+
+def test_what_was_not_computed_is_taken_back_and_no_more() -> None:
+    i = index(a=1e6)
+    i.insert(A, text(1, 2))
+    known = i.insert(A, text(1, 2, 3, 4))
+    assert known == 2
+    i.withdraw(A, text(1, 2, 3, 4), known)
+    assert i.lookup(text(1, 2, 3, 4)) == {A: 2000}
+    i.leave(A)
+    i.withdraw(A, text(1, 2, 3, 4), 0)
+
+
+def test_a_restarted_instance_has_nothing_and_the_others_all() -> None:
+    i = index(a=1e6, b=1e6)
+    i.insert(A, text(1, 2))
+    i.insert(B, text(1, 2))
+    i.forget(A)
+    assert i.lookup(text(1, 2)) == {B: 2000}
+    assert i.bytes_on(A) == (0, 999968 + 32)
+    i.insert(A, text(1, 2))
+    assert i.lookup(text(1, 2)) == {A: 2000, B: 2000}
+
+
+def test_a_slot_is_used_again_and_has_nothing_of_the_one_before() -> None:
+    i = index(a=1e6, b=1e6, c=1e6)
+    i.insert(B, text(1))
+    i.leave(B)
+    i.join(InstanceId("d"), 1e6)
+    assert i.slot(InstanceId("d")) == 1
+    assert i.lookup(text(1)) == {}
+    with pytest.raises(ValueError, match="there already"):
+        i.join(A, 1e6)
+    with pytest.raises(ValueError, match="there already"):
+        i.join(InstanceId("e"), 1e6, slot=2)
+    i.join(InstanceId("e"), 1e6, slot=70)
+    i.insert(InstanceId("e"), text(1))
+    assert i.levels(text(1)) == [(1 << 70, 1000)]
+    assert list(slots_of((1 << 70) | 5)) == [0, 2, 70]
+
+
+def test_a_thousand_inserts_into_a_full_cache_look_at_few_entries_each() -> None:
+    # With dicts, to take off the oldest one by one is to walk past all that were taken off before.
+    i = index(a=32 * 20_000)
+    rng = random.Random(0)
+    for _ in range(2000):
+        i.insert(A, text(*(rng.getrandbits(60) for _ in range(20)), piece=32))
+    assert 19_000 <= i.keys_on(A) <= 20_000
+    check(i)
+
+
+def test_a_million_keys_take_150_mb_at_most() -> None:
+    i = PrefixIndex()
+    rng = random.Random(0)
+    for n in range(10):
+        i.join(InstanceId(str(n)), 1e12)
+        for _ in range(500):
+            i.insert(InstanceId(str(n)), text(*(rng.getrandbits(60) for _ in range(20))))
+    assert i.memory_bytes() / len(i) <= 150
