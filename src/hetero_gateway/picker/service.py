@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import msgspec
 
+from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, Refusal
 from hetero_gateway.files.gateway_config import PickerConfig
+from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.app import model_list
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.intake import Intake
+from hetero_gateway.gateway.dataplane.placement import Placement
+from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.picker import answers
 from hetero_gateway.picker.endpoints import Endpoints
@@ -34,6 +40,18 @@ _WATCH_S = 0.5
 _MESSAGE_MARGIN_BYTES = 2**20
 
 _log = logging.getLogger(__name__)
+
+
+class Rooms(NamedTuple):
+    """What every request passes through."""
+
+    admission: Admission
+    intake: Intake
+    placement: Placement
+    recorder: Recorder
+    decisions: DecisionLog
+    metrics: Metrics
+    total_timeout_s: float
 
 
 class Picker:
@@ -66,8 +84,17 @@ class Picker:
     async def start(self) -> None:
         """Listen. Raises HeteroGatewayError: a port cannot be used."""
         config = self._config
-        self.rooms = self._gateway.dataplane.rooms
-        self.name = self._gateway.dataplane.name
+        dataplane = self._gateway.dataplane
+        self.rooms = Rooms(
+            dataplane.rooms.admission,
+            dataplane.intake,
+            self._gateway.placement,
+            dataplane.recorder,
+            dataplane.decisions,
+            self._gateway.metrics,
+            dataplane.rooms.total_timeout_s,
+        )
+        self.name = dataplane.name
         await self.endpoints.look()
         self._following = asyncio.get_running_loop().create_task(self.endpoints.follow())
         main = self._server((_ext_proc(self), _health(self)))

@@ -22,6 +22,7 @@ from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.control.history import new_history
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.attempts import Attempts, RetryBudget, Rooms
+from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
 from hetero_gateway.gateway.dataplane.intake import Intake
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.records import Recorder
@@ -77,18 +78,20 @@ class DataPlane:
         entries = 25_000 if placement.queues else 100_000
         size = max(16, min(256, entries // max(1, len(config.instances))))
         self.decisions = DecisionLog(size)
+        self.intake = Intake(config, self.body_limits, fleet, predictor, bytes_per_token, tokenizer)
+        self.recorder = Recorder(
+            fleet, health, outcomes, metrics, predictor, bytes_per_token, self.history
+        )
+        self.dispatcher = LocalDispatcher(
+            self.intake, placement, self.recorder, outcomes, metrics, self.decisions
+        )
         self.rooms = Rooms(
             admission=admission,
-            intake=Intake(config, self.body_limits, fleet, predictor, bytes_per_token, tokenizer),
-            placement=placement,
+            intake=self.intake,
+            dispatcher=self.dispatcher,
             deadlines=deadlines,
-            recorder=Recorder(
-                fleet, health, outcomes, metrics, predictor, bytes_per_token, self.history
-            ),
-            outcomes=outcomes,
             metrics=metrics,
             budget=RetryBudget(config.retry),
-            decisions=self.decisions,
             total_timeout_s=config.timeouts.total_s,
             open=set(),
             reading=asyncio.Lock(),

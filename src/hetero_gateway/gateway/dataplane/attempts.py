@@ -42,9 +42,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_gateway.core.scheduling.decision_log import DecisionLog
-from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason
 from hetero_gateway.engines.vllm import Work
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import RetryConfig
@@ -57,12 +55,10 @@ from hetero_gateway.gateway.dataplane.answers import (
     rejection,
     shutting_down,
 )
+from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher, Place, Waiting
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
-from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
-from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
 from hetero_gateway.gateway.failures import Failure, InstanceError
-from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps, advance
@@ -123,20 +119,17 @@ class Rooms:
 
     admission: Admission
     intake: Intake
-    placement: Placement
+    dispatcher: Dispatcher
     deadlines: Deadlines
-    recorder: Recorder
-    outcomes: OutcomeWatch
     metrics: Metrics
     budget: RetryBudget
-    decisions: DecisionLog
     total_timeout_s: float
     open: set[Attempts]
     reading: asyncio.Lock
 
 
 class Attempts:
-    """One request and all of its attempts: a ``Listener``, an ``ExchangeOwner``, a ``Sleeper``."""
+    """One request and all of its attempts: a ``Listener``, an ``ExchangeOwner``, an ``Owner``."""
 
     __slots__ = (
         "_client",
@@ -151,7 +144,7 @@ class Attempts:
         "_rooms",
         "_task",
         "_tried",
-        "_woken",
+        "_wait",
         "over",
     )
 
@@ -163,11 +156,11 @@ class Attempts:
         self._job: Job | None = None
         self._tried: list[InstanceId] = []
         self._failure: InstanceError | None = None  # of the last attempt, where there is another
-        self._kept: tuple[Placed, Exchange] | None = None  # and the answer that it had, if any
-        self._placed: Placed | None = None  # and not settled
+        self._kept: tuple[Place, Exchange] | None = None  # and the answer that it had, if any
+        self._wait: Waiting | None = None  # for a place
+        self._placed: Place | None = None  # and not settled
         self._exchange: Exchange | None = None  # of that one
         self._task: asyncio.Task[None] | None = None
-        self._woken: asyncio.Event | None = None
         self._deadline_s = 0.0
         self.over = False
         rooms.open.add(self)
@@ -229,11 +222,12 @@ class Attempts:
         if self._exchange is not None:
             self._leave_exchange()
             self._end()
-        elif self._job is None:
-            # Before it was understood: whatever is being counted is for nothing.
-            self._end()
         else:
-            self.wake()  # it waits, and leaves the queue itself
+            if self._wait is not None:
+                self._wait.leave()
+                self._note("client_disconnected")
+            # Else it was not understood yet: whatever is being counted is for nothing.
+            self._end()
 
     def shut_down(self) -> None:
         """The gateway ends, and this request was not done in the time that it gave."""
@@ -241,8 +235,9 @@ class Attempts:
             return
         if self._exchange is not None:
             self._leave_exchange()
+        if self._wait is not None:
+            self._wait.leave()
         self._answer(shutting_down())
-        self.wake()
 
     # Understanding
 
@@ -282,76 +277,55 @@ class Attempts:
     def _describe(self, parsed: ParsedRequest, counted: int | None) -> None:
         rooms, inbound = self._rooms, self._inbound
         assert self._client is not None
-        self._job = rooms.intake.describe(inbound, self._client, parsed, counted)
+        self._job = rooms.dispatcher.describe(inbound, self._client, parsed, counted)
         rooms.budget.note_request(inbound.received_s)
         self._deadline_s = inbound.received_s + rooms.total_timeout_s
-        self._place(self._job.request)
+        self._place()
 
     # Placing
 
-    def _place(self, request: Request) -> None:
-        job, placement = self._job, self._rooms.placement
-        assert job is not None
+    def _place(self) -> None:
+        assert self._job is not None
         try:
-            place = placement.submit(request, self._tried, waits=job.waits)
+            place = self._rooms.dispatcher.submit(
+                self._job, self._tried, self._failure, self._deadline_s, self
+            )
         except Refusal as refusal:
             self._turn_away(refusal, "unavailable")
             return
-        if isinstance(place, Ticket):
-            self._woken = asyncio.Event()
-            self._start(self._wait(place))
+        if isinstance(place, Reject):
+            self._refuse_place(place)
+        elif isinstance(place, Waiting):
+            self._wait = place
         else:
-            self._take(place)
-
-    async def _wait(self, ticket: Ticket) -> None:
-        try:
-            place = await self._rooms.placement.wait(ticket, self, self._deadline_s)
-        except SleeperGone:
-            if not self.over:
-                self._note("client_disconnected")
-                self._end()
-        except Refusal as refusal:
-            self._turn_away(refusal, "timed_out" if refusal.status == 504 else "unavailable")
-        else:
-            self._take(place)
-
-    # A Sleeper
-
-    @property
-    def gone(self) -> bool:
-        return self.over or self._downstream.gone
-
-    def wake(self) -> None:
-        if self._woken is not None:
-            self._woken.set()
-
-    async def wait(self) -> None:
-        assert self._woken is not None
-        await self._woken.wait()
-        self._woken.clear()
-
-    def _take(self, place: Placed | Reject) -> None:
-        """Send a request where it was placed, or answer that it cannot be."""
-        job, rooms = self._job, self._rooms
-        assert job is not None
-        if isinstance(place, Placed):
-            self._placed = place
-            rooms.metrics.decisions[place.instance.id] += 1
-            if self._failure is not None:
-                rooms.metrics.retries[self._failure.reason] += 1
-            rooms.decisions.append(
-                time.time(), self._inbound.request_id, place.decision, place.waited_s
-            )
             self._send(place)
-        else:
-            ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
-            spent = len(self._tried) > 1
-            refusal = rejection(place, self._failure, self._inbound.path, spent=spent)
-            self._turn_away(refusal, "unavailable" if ours else "rejected")
+
+    # An Owner
+
+    def placed(self, place: Place | Reject) -> None:
+        self._wait = None
+        try:
+            if isinstance(place, Reject):
+                self._refuse_place(place)
+            else:
+                self._send(place)
+        except Exception as error:
+            self.broke(error)
+
+    def turned_away(self, refusal: Refusal) -> None:
+        self._wait = None
+        self._turn_away(refusal, "timed_out" if refusal.status == 504 else "unavailable")
+
+    def _refuse_place(self, reject: Reject) -> None:
+        ours = reject.reason is RejectReason.NO_AVAILABLE_INSTANCE
+        spent = len(self._tried) > 1
+        refusal = rejection(reject, self._failure, self._inbound.path, spent=spent)
+        self._turn_away(refusal, "unavailable" if ours else "rejected")
 
     # Sending
 
-    def _send(self, placed: Placed) -> None:
+    def _send(self, placed: Place) -> None:
+        self._placed = placed
         inbound, rooms, instance = self._inbound, self._rooms, placed.instance
         headers = [
             (b"x-request-id", inbound.request_id),
@@ -427,14 +401,9 @@ class Attempts:
         buffer.release()
 
     def stream_began(self, exchange: Exchange) -> None:
-        placed = self._placed
-        if placed is not None:
-            self._rooms.placement.stream_began(placed.dispatch, exchange)
-            if placed.instance.outcomes.trial is placed.dispatch:
-                # Its end may be minutes away, and until then it would be the only one.
-                self._rooms.outcomes.succeeded(
-                    placed.instance, placed.dispatch, self._inbound.body, time.monotonic()
-                )
+        if self._placed is not None:
+            assert self._job is not None
+            self._rooms.dispatcher.stream_began(self._job, self._placed, exchange)
 
     def ended(self, exchange: Exchange) -> None:
         try:
@@ -472,10 +441,9 @@ class Attempts:
         self._settle(outcome, final=not retry)
         spent = len(self._tried) > 1
         if retry:
-            assert self._job is not None
             self._failure = error
             self._kept = (placed, exchange) if answered else None
-            self._place(self._job.request)
+            self._place()
         elif answered:
             self._pass_on(exchange)
         elif exchange.head_sent:
@@ -525,12 +493,11 @@ class Attempts:
         self._placed = self._exchange = None
         rooms = self._rooms
         rooms.deadlines.discard(exchange)
-        rooms.placement.settle(placed.dispatch, outcome, exchange)
-        rooms.recorder.record(job, placed, exchange, outcome, final=final)
+        rooms.dispatcher.settle(job, placed, exchange, outcome, final=final)
 
     def _reject(self, refusal: Refusal) -> None:
         """Answer a request before it was understood."""
-        self._rooms.metrics.series("unknown", "").outcomes["rejected"] += 1
+        self._rooms.dispatcher.note(None, "rejected")
         self._answer(refusal)
 
     def _turn_away(self, refusal: Refusal, outcome: str) -> None:
@@ -538,9 +505,7 @@ class Attempts:
         if self._kept is not None:
             placed, exchange = self._kept
             assert self._job is not None
-            self._rooms.recorder.count(
-                self._job, placed, exchange, Outcome.COMPLETED, time.monotonic()
-            )
+            self._rooms.dispatcher.pass_on(self._job, placed, exchange)
             self._pass_on(exchange)
             return
         self._note(outcome)
@@ -549,10 +514,7 @@ class Attempts:
     def _note(self, outcome: str) -> None:
         """Count a request that reached no instance."""
         assert self._job is not None
-        model, rooms = self._job.request.model, self._rooms
-        # A name that nobody serves is the client's invention: it must not become a label.
-        known = rooms.placement.knows(model)
-        rooms.metrics.series(model if known else "unknown", "").outcomes[outcome] += 1
+        self._rooms.dispatcher.note(self._job, outcome)
 
     def _answer(self, refusal: Refusal) -> None:
         answer(self._downstream, refusal, self._inbound.path, self._inbound.request_id)
@@ -580,13 +542,15 @@ class Attempts:
             self._downstream.cut()
 
     def _give_up(self) -> None:
+        if self._wait is not None:
+            self._wait.leave()
         placed, exchange = self._placed, self._exchange
         self._placed = self._exchange = None
         if exchange is not None:
             exchange.abort()
             self._rooms.deadlines.discard(exchange)
         if placed is not None:
-            self._rooms.placement.settle(placed.dispatch, Outcome.CLIENT_DISCONNECTED, exchange)
+            self._rooms.dispatcher.withdraw(placed, exchange)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what has to wait. At most one runs at a time, and none is ever cancelled here."""

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
-from hetero_gateway.core.types import InstanceId
+from hetero_gateway.core.types import InstanceId, Outcome, Request
 from hetero_gateway.engines.vllm import CLOSING_EVENTS
 from hetero_gateway.gateway.fleet.instances import Fleet
 
@@ -62,19 +62,86 @@ class WatchedStream(Protocol):
         ...
 
 
+class Streaming(Protocol):
+    """What a stream is of: a ``Dispatch``, or what another process holds for one."""
+
+    @property
+    def instance_id(self) -> InstanceId: ...
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """None while it is outstanding."""
+        ...
+
+
 class _Stream:
     """A stream at the last look, or where it began; ``since_s`` None: it was held up since."""
 
     __slots__ = ("dispatch", "events", "since_s")
 
-    def __init__(self, dispatch: Dispatch, events: int, since_s: float) -> None:
+    def __init__(self, dispatch: Streaming, events: int, since_s: float) -> None:
         self.dispatch = dispatch
         self.events = events
         self.since_s: float | None = since_s
 
 
-# (seconds, steps) of parts of streams
-_Parts = list[tuple[float, float]]
+# By instance: (seconds, steps) of parts of streams.
+Parts = dict[InstanceId, list[tuple[float, float]]]
+# (instance, events, tokens) of streams that told their usage.
+Samples = list[tuple[InstanceId, int, int]]
+
+
+class StreamWatch:
+    """The streams of this process, and what was seen of them since the last look."""
+
+    def __init__(self) -> None:
+        self._streams: dict[WatchedStream, _Stream] = {}
+        self._ended: Parts = {}
+        self._samples: dict[InstanceId, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, stream: WatchedStream, dispatch: Streaming, now_s: float) -> None:
+        """A stream began."""
+        self._streams[stream] = _Stream(dispatch, stream.events, now_s)
+
+    def discard(self, stream: WatchedStream, now_s: float) -> None:
+        """It is over; unknown ones are ignored."""
+        begun = self._streams.pop(stream, None)
+        if begun is None or not stream.complete:
+            return
+        instance_id = begun.dispatch.instance_id
+        events = stream.events - CLOSING_EVENTS
+        if events >= _MANY_EVENTS and instance_id not in self._samples:
+            tokens = stream.usage()[1]
+            if tokens is not None:
+                self._samples[instance_id] = events, tokens
+        self._part(self._ended, begun, events, now_s)
+
+    def look(self, now_s: float) -> tuple[Parts, Samples]:
+        """What was seen since the last look, which is forgotten here."""
+        seen, self._ended = self._ended, {}
+        samples = [(name, *sample) for name, sample in self._samples.items()]
+        self._samples.clear()
+        for stream, last in self._streams.items():
+            if stream.congested or last.dispatch.outcome is not None:
+                last.since_s = None
+                continue
+            self._part(seen, last, stream.events, now_s)
+            if last.since_s is None or now_s - last.since_s >= _LEAST_S:
+                last.events, last.since_s = stream.events, now_s
+        return seen, samples
+
+    def _part(self, seen: Parts, stream: _Stream, events: int, now_s: float) -> None:
+        since_s = stream.since_s
+        if since_s is None or now_s - since_s < _LEAST_S:
+            return
+        steps = max(0, events - stream.events) / stream.dispatch.request.sequences
+        seen.setdefault(stream.dispatch.instance_id, []).append((now_s - since_s, steps))
 
 
 class StepWatch:
@@ -89,10 +156,9 @@ class StepWatch:
         self._fleet = fleet
         self._on_look = on_look
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[WatchedStream, _Stream] = {}
-        self._ended: dict[InstanceId, _Parts] = {}
+        self._streams = StreamWatch()
+        self._others: Parts = {}  # of other processes, since the last look
         self._tokens_per_event: dict[InstanceId, float] = {}
-        self._sampled: set[InstanceId] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -102,61 +168,51 @@ class StepWatch:
 
     def add(self, stream: WatchedStream, dispatch: Dispatch, now_s: float) -> None:
         """A stream began."""
-        self._streams[stream] = _Stream(dispatch, stream.events, now_s)
-        if self._timer is None:
-            self._timer = self._loop.call_later(INTERVAL_S, self._look)
+        self._streams.add(stream, dispatch, now_s)
+        self._arm()
 
     def discard(self, stream: WatchedStream, now_s: float) -> None:
         """It is over; unknown ones are ignored."""
-        begun = self._streams.pop(stream, None)
-        if begun is None or not stream.complete:
-            return
-        instance_id = begun.dispatch.instance_id
-        events = stream.events - CLOSING_EVENTS
-        if events >= _MANY_EVENTS and instance_id not in self._sampled:
-            self._sampled.add(instance_id)
-            self._learn(instance_id, events, stream.usage()[1])
-        self._part(self._ended, begun, events, now_s)
+        self._streams.discard(stream, now_s)
+
+    def take_in(self, parts: Parts, samples: Samples) -> None:
+        """What another process saw of its streams in the last second."""
+        for instance_id, seen in parts.items():
+            self._others.setdefault(instance_id, []).extend(seen)
+        self._learn(samples)
+        self._arm()
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _learn(self, instance_id: InstanceId, events: int, tokens: int | None) -> None:
-        if tokens is None:
-            return
-        ratio = min(_MOST_TOKENS, tokens / events)
-        if ratio < _ONE_EACH:
-            ratio = 1.0
-        known = self._tokens_per_event.get(instance_id, ratio)
-        self._tokens_per_event[instance_id] = _KEEP * known + (1 - _KEEP) * ratio
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(INTERVAL_S, self._look)
 
-    def _part(
-        self, seen: dict[InstanceId, _Parts], stream: _Stream, events: int, now_s: float
-    ) -> None:
-        since_s = stream.since_s
-        if since_s is None or now_s - since_s < _LEAST_S:
-            return
-        steps = max(0, events - stream.events) / stream.dispatch.request.sequences
-        seen.setdefault(stream.dispatch.instance_id, []).append((now_s - since_s, steps))
+    def _learn(self, samples: Samples) -> None:
+        for instance_id, events, tokens in samples:
+            ratio = min(_MOST_TOKENS, tokens / events)
+            if ratio < _ONE_EACH:
+                ratio = 1.0
+            known = self._tokens_per_event.get(instance_id, ratio)
+            self._tokens_per_event[instance_id] = _KEEP * known + (1 - _KEEP) * ratio
 
     def _look(self) -> None:
-        self._timer = self._loop.call_later(INTERVAL_S, self._look) if self._streams else None
         now_s = time.monotonic()
-        seen, self._ended = self._ended, {}
-        self._sampled.clear()
-        for stream, last in self._streams.items():
-            if stream.congested or last.dispatch.outcome is not None:
-                last.since_s = None
-                continue
-            self._part(seen, last, stream.events, now_s)
-            if last.since_s is None or now_s - last.since_s >= _LEAST_S:
-                last.events, last.since_s = stream.events, now_s
+        self._timer = None
+        if self._streams or self._others:
+            self._arm()
+        seen, samples = self._streams.look(now_s)
+        self._learn(samples)
+        for instance_id, parts in self._others.items():
+            seen.setdefault(instance_id, []).extend(parts)
+        self._others.clear()
         for instance_id in self._tokens_per_event.keys() - self._fleet.instances.keys():
             del self._tokens_per_event[instance_id]
         for instance_id in self._fleet.instances:
-            parts = seen.get(instance_id)
+            parts = seen.get(instance_id, [])
             if parts:
                 duration_s, steps = _middle(parts)
                 steps *= self._tokens_per_event.get(instance_id, 1.0)
@@ -174,7 +230,7 @@ class StepWatch:
             self._fleet.tell_drift(instance_id)
 
 
-def _middle(parts: _Parts) -> tuple[float, float]:
+def _middle(parts: list[tuple[float, float]]) -> tuple[float, float]:
     """(duration, steps): the longest part's time, at the median rate by time."""
     duration_s = max(part_s for part_s, _ in parts)
     rates = sorted((steps / part_s, part_s) for part_s, steps in parts)

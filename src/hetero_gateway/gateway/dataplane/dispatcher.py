@@ -1,0 +1,248 @@
+"""Between a request's bytes and the scheduler: what an attempt asks, and what it reports.
+
+``Dispatcher`` is the whole of what ``attempts`` knows of scheduling: describe, submit, and the
+events of a placed attempt until it is settled. ``LocalDispatcher`` drives the scheduler of this
+process; ``workers.remote`` one in another process, with the same calls. None of them waits: what
+is not known at once is told to the request's ``Owner`` in a callback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from hetero_gateway.core.scheduling.decision_log import DecisionLog
+from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.types import InstanceId, Outcome, Reject
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.intake import Intake, Job
+from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
+from hetero_gateway.gateway.dataplane.records import Answered, Recorder
+from hetero_gateway.gateway.dataplane.speed import WatchedStream
+from hetero_gateway.gateway.failures import InstanceError
+from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
+from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.openai import ParsedRequest
+
+
+class Place(Protocol):
+    """Where a request goes. ``waited_s``: in the queue."""
+
+    @property
+    def instance(self) -> Instance: ...
+
+    @property
+    def waited_s(self) -> float: ...
+
+
+class Owner(Protocol):
+    """Whose request it is. Exactly one of these is called for each ``Waiting``, unless it left."""
+
+    def placed(self, place: Place | Reject) -> None: ...
+
+    def turned_away(self, refusal: Refusal) -> None:
+        """It waited too long, or the gateway ends."""
+        ...
+
+    def broke(self, error: Exception) -> None:
+        """Placing it met a bug."""
+        ...
+
+
+class Waiting:
+    """A request that has no place yet."""
+
+    __slots__ = ()
+
+    def leave(self) -> None:
+        """Its owner wants none any more, and hears nothing more."""
+        raise NotImplementedError
+
+
+class Seen(Answered, WatchedStream, Protocol):
+    """A response, as the recorder and the watch over the engines' speed want it."""
+
+
+class Dispatcher(Protocol):
+    """Finds requests their instances, and is told what becomes of them."""
+
+    def describe(
+        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
+    ) -> Job:
+        """What the scheduler needs to know of a request."""
+        ...
+
+    def submit(
+        self,
+        job: Job,
+        tried: Sequence[InstanceId],
+        failure: InstanceError | None,
+        deadline_s: float,
+        owner: Owner,
+    ) -> Place | Reject | Waiting:
+        """Ask for a place.
+
+        Args:
+            tried: where the request was before.
+            failure: of the last attempt, where there was one.
+            deadline_s: monotonic; of the whole request.
+            owner: is told where a ``Waiting`` is returned.
+
+        Raises:
+            Refusal: 429 for a full queue.
+        """
+        ...
+
+    def stream_began(self, job: Job, place: Place, stream: Seen) -> None:
+        """A good stream's first bytes are here."""
+        ...
+
+    def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
+        """The attempt is over, and is taken off its instance and counted. Once for each place."""
+        ...
+
+    def withdraw(self, place: Place, seen: Seen | None) -> None:
+        """Take an attempt off that met a bug here; nothing is counted."""
+        ...
+
+    def pass_on(self, job: Job, place: Place, seen: Seen) -> None:
+        """The client gets the answer of an attempt that was settled as not final."""
+        ...
+
+    def note(self, job: Job | None, outcome: str) -> None:
+        """Count a request that reached no instance; None: it was not even understood."""
+        ...
+
+
+class LocalDispatcher:
+    """Drives the scheduler of this process.
+
+    Args:
+        intake, placement, recorder, outcomes, metrics, decisions: of the gateway.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        placement: Placement,
+        recorder: Recorder,
+        outcomes: OutcomeWatch,
+        metrics: Metrics,
+        decisions: DecisionLog,
+    ) -> None:
+        self.placement = placement
+        self.describe = intake.describe
+        self._recorder = recorder
+        self._outcomes = outcomes
+        self._metrics = metrics
+        self._decisions = decisions
+
+    def submit(
+        self,
+        job: Job,
+        tried: Sequence[InstanceId],
+        failure: InstanceError | None,
+        deadline_s: float,
+        owner: Owner,
+    ) -> Placed | Reject | Waiting:
+        place = self.placement.submit(job.request, tried, waits=job.waits)
+        if isinstance(place, Ticket):
+            return _LocalWait(self, job, failure, place, deadline_s, owner)
+        if isinstance(place, Placed):
+            self.note_place(job, failure, place)
+        return place
+
+    def note_place(self, job: Job, failure: InstanceError | None, place: Placed) -> None:
+        """Count and remember a decision."""
+        self._metrics.decisions[place.instance.id] += 1
+        if failure is not None:
+            self._metrics.retries[failure.reason] += 1
+        self._decisions.append(time.time(), job.inbound.request_id, place.decision, place.waited_s)
+
+    def stream_began(self, job: Job, place: Place, stream: Seen) -> None:
+        assert isinstance(place, Placed)
+        self.placement.stream_began(place.dispatch, stream)
+        self.note_trial(job, place)
+
+    def note_trial(self, job: Job, place: Placed) -> None:
+        """A stream began: where it tried its instance, that is enough."""
+        if place.instance.outcomes.trial is place.dispatch:
+            # Its end may be minutes away, and until then it would be the only one.
+            self._outcomes.succeeded(
+                place.instance, place.dispatch, job.inbound.body, time.monotonic()
+            )
+
+    def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
+        assert isinstance(place, Placed)
+        self.placement.settle(place.dispatch, outcome, seen)
+        self._recorder.record(job, place, seen, outcome, final=final)
+
+    def withdraw(self, place: Place, seen: Seen | None) -> None:
+        assert isinstance(place, Placed)
+        self.placement.settle(place.dispatch, Outcome.CLIENT_DISCONNECTED, seen)
+
+    def pass_on(self, job: Job, place: Place, seen: Seen) -> None:
+        assert isinstance(place, Placed)
+        self._recorder.count(job, place, seen, Outcome.COMPLETED, time.monotonic())
+
+    def note(self, job: Job | None, outcome: str) -> None:
+        # A name that nobody serves is the client's invention: it must not become a label.
+        model = "unknown"
+        if job is not None and self.placement.knows(job.request.model):
+            model = job.request.model
+        self._metrics.series(model, "").outcomes[outcome] += 1
+
+
+class _LocalWait(Waiting):
+    """A request in the queue: the ``Sleeper`` of its ticket."""
+
+    def __init__(
+        self,
+        dispatcher: LocalDispatcher,
+        job: Job,
+        failure: InstanceError | None,
+        ticket: Ticket,
+        deadline_s: float,
+        owner: Owner,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._owner = owner
+        self._woken = asyncio.Event()
+        self.gone = False
+        self._task = asyncio.get_running_loop().create_task(
+            self._wait(job, failure, ticket, deadline_s)
+        )
+
+    def leave(self) -> None:
+        self.gone = True
+        self._woken.set()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def wait(self) -> None:
+        await self._woken.wait()
+        self._woken.clear()
+
+    async def _wait(
+        self, job: Job, failure: InstanceError | None, ticket: Ticket, deadline_s: float
+    ) -> None:
+        dispatcher, owner = self._dispatcher, self._owner
+        try:
+            place = await dispatcher.placement.wait(ticket, self, deadline_s)
+        except SleeperGone:
+            return
+        except Refusal as refusal:
+            owner.turned_away(refusal)
+            return
+        except Exception as error:
+            owner.broke(error)
+            return
+        if isinstance(place, Placed):
+            dispatcher.note_place(job, failure, place)
+        owner.placed(place)
