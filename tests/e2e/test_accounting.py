@@ -71,7 +71,7 @@ async def one_request(port: int, rng: random.Random) -> None:
 
 def request_tasks() -> list[asyncio.Task[object]]:
     """Tasks that still serve a request: uvicorn's, and our own short ones."""
-    names = ("RequestResponseCycle.run_asgi", "Attempts._guarded")
+    names = ("RequestResponseCycle.run_asgi", "Attempts._guarded", "_LocalWait._wait")
     return [t for t in asyncio.all_tasks() if getattr(t.get_coro(), "__qualname__", "") in names]
 
 
