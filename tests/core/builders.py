@@ -160,5 +160,6 @@ def profiles(draw: st.DrawFn) -> Profile:
         constant(1e-6, 1e-3),
         constant(1e-9, 1e-6),
         draw(st.floats(1e-4, 1e-1)),
+        constant(1e-12, 1e-8),
     )
     return profile(constants, draw(st.integers(1, 2_000_000)), draw(st.integers(1, 1024)))

@@ -30,6 +30,8 @@ from hetero_gateway.files.profile_file import (
     ProfileModel,
     builtin_profiles,
     load_profile,
+    profile_document,
+    write_profile_file,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -355,6 +357,19 @@ def test_a_profile_file_is_found_beside_the_configuration(tmp_path: Path) -> Non
     assert profile.max_num_seqs == 256
 
 
+def test_a_ninth_constant_is_read_and_written_and_a_file_without_one_stays_so(
+    tmp_path: Path,
+) -> None:
+    for more in ({}, {"p9": 3e-9}):
+        path = write(tmp_path / "mine.yaml", PROFILE | {"constants": PROFILE["constants"] | more})
+        loaded = load_profile("mine.yaml", tmp_path)
+        assert loaded.constants.p9 == more.get("p9", 0.0)
+        document = profile_document(loaded, {"how": "measured"})
+        assert document["constants"] == PROFILE["constants"] | more
+        write_profile_file(path, document)
+        assert load_profile("mine.yaml", tmp_path) == loaded
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -363,7 +378,8 @@ def test_a_profile_file_is_found_beside_the_configuration(tmp_path: Path) -> Non
         ({"constants": PROFILE["constants"] | {"p3": float("nan")}}, "constants.p3: "),
         ({"constants": PROFILE["constants"] | {"p3": float("inf")}}, "constants.p3: "),
         ({"constants": PROFILE["constants"] | {"p3": "fast"}}, "constants.p3"),
-        ({"constants": PROFILE["constants"] | {"p9": 1.0}}, "unknown constant p9"),
+        ({"constants": PROFILE["constants"] | {"p10": 1.0}}, "unknown constant p10"),
+        ({"constants": PROFILE["constants"] | {"p9": -1.0}}, "constant p9 is -1"),
         ({"constants": {f"p{i}": 0.0 for i in range(1, 9)}}, "p5 to p8 are all 0"),
         ({"kv_capacity_tokens": 0}, "kv_capacity_tokens"),
         ({"kv_capacity_tokens": "many"}, "kv_capacity_tokens"),

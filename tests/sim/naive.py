@@ -132,6 +132,8 @@ class NaiveEngine:
         if prompts:
             m, n = len(prompts), sum(size for _, size in prompts)
             time_s += c.p1 * n + c.p2 * m + c.p3 * (n / m) + c.p4
+            # Every new token attends to what came before it, and to half of its chunk.
+            time_s += c.p9 * sum(u * job.computed + u * u / 2 for job, u in prompts)
         if decoders:
             b, cached = len(decoders), sum(job.to_compute for job in decoders)
             time_s += c.p5 * cached + c.p6 * b + c.p7 * (cached / b) + c.p8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 
@@ -20,9 +21,10 @@ BOTH = ("chunked", "prefill-first")
 NEVER_S = 1e12
 
 # Sums of these, and of times on the same grid, are exact: an arrival can be at a step's very end.
-EXACT = Constants(2**-12, 2**-9, 0.0, 2**-6, 2**-14, 2**-10, 0.0, 2**-6)
+EXACT = Constants(2**-12, 2**-9, 0.0, 2**-6, 2**-14, 2**-10, 0.0, 2**-6, 2**-15)
 ROUND = Constants(0.0, 0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.25)
 REAL = Constants(5.5e-5, 1e-5, 1e-6, 7.2e-3, 7.5e-6, 8.7e-5, 3.5e-6, 1.01e-2)
+ATTENTIVE = dataclasses.replace(REAL, p9=3e-6)
 STEEP = Constants(1e-4, 2e-4, 3e-6, 0.01, 1e-3, 1e-4, 3e-3, 0.0)
 
 
@@ -115,7 +117,7 @@ def check(case: Case, tolerance: float) -> None:
 
 
 @settings(max_examples=400)
-@given(cases((REAL, STEEP), st.floats(0, 8)))
+@given(cases((REAL, STEEP, ATTENTIVE), st.floats(0, 8)))
 def test_times_and_evictions_are_those_of_single_steps(case):
     check(case, 1e-9)
 
@@ -207,7 +209,7 @@ def test_finish_time_compiled_estimates_the_same(size):
         further = rng.random((2, size)) * 1e4
         times = 0.1 + rng.random((2, size))
         prefill = np.full(size, 600.0)
-        args = (rng.random((8, size)) * 1e-4, rows, kv, max_num_seqs, *further, *times, prefill)
+        args = (rng.random((9, size)) * 1e-4, rows, kv, max_num_seqs, *further, *times, prefill)
         plain = estimates.estimates(*args, 2.0, 300.0, 200.0)
         compiled = jit(estimates.estimates)(*args, 2.0, 300.0, 200.0)
         for one, other in zip(plain, compiled, strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -67,11 +67,12 @@ class ProfileModel(StrictModel):
     @field_validator("constants")
     @classmethod
     def _check_names(cls, value: dict[str, float]) -> dict[str, float]:
-        wanted = [f"p{i}" for i in range(1, 9)]
+        known = [f.name for f in fields(Constants)]
+        wanted = [f.name for f in fields(Constants) if f.default is MISSING]
         if missing := [name for name in wanted if name not in value]:
             raise ValueError(f"{', '.join(missing)} missing; all of p1 to p8 are needed")
-        if unknown := [name for name in value if name not in wanted]:
-            raise ValueError(f"unknown constant {unknown[0]}; only p1 to p8 exist")
+        if unknown := [name for name in value if name not in known]:
+            raise ValueError(f"unknown constant {unknown[0]}; only p1 to p9 exist")
         return value
 
     def to_core(self) -> Profile:
@@ -111,6 +112,8 @@ def profile_document(
 ) -> dict[str, Any]:
     """The file of a profile, of an instance that is so many times faster; ``source`` as given."""
     constants = asdict(profile.constants.scaled(1 / speed))
+    if not constants["p9"]:
+        del constants["p9"]  # it was not fitted: the file is as the paper's eight are
     return {
         "gpu": profile.gpu,
         "model": profile.model,

@@ -214,8 +214,7 @@ def _ratio(
 def _scaled(
     profile: Profile, prefill: float, decode: float, model: ModelShape, name: str
 ) -> Profile:
-    values = dataclasses.astuple(profile.constants)
-    constants = Constants(*(v * prefill for v in values[:4]), *(v * decode for v in values[4:]))
+    constants = profile.constants.scaled(prefill, decode)
     note = f"prefill × {prefill:.2f}, decode × {decode:.2f}, as at the sizes that run"
     source = dict(profile.source) | {"note": note}
     return dataclasses.replace(

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.reports.page import colour, fill, json_block, table, text
 from hetero_gateway.reports.simulation_table import COLUMNS, by_rate, rate_name
 from hetero_gateway.sim.experiment import Bound, Experiment
@@ -250,7 +251,7 @@ def _constants_table(experiment: Experiment) -> str:
         how = str(profile.source.get("how", "not said"))
         note = str(profile.source.get("note", ""))
         rows.append((profile.name, how, *constants, note))
-    head = ("profile", "obtained", *(f"p{i}" for i in range(1, 9)), "note")
+    head = ("profile", "obtained", *(f.name for f in fields(Constants)), "note")
     return table(head, rows, text_columns=2, last_is_text=True)
 
 

@@ -26,10 +26,11 @@ A prompt's last chunk emits a token, so O output tokens take O - 1 decode steps 
 The newest token's KV is computed by the step that emits the next one, so a sequence of I prompt
 tokens that has emitted k tokens decodes over I + k cached tokens, which is Eq. (4)'s I + k.
 
-Step time (Eqs. 3 and 4 of the paper, section 4.1), for m prompts with n tokens in this step and
-b decoding sequences with S cached tokens in all:
+Step time (Eqs. 3 and 4 of the paper, section 4.1, and attention over the prompts), for m prompts
+with n tokens in this step, u of one of them behind C that are computed, and b decoding sequences
+with S cached tokens in all:
 
-    prefill   p1·n + p2·m + p3·n/m + p4
+    prefill   p1·n + p2·m + p3·n/m + p4 + p9·Σ u·(C + u/2)
     decode    p5·S + p6·b + p7·S/b + p8
     mixed     their sum, less min(p4, p8): the weights are read and the kernels launched once,
               so the fixed part is paid once, at the larger of the two fits
@@ -38,7 +39,7 @@ The rules themselves are functions in ``kernel.py``. This class drives them step
 what an instance that must emit every token in time needs; ``fleet.py`` drives the same functions
 many steps at once.
 
-Not modelled: prefix caching, attention over a prompt's earlier chunks (Eq. 3 has no such term).
+Not modelled: prefix caching.
 """
 
 from __future__ import annotations

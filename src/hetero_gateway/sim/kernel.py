@@ -57,9 +57,9 @@ PHASES_AT = 25  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
 
 # Fields of an instance's floats. START_S: of the run; FIRST_S: its first step; GROWTH_S: by how
 # much each step is longer than the one before. DECODE_S: spent so far in steps that decode.
-P1, P2, P3, P4, P5, P6, P7, P8 = range(8)
-SLOWDOWN, START_S, FIRST_S, GROWTH_S, NEXT_S, DECODE_S = range(8, 14)
-INSTANCE_TIMES = 14
+P1, P2, P3, P4, P5, P6, P7, P8, P9 = range(9)
+SLOWDOWN, START_S, FIRST_S, GROWTH_S, NEXT_S, DECODE_S = range(9, 15)
+INSTANCE_TIMES = 15
 
 # Values of PHASE: what NEXT_S is the time of. At one time, steps end before others begin, so that
 # what a caller does at that time is seen by the steps that begin then.
@@ -326,8 +326,9 @@ def plan(q: Rows, n: Row, x: Times, log: Row, log_s: Times, now_s: float) -> int
     if n[STEP_DECODES] == 0 and n[STEP_PROMPTS] == 0:
         return 0
     x[START_S] = now_s
+    pairs = attended_pairs(q, n) if x[P9] > 0 and n[STEP_PROMPTS] > 0 else 0.0
     x[FIRST_S] = x[SLOWDOWN] * step_time_s(
-        x, n[STEP_PROMPTS], n[STEP_TOKENS], n[STEP_DECODES], n[STEP_CACHED]
+        x, n[STEP_PROMPTS], n[STEP_TOKENS], pairs, n[STEP_DECODES], n[STEP_CACHED]
     )
     x[GROWTH_S] = x[SLOWDOWN] * (x[P5] * n[STEP_DECODES] + x[P7])
     # An eviction does not shorten the run: less than its blocks are free, so it stays out until
@@ -336,11 +337,29 @@ def plan(q: Rows, n: Row, x: Times, log: Row, log_s: Times, now_s: float) -> int
     return n[STEPS]
 
 
-def step_time_s(x: Times, prompts: int, tokens: int, decodes: int, cached: int) -> float:
-    """The length of a step of m prompts (n tokens in it) and b decodes (S cached tokens)."""
+def attended_pairs(q: Rows, n: Row) -> float:
+    """Σ u·(C + u/2) over the planned chunks: u tokens behind C that have their KV already."""
+    pairs = 0.0
+    head = n[HEAD_PREFILLING]
+    slot = q[head][NEXT]
+    while slot != head:
+        chunk = q[slot][CHUNK]
+        pairs += chunk * (q[slot][COMPUTED] + chunk / 2)
+        slot = q[slot][NEXT]
+    return pairs
+
+
+def step_time_s(
+    x: Times, prompts: int, tokens: int, pairs: float, decodes: int, cached: int
+) -> float:
+    """The length of a step of m prompts (n tokens in it) and b decodes (S cached tokens).
+
+    ``pairs``: what the prompts' tokens attend to; p9 is the time of one.
+    """
     time_s = 0.0
     if prompts > 0:
         time_s += x[P1] * tokens + x[P2] * prompts + x[P3] * tokens / prompts + x[P4]
+        time_s += x[P9] * pairs
     if decodes > 0:
         time_s += x[P5] * cached + x[P6] * decodes + x[P7] * cached / decodes + x[P8]
         if prompts > 0:

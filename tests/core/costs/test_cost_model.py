@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -37,6 +38,7 @@ def literal_request_time_s(p: Profile, prompt_tokens: int, output_tokens: int) -
     b = min(b, p.max_num_seqs)
     c = p.constants
     prefill_s = c.p1 * b * prompt_tokens + c.p2 * b + c.p3 * prompt_tokens + c.p4
+    prefill_s += c.p9 * b * prompt_tokens**2 / 2  # not in the print
     return (prefill_s + literal_decode_time_s(c, b, prompt_tokens, output_tokens)) / b
 
 
@@ -84,6 +86,32 @@ def test_the_longest_request_must_fit_the_memory() -> None:
 def test_prefill_time_is_the_four_terms() -> None:
     c = Constants(2, 3, 5, 7, 0, 0, 0, 1)
     assert cost_model.prefill_time_s(c, 11, 13) == 2 * 11 * 13 + 3 * 11 + 5 * 13 + 7
+
+
+def test_attention_is_added_where_it_was_fitted_and_changes_nothing_elsewhere() -> None:
+    c = Constants(2, 3, 5, 7, 0, 0, 0, 1, p9=17)
+    eq_3_s = 2 * 11 * 13 + 3 * 11 + 5 * 13 + 7
+    assert cost_model.prefill_time_s(c, 11, 13) == eq_3_s + 17 * 11 * 13 * 13 / 2
+    assert cost_model.prefill_time_s(c, 11, 13, 100) == eq_3_s + 17 * 11 * 13 * (100 + 13 / 2)
+    eight = dataclasses.replace(FAST_CONSTANTS, p9=0.0)
+    assert eight == FAST_CONSTANTS
+    for new in (1, 517, 100_003):
+        eq_3_s = eight.p1 * 3 * new + eight.p2 * 3 + eight.p3 * new + eight.p4
+        assert cost_model.prefill_time_s(eight, 3, new, 999) == eq_3_s  # to the bit
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=8), st.integers(0, 100_000))
+def test_a_prompt_in_chunks_attends_to_as_much_as_in_one_piece(
+    chunks: list[int], context: int
+) -> None:
+    pairs, behind = 0.0, context
+    for chunk in chunks:
+        pairs += cost_model.attended_pairs(chunk, behind)
+        behind += chunk
+    assert pairs == cost_model.attended_pairs(sum(chunks), context)  # whole halves: exact
+    # And a cached context spares the attention of its own tokens, no more.
+    whole = cost_model.attended_pairs(context + sum(chunks))
+    assert pairs == whole - cost_model.attended_pairs(context)
 
 
 def test_a_decode_step_is_the_four_terms() -> None:
@@ -135,6 +163,14 @@ def test_the_profile_table_equals_the_equations_of_each_profile(
     actual = ProfileTable(ps).request_times_s(prompt_tokens, output_tokens)
     # assert_allclose takes infinities as equal only where both sides have them.
     np.testing.assert_allclose(actual, expected, rtol=1e-9)
+
+
+def test_attention_of_one_profile_changes_no_bit_of_the_others_times() -> None:
+    attentive = profile(dataclasses.replace(FAST_CONSTANTS, p9=1e-9))
+    alone = ProfileTable([FAST, SLOW]).request_times_s(7001, 333.0)
+    beside = ProfileTable([FAST, attentive, SLOW]).request_times_s(7001, 333.0)
+    assert beside[[0, 2]].tolist() == alone.tolist()
+    assert beside[1] == pytest.approx(alone[0] + 1e-9 * 7001**2 / 2)
 
 
 def test_the_profile_table_says_infinite_only_for_those_it_does_not_fit() -> None:

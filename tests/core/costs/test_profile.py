@@ -12,9 +12,10 @@ from hetero_gateway.errors import ProfileError
 from tests.core.builders import FAST, FAST_CONSTANTS
 
 NAMES = [f"p{i}" for i in range(1, 9)]
+ALL = [*NAMES, "p9"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("value", [-1e-9, -1.0, math.nan, math.inf, -math.inf])
 def test_a_constant_that_is_negative_or_no_number_is_named(name: str, value: float) -> None:
     with pytest.raises(ProfileError, match=f"constant {name} is {value}"):
@@ -26,6 +27,16 @@ def test_no_constant_may_be_missing(name: str) -> None:
     values = {n: 1e-3 for n in NAMES if n != name}
     with pytest.raises(TypeError, match=name):
         Constants(**values)
+
+
+def test_without_a_ninth_constant_it_is_0() -> None:
+    assert Constants(**dict.fromkeys(NAMES, 1e-3)).p9 == 0.0
+
+
+def test_a_slower_machine_is_slower_in_everything_or_in_one_phase() -> None:
+    c = Constants(1, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert c.scaled(2) == Constants(2, 4, 6, 8, 10, 12, 14, 16, 18)
+    assert c.scaled(2, 3) == Constants(2, 4, 6, 8, 15, 18, 21, 24, 18)
 
 
 def test_a_decode_step_that_takes_no_time_is_refused() -> None:

@@ -471,13 +471,16 @@ def test_estimates_equal_the_pseudo_code_by_walking_every_request(
         cap = max(1.0, min(machine.max_num_seqs, kv / (tok / (n + 1))))
         b, held = min(n + 1, cap), min(tok, kv)
         step = c.p6 * b + c.p8 + c.p5 * held + c.p7 * held / b
+        # Attention: its own, and of those that wait as if all were of their mean length.
+        own = c.p1 * 200 + c.p9 * 200**2 / 2
+        others = c.p1 * ui + c.p9 * ui * (ui / max(len(waiting), 1)) / 2
         if n + 1 <= cap:
-            latency = c.p1 * (ui + 200) + c.p2 * (len(waiting) + 1) + c.p4 + 100 * step
+            latency = others + own + c.p2 * (len(waiting) + 1) + c.p4 + 100 * step
         else:
-            turn = c.p1 * ui / max(len(waiting), 1) + c.p2 + (rem + up) / n * step / cap
-            latency = (n + 1 - cap) * turn + c.p1 * 200 + c.p4 + 100 * step
+            turn = others / max(len(waiting), 1) + c.p2 + (rem + up) / n * step / cap
+            latency = (n + 1 - cap) * turn + own + c.p4 + 100 * step
         shared = min(residual, 100) * len(streaming) + min(100, up)
-        delay = shared * (c.p6 + c.p5 * 250) + n * (c.p1 * 200 + c.p2)
+        delay = shared * (c.p6 + c.p5 * 250) + n * (own + c.p2)
         usage = min(1.5, (tok - 250) / kv)
         price = request_time_s(machine, 200, 100) / typical_s[k] * usage**2 * latency_s.min()
         assert figures.column("memory_price_s")[k] == pytest.approx(price, rel=1e-9)

@@ -15,6 +15,20 @@ Differs from the print (docs/scheduling.md lists every difference with its reaso
 is in tokens instead of bytes, so that Eqs. (2), (5) and (8), which disagree in the print, agree;
 b is capped at the engine's ``max_num_seqs``; the exponent of Eq. (7) is capped.
 
+Goes beyond the paper: Eq. (3) is linear in a prompt's length, and attention is not. A ninth
+constant, p9, is the time of one *attended pair*: a token whose KV is computed, and one that it
+attends to. Where it is 0, which is where nobody fitted it, every time is the paper's.
+
+    u  new_tokens      computed by this prefill, of each prompt       tokens
+    C  context_tokens  in front of them, in the KV cache already      tokens
+
+    prefill(b, u, C) = p1·b·u + p2·b + p3·u + p4  +  p9·b·u·(C + u/2)
+
+With C = 0 that is a whole prompt. A prompt in chunks attends to as many pairs as in one piece, and
+what a prefix cache spares of it is C·C/2. The share p9/p1, often written a, says the same as
+p1·b·u·(1 + a·(C + u/2)); p9 is linear, so that it is fitted like the others, and means something
+where p1 is 0.
+
 The functions take one profile; ``ProfileTable`` evaluates Eqs. (5) and (6) for many at once.
 Nothing here reads a clock or knows about requests in flight.
 """
@@ -70,9 +84,20 @@ def fits_memory(kv_capacity_tokens: float, max_prompt_tokens: int, max_output_to
     return kv_capacity_tokens >= max_prompt_tokens + max_output_tokens
 
 
-def prefill_time_s(c: Constants, batch: float, prompt_tokens: float) -> float:
-    """Eq. (3): the prefill of ``batch`` prompts of ``prompt_tokens`` tokens each."""
-    return c.p1 * batch * prompt_tokens + c.p2 * batch + c.p3 * prompt_tokens + c.p4
+def attended_pairs(new_tokens: float, context_tokens: float = 0.0) -> float:
+    """Pairs of a new token and one that it attends to: the context, and half of the new ones."""
+    return new_tokens * (context_tokens + new_tokens / 2)
+
+
+def prefill_time_s(
+    c: Constants, batch: float, new_tokens: float, context_tokens: float = 0.0
+) -> float:
+    """Eq. (3), and attention: of ``batch`` prompts, ``new_tokens`` of each behind a context.
+
+    Without a context they are the whole prompts.
+    """
+    eq_3_s = c.p1 * batch * new_tokens + c.p2 * batch + c.p3 * new_tokens + c.p4
+    return eq_3_s + c.p9 * batch * attended_pairs(new_tokens, context_tokens)
 
 
 def decode_step_time_s(c: Constants, batch: float, cached_tokens: float) -> float:
@@ -99,7 +124,10 @@ def ideal_batch(profile: Profile, prompt_tokens: float, output_tokens: float) ->
 
 
 def request_time_s(profile: Profile, prompt_tokens: float, output_tokens: float) -> float:
-    """Eq. (6): T_r^s, its share of the ideal batch's time; infinite when it does not fit."""
+    """Eq. (6): T_r^s, its share of the ideal batch's time; infinite when it does not fit.
+
+    With attention where p9 is not 0, as ``prefill_time_s`` has it.
+    """
     b = ideal_batch(profile, prompt_tokens, output_tokens)
     if b < 1:
         return math.inf
@@ -130,7 +158,8 @@ class ProfileTable:
     """Eqs. (5) and (6) for many profiles with one small matrix product.
 
     T = A + B/b, where A and B are linear in (I, 1, O·I, O, O(O+1)/2): dividing Eq. (3) + Eq. (4)
-    by b leaves p1, p2, p5, p6 in A and p3, p4, p7, p8 over b in B.
+    by b leaves p1, p2, p5, p6 in A and p3, p4, p7, p8 over b in B. Attention, where some profile
+    has p9, is added by itself: so the others' times stay the same to the bit.
     """
 
     def __init__(self, profiles: Sequence[Profile]) -> None:
@@ -141,6 +170,8 @@ class ProfileTable:
             + [(c.p3, c.p4, c.p7, c.p8, c.p7) for c in cs]
         )
         self._size = len(cs)
+        p9 = np.array([c.p9 for c in cs])
+        self._p9 = p9 if p9.any() else None
         self._capacity_tokens = np.array([float(p.kv_capacity_tokens) for p in profiles])
         self._max_num_seqs = np.array([float(p.max_num_seqs) for p in profiles])
         # What is no longer than this fits every profile.
@@ -168,6 +199,8 @@ class ProfileTable:
             b = np.maximum(b, 1.0)
         terms = self._coefficients.dot(x)
         times: FloatArray = terms[: self._size] + terms[self._size :] / b
+        if self._p9 is not None:
+            times += self._p9 * attended_pairs(prompt_tokens)
         if tokens > self.smallest_capacity_tokens:
             times[b < 1] = math.inf
         return times

@@ -19,7 +19,7 @@ DEFAULT_MAX_NUM_SEQS = 256
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """p1..p8 of Eqs. (3) and (4), in seconds; all finite and at least 0.
+    """p1..p8 of Eqs. (3) and (4), and p9 of a prefill's attention; finite and at least 0.
 
     ======  ==============================  ===============
     symbol  multiplies                      unit
@@ -28,7 +28,11 @@ class Constants:
     p2, p6  batch                           s/seq
     p3, p7  tokens                          s/token
     p4, p8  1                               s
+    p9      batch · attended pairs          s/(seq·token²)
     ======  ==============================  ===============
+
+    The paper has eight; ``cost_model.attended_pairs`` is what the ninth is about. It is 0 where
+    nobody fitted it, and the times are then the paper's.
 
     Raises:
         ProfileError: naming the constant that is negative or not a number, or when a decode
@@ -43,6 +47,7 @@ class Constants:
     p6: float
     p7: float
     p8: float
+    p9: float = 0.0
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -54,9 +59,11 @@ class Constants:
         if self.p5 + self.p6 + self.p7 + self.p8 <= 0:
             raise ProfileError("p5 to p8 are all 0: a decode step must take some time")
 
-    def scaled(self, factor: float) -> Constants:
-        """The same machine, ``factor`` times slower."""
-        return Constants(*(getattr(self, f.name) * factor for f in fields(self)))
+    def scaled(self, factor: float, decode_factor: float | None = None) -> Constants:
+        """The same machine, ``factor`` times slower; decode steps by one of their own if given."""
+        decode = factor if decode_factor is None else decode_factor
+        by = dict.fromkeys(("p5", "p6", "p7", "p8"), decode)
+        return Constants(*(getattr(self, f.name) * by.get(f.name, factor) for f in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ class Profile:
 
     Args:
         gpu, model, tensor_parallel: what was profiled.
-        constants: p1..p8 in seconds.
+        constants: p1..p9 in seconds.
         kv_capacity_tokens: KVTotal of the paper, as a number of tokens, for the whole instance.
         max_num_seqs: most sequences that the engine runs in one step.
         source: how the constants were obtained (``how``, ``date``, ``note``, ``error``).

@@ -1,4 +1,4 @@
-"""p1..p8 from live traffic: the rows of ``observation.py``, leaning on what was known before.
+"""p1..p9 from live traffic: the rows of ``observation.py``, leaning on what was known before.
 
 Traffic seldom spans the grid that a profiling run would choose. Batches of one size and contexts of
 one length cannot tell four constants of a decode step apart, so every constant leans on the present
@@ -15,7 +15,8 @@ Bayes' rule for a linear model, with y the seconds of a row and X its terms,
 
 Rows are divided by what the model says of them, not by what they took: the noise is in both, but
 that in the divisor would bias the result. Rows far off the fit count less (weights of Huber's).
-A constant is *identified* when the rows leave it less than half of that freedom.
+A constant is *identified* when the rows leave it less than half of that freedom. Attention (p9)
+that was not known before and is not identified stays 0, and the others are fitted without it.
 
 ``bounded`` is what ``scheduler.recalibrate`` puts between such a fit and the scheduler.
 """
@@ -39,6 +40,10 @@ LEAST_ROWS = 20
 # A recalibrated constant stays within this factor of the profile's, either way; with it every
 # prefill and step time does, since both are sums of constants times what they multiply.
 MOST_CHANGE = 4.0
+
+# Which of the constants are prefill's; the others are decode's.
+_PREFILL = np.array([name in ("p1", "p2", "p3", "p4", "p9") for name in NAMES])
+_ATTENTION = NAMES.index("p9")
 
 _ZERO_SHARE = 0.1
 _IDENTIFIED = 0.5
@@ -92,9 +97,12 @@ def refit(
     is_step = np.arange(len(times)) < len(steps)
     held = np.arange(len(times)) % _HOLD_OUT == _HOLD_OUT - 1
     c0 = np.array(dataclasses.astuple(present))
+    solution, spread = _fit(terms, times, c0)
+    if c0[_ATTENTION] == 0 and spread[_ATTENTION] >= _IDENTIFIED:
+        terms[:, _ATTENTION] = 0
+        solution, spread = _fit(terms, times, c0)
     trial, _ = _fit(terms[~held], times[~held], c0)
     errors = np.abs(terms[held] @ trial / times[held] - 1)
-    solution, spread = _fit(terms, times, c0)
     identified = frozenset(n for n, s in zip(NAMES, spread, strict=True) if s < _IDENTIFIED)
     return Refit(
         _constants(solution, present),
@@ -151,7 +159,8 @@ def _fit(
 
 def _scaled(terms: FloatArray, times: FloatArray, present: FloatArray) -> FloatArray:
     """The present constants, prefill's and decode's each scaled to fit the rows best."""
-    phases = np.stack((terms[:, :4] @ present[:4], terms[:, 4:] @ present[4:]), axis=1)
+    each = (_PREFILL, ~_PREFILL)
+    phases = np.stack([terms[:, phase] @ present[phase] for phase in each], axis=1)
     total = phases.sum(axis=1)
     usable = total > 0
     ratio = float(times[usable].sum() / total[usable].sum()) if usable.any() else 1.0
@@ -163,12 +172,12 @@ def _scaled(terms: FloatArray, times: FloatArray, present: FloatArray) -> FloatA
     found = non_negative_solution(lhs, rhs)
     low, high = 1 / _MOST_RATIO, _MOST_RATIO
     prefill, decode = (float(np.clip(ratio * f, low, high)) for f in found)
-    result: FloatArray = present * np.array([prefill] * 4 + [decode] * 4)
+    result: FloatArray = present * np.where(_PREFILL, prefill, decode)
     return result
 
 
 def _constants(values: FloatArray, present: Constants) -> Constants:
-    if values[4:].sum() <= 0:
+    if values[~_PREFILL].sum() <= 0:
         # Only possible when the rows are nonsense; a step must take some time.
         return present
     return Constants(*(float(v) for v in values))

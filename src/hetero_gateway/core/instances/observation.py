@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
+from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.costs.profile import Constants
 
 # More than an hour of one row a second.
@@ -43,7 +44,10 @@ class StepRow(NamedTuple):
 
     @property
     def terms(self) -> tuple[float, ...]:
-        """What p1..p8 multiply. p3 and p4 take no part: in a mixed step their work is p8's."""
+        """What p1..p9 multiply. p3 and p4 take no part: in a mixed step their work is p8's.
+
+        Of attention it knows the prompts' mean length: as if all were of that.
+        """
         return (
             self.prompt_tokens,
             self.prompts,
@@ -53,6 +57,7 @@ class StepRow(NamedTuple):
             self.steps * self.sequences,
             self.steps * self.cached_tokens,
             self.steps,
+            self.prompts and self.prompts * attended_pairs(self.prompt_tokens / self.prompts),
         )
 
 
@@ -85,15 +90,15 @@ class FirstTokenRow(NamedTuple):
 
     @property
     def terms(self) -> tuple[float, ...]:
-        """What p1..p8 multiply, where it is ``clear``."""
+        """What p1..p9 multiply, where it is ``clear``."""
         tokens, n = self.prompt_tokens, self.prompts
-        return (tokens, n, tokens / n, 1.0, 0.0, 0.0, 0.0, 0.0)
+        return (tokens, n, tokens / n, 1.0, 0.0, 0.0, 0.0, 0.0, n * attended_pairs(tokens / n))
 
 
 def seconds(terms: tuple[float, ...], c: Constants) -> tuple[float, float]:
     """(prefill, decode) time of a row by the model, s."""
-    t1, t2, t3, t4, t5, t6, t7, t8 = terms
-    return c.p1 * t1 + c.p2 * t2 + c.p3 * t3 + c.p4 * t4, (
+    t1, t2, t3, t4, t5, t6, t7, t8, t9 = terms
+    return c.p1 * t1 + c.p2 * t2 + c.p3 * t3 + c.p4 * t4 + c.p9 * t9, (
         c.p5 * t5 + c.p6 * t6 + c.p7 * t7 + c.p8 * t8
     )
 

@@ -57,6 +57,7 @@ from __future__ import annotations
 import heapq
 import math
 
+from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.concurrency import NO_LIMIT, PATIENCE, PATIENCE_S, Concurrency
 from hetero_gateway.core.instances.dispatch import NO_PEERS, UNITS_PER_S, Dispatch, PeerLoad
@@ -576,9 +577,17 @@ class InstanceState:
         c = self.constants
         if c is None:
             return
+        n, prompt = entry.request.sequences, entry.request.prompt_tokens
+        new = entry.prefill_tokens / n
         prefill_s = self.speed * (
-            c.p1 * entry.prefill_tokens + c.p2 * entry.request.sequences + c.p4
+            c.p1 * entry.prefill_tokens
+            + c.p2 * n
+            + c.p4
+            + c.p9 * n * attended_pairs(new, prompt - new)
         )
+        # Of the others, as if all were of the mean length.
+        attended = (self.waiting_prompt - self.waiting_prefill / 2) / max(self.waiting, 1)
+        others_s = self.speed * self.waiting_prefill * (c.p1 + c.p9 * attended)
         step_s = 1 / self.steps_per_s if self.steps_per_s > 0 else 0.0
         running = round(self.streaming + (self.peers or NO_PEERS).streaming)
         self.concurrency.began(
@@ -587,7 +596,7 @@ class InstanceState:
             now_s - self._freed_s,
             PATIENCE * (prefill_s + step_s) + PATIENCE_S,
             # Others' prompts may come first, each with a step.
-            PATIENCE * (self.speed * c.p1 * self.waiting_prefill + self.waiting * step_s),
+            PATIENCE * (others_s + self.waiting * step_s),
             now_s,
         )
         self._set_seats()

@@ -101,7 +101,7 @@ class Backlog(NamedTuple, Generic[Numbers]):
 class Outlook(NamedTuple):
     """How far the instances' requests are; arrays of one entry per candidate in the last axis.
 
-    ``constants`` are p1..p8 as rows, ``rows`` those of ``instances/table.py``, ``stages`` the
+    ``constants`` are p1..p9 as rows, ``rows`` those of ``instances/table.py``, ``stages`` the
     streaming sequences by stage.
     """
 
@@ -182,7 +182,7 @@ class View:
 
 
 class Member(NamedTuple):
-    """What never changes of an instance in a pool: p1..p8 and capacities.
+    """What never changes of an instance in a pool: p1..p9 and capacities.
 
     ``kv_capacity_tokens`` is what usage is measured by; where nobody knows it, it is assumed.
     ``kv_limit_tokens`` is what a request has to fit, without a limit where nobody knows one.
@@ -196,6 +196,7 @@ class Member(NamedTuple):
     p6: float
     p7: float
     p8: float
+    p9: float
     kv_capacity_tokens: float
     kv_limit_tokens: float
     max_num_seqs: float

@@ -13,6 +13,10 @@ bit.
     lat     latency_s                    s
     ext     delay_s                      s
     price   memory_price_s               s
+
+Attention over the prompts (p9 of ``cost_model``): where u of I prompt tokens are to be computed,
+behind C = I − u, they attend to u·(C + u/2) = u·(I − u/2) pairs. Of those that wait only the sums
+of I and u are known; they are taken for sequences of the mean I and u.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from hetero_gateway.core.instances.table import (
     WAITING_PREFILL,
     WAITING_PROMPT,
 )
-from hetero_gateway.core.policies.base import Amount, Member
+from hetero_gateway.core.policies.base import Member
 
 BoolArray = NDArray[np.bool_]
 
@@ -108,7 +112,7 @@ def estimates(
     shared: FloatArray,
     request_time_s: FloatArray,
     typical_request_time_s: FloatArray,
-    prefill: Amount,
+    prefill: float | FloatArray,
     n_r: float,
     prompt_tokens: float,
     output: float,
@@ -124,7 +128,7 @@ def estimates(
         n_r, prompt_tokens, output: its sequences, and the tokens of each.
     """
     p1, p2, p4, p5 = constants[0], constants[1], constants[3], constants[4]
-    p6, p7, p8 = constants[5], constants[6], constants[7]
+    p6, p7, p8, p9 = constants[5], constants[6], constants[7], constants[8]
     waiting, waiting_output = rows[WAITING], rows[WAITING_OUTPUT]
     waiting_prefill = rows[WAITING_PREFILL]
     f = rows[SPEED]
@@ -137,20 +141,23 @@ def estimates(
     batch = np.minimum(joined, batch_cap)
     held = np.minimum(tokens, kv)
     step_s = f * (p6 * batch + p8 + p5 * held + p7 * held / batch)
-    ttft_s = f * (p1 * (waiting_prefill + prefill) + p2 * (waiting + n_r) + p4)
+    own_s = p9 * (prefill * (prompt_tokens - 0.5 * prefill / n_r))
+    attended = (rows[WAITING_PROMPT] - 0.5 * waiting_prefill) / np.maximum(waiting, 1)
+    others_s = p9 * (waiting_prefill * attended)
+    ttft_s = f * (p1 * (waiting_prefill + prefill) + (others_s + own_s) + p2 * (waiting + n_r) + p4)
     queued = joined > batch_cap
     if queued.any():
         # It waits in the engine until so many of those before it are done.
-        turn_s = f * (p1 * waiting_prefill / np.maximum(waiting, 1) + p2)
+        turn_s = f * ((p1 * waiting_prefill + others_s) / np.maximum(waiting, 1) + p2)
         turn_s += (remaining + waiting_output) / np.maximum(n, 1) * step_s / batch_cap
-        in_turn_s = (joined - batch_cap) * turn_s + f * (p1 * prefill + p4)
+        in_turn_s = (joined - batch_cap) * turn_s + f * (p1 * prefill + own_s + p4)
         ttft_s = np.where(queued, in_turn_s, ttft_s)
     latency_s = ttft_s + output * step_s
     # Each step that they share gets longer by what this sequence adds to it, and its prefill
     # stops them all once.
     shared = shared + np.minimum(n_r * output, waiting_output)
     delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
-    delay_s += n * f * (p1 * prefill + p2 * n_r)
+    delay_s += n * f * (p1 * prefill + own_s + p2 * n_r)
     usage = np.minimum((tokens - prompt - 0.5 * n_r * output) / kv, MOST_USAGE)
     price_s = request_time_s / typical_request_time_s
     price_s *= usage * usage * latency_s[latency_s.argmin()]
@@ -175,7 +182,7 @@ def estimate(
         n_r, prompt_tokens, output: its sequences, and the tokens of each.
         residual: as in ``Backlog``.
     """
-    p1, p2, p3, p4, p5, p6, p7, p8, kv, kv_limit, max_num_seqs, _ = member
+    p1, p2, p3, p4, p5, p6, p7, p8, p9, kv, kv_limit, max_num_seqs, _ = member
     waiting: float = state.waiting
     streaming: float = state.streaming
     waiting_prompt: float = state.waiting_prompt
@@ -218,17 +225,23 @@ def estimate(
     batch = joined if joined < batch_cap else batch_cap
     held = tokens if tokens < kv else kv
     step_s = f * (p6 * batch + p8 + p5 * held + p7 * held / batch)
+    own_s = others_s = 0.0
+    if p9:
+        own_s = p9 * (prefill * (prompt_tokens - 0.5 * prefill / n_r))
+        attended = (waiting_prompt - 0.5 * waiting_prefill) / (waiting if waiting > 1 else 1)
+        others_s = p9 * (waiting_prefill * attended)
     if joined > batch_cap:
-        turn_s = f * (p1 * waiting_prefill / (waiting if waiting > 1 else 1) + p2)
+        turn_s = f * ((p1 * waiting_prefill + others_s) / (waiting if waiting > 1 else 1) + p2)
         turn_s += (remaining + waiting_output) / (n if n > 1 else 1) * step_s / batch_cap
-        ttft_s = (joined - batch_cap) * turn_s + f * (p1 * prefill + p4)
+        ttft_s = (joined - batch_cap) * turn_s + f * (p1 * prefill + own_s + p4)
     else:
-        ttft_s = f * (p1 * (waiting_prefill + prefill) + p2 * (waiting + n_r) + p4)
+        prefill_s = p1 * (waiting_prefill + prefill) + (others_s + own_s)
+        ttft_s = f * (prefill_s + p2 * (waiting + n_r) + p4)
     latency_s = ttft_s + output * step_s
     own_output = n_r * output
     shared += own_output if own_output < waiting_output else waiting_output
     delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
-    delay_s += n * f * (p1 * prefill + p2 * n_r)
+    delay_s += n * f * (p1 * prefill + own_s + p2 * n_r)
     usage = there / kv
     if usage > MOST_USAGE:
         usage = MOST_USAGE
@@ -241,6 +254,7 @@ def estimate(
         p1 * prompt_tokens + p2 + p5 * (output * prompt_tokens + triangle) + p6 * output
         + (p3 * prompt_tokens + p4 + p7 * (output * prompt_tokens + triangle) + p8 * output)
         / ideal_batch
+        + p9 * (prompt_tokens * prompt_tokens / 2)
     )  # fmt: skip
     price = request_time_s / typical_request_time_s * usage * usage
     return request_time_s, kv_tokens / kv, load_s, in_flight, latency_s, delay_s, price, ttft_s

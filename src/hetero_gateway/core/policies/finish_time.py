@@ -146,7 +146,7 @@ class FinishTime(PlacesAtOnce):
                 np.minimum(backlog.residual, output).dot(outlook.stages),
                 view.request_time_s,
                 backlog.typical_request_time_s,
-                view.demand.prefill_tokens,
+                view.demand.prefill_tokens,  # type: ignore[arg-type]  # a View has no lists
                 float(view.request.sequences),
                 float(view.request.prompt_tokens),
                 output,

@@ -170,7 +170,7 @@ class Members:
         pool = self.pool(model)
         member = pool.members[pool.ids.index(state.instance_id)]
         speed = state.speed
-        state.set_constants(Constants(*member[:8]), stands_in=True)
+        state.set_constants(Constants(*member[:9]), stands_in=True)
         state.set_speed(speed)
         self.pools = {model: pool}
 
