@@ -60,10 +60,11 @@ class NaiveEngine:
         if not self.chunked:
             budget = self.max_batched_tokens
             while self._can_admit(total, waiting, running):
-                size = waiting[0].to_compute
+                size = self._size(waiting[0])
                 if prompts and size > budget:
                     break
                 prompts.append((self._admit(waiting, running), size))
+                self._scheduled(prompts[-1][0], prompts[-1][0].to_compute)
                 budget -= size
         decoders: list[Job] = []
         if self.chunked or not prompts:
@@ -77,10 +78,12 @@ class NaiveEngine:
                 if not job.decoding and budget > 0:
                     size = min(budget, job.to_compute - job.computed)
                     prompts.append((job, size))
+                    self._scheduled(job, job.computed + size)
                     budget -= size
             while not evicted and budget > 0 and self._can_admit(total, waiting, running):
-                size = min(budget, waiting[0].to_compute)
+                size = min(budget, self._size(waiting[0]))
                 prompts.append((self._admit(waiting, running), size))
+                self._scheduled(prompts[-1][0], prompts[-1][0].computed + size)
                 budget -= size
         now_s += self._duration_s(now_s, prompts, decoders)
         for job in decoders:
@@ -152,3 +155,15 @@ class NaiveEngine:
         if job.made == job.output:
             job.finish_s = now_s
             running.remove(job)
+            self._finished(job)
+
+    # What an engine with a prefix cache does differently (naive_cache.py).
+
+    def _size(self, job: Job) -> int:
+        return job.to_compute
+
+    def _scheduled(self, job: Job, tokens: int) -> None:
+        pass
+
+    def _finished(self, job: Job) -> None:
+        pass

@@ -39,7 +39,9 @@ The rules themselves are functions in ``kernel.py``. This class drives them step
 what an instance that must emit every token in time needs; ``fleet.py`` drives the same functions
 many steps at once.
 
-Not modelled: prefix caching.
+With ``prefix_caching`` a sequence whose blocks have keys shares those that are cached already
+(``block_cache.py``): its prefill computes, and its steps are charged for, the others only. While it
+decodes, all of its tokens are context, cached or not.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from enum import Enum
 from typing import Generic, Literal, TypeVar
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.sim import kernel
+from hetero_gateway.sim import block_cache, kernel
 
 Scheduling = Literal["chunked", "prefill-first"]
 
@@ -82,14 +84,18 @@ class Sequence:
     Args:
         prompt_tokens: at least 1.
         output_tokens: how many tokens it will generate, at least 1.
+        keys: of its first full blocks, prompt and output in one, as far as they are known: not 0,
+            below 2^62, and well spread in their low bits. Read while it is in an engine.
 
     Raises:
         ValueError: a length below 1.
     """
 
-    __slots__ = ("_row", "_slot")
+    __slots__ = ("_keys", "_row", "_slot")
 
-    def __init__(self, prompt_tokens: int, output_tokens: int) -> None:
+    def __init__(
+        self, prompt_tokens: int, output_tokens: int, keys: list[int] | None = None
+    ) -> None:
         if prompt_tokens < 1 or output_tokens < 1:
             raise ValueError(f"lengths must be at least 1, got {prompt_tokens} and {output_tokens}")
         # The kernel's row of this sequence: it lies in the engine's table from submit on.
@@ -97,6 +103,7 @@ class Sequence:
         self._row[kernel.PROMPT] = prompt_tokens
         self._row[kernel.OUTPUT] = output_tokens
         self._slot = -1
+        self._keys = [] if keys is None else keys
 
     @property
     def prompt_tokens(self) -> int:
@@ -114,6 +121,11 @@ class Sequence:
     def preemptions(self) -> int:
         """How often it was evicted."""
         return self._row[kernel.PREEMPTIONS]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had when it was first admitted."""
+        return self._row[kernel.CACHED_TOKENS]
 
     @property
     def prefill_tokens(self) -> int:
@@ -153,6 +165,7 @@ def instance_rows(
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
     slowdown: float = 1.0,
+    prefix_caching: bool = False,
 ) -> tuple[kernel.Row, kernel.Times]:
     """The kernel's rows of one idle instance; the arguments are those of ``Engine``.
 
@@ -178,6 +191,8 @@ def instance_rows(
     n[kernel.MAX_SEQS] = max_num_seqs
     n[kernel.MAX_BATCHED] = max_batched_tokens
     n[kernel.CHUNKED] = int(scheduling == "chunked")
+    n[kernel.CACHING] = int(prefix_caching)
+    n[kernel.BUCKET_MASK] = block_cache.bucket_mask(total_blocks)
     n[kernel.HEAD_WAITING] = heads
     n[kernel.HEAD_PREFILLING] = heads + 1
     n[kernel.HEAD_DECODING] = heads + 2
@@ -209,6 +224,7 @@ class Engine(Generic[S]):
         max_batched_tokens: most tokens in one step. In prefill-first mode a longer prompt is
             prefilled alone.
         slowdown: every step takes this many times longer; may be changed between steps.
+        prefix_caching: keep the blocks of what has been computed, and share them.
 
     Raises:
         ValueError: a size below 1, no room for one block, or (chunked) a token budget that could
@@ -224,6 +240,7 @@ class Engine(Generic[S]):
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
         max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
         slowdown: float = 1.0,
+        prefix_caching: bool = False,
     ) -> None:
         self._n, self._x = instance_rows(
             profile,
@@ -233,8 +250,11 @@ class Engine(Generic[S]):
             block_tokens=block_tokens,
             max_batched_tokens=max_batched_tokens,
             slowdown=slowdown,
+            prefix_caching=prefix_caching,
         )
         self._q = list_heads(0)
+        self._c = block_cache.cache_rows(self.total_blocks) if prefix_caching else []
+        self._k: kernel.Rows = [[] for _ in range(2 * len(self._q))]
         self._sequences: list[S | None] = [None] * len(self._q)
         self._free_slots: list[int] = []
         self._decoding: dict[int, S] = {}  # by slot, in the order of joining
@@ -300,6 +320,29 @@ class Engine(Generic[S]):
     def generation_tokens_total(self) -> int:
         return self._n[kernel.GENERATION_TOTAL]
 
+    @property
+    def prefix_caching(self) -> bool:
+        return bool(self._n[kernel.CACHING])
+
+    @property
+    def prefix_queries_total(self) -> int:
+        """Prompt tokens that were looked up in the prefix cache."""
+        return self._n[kernel.QUERIES_TOTAL]
+
+    @property
+    def prefix_hits_total(self) -> int:
+        """Prompt tokens that were found there."""
+        return self._n[kernel.HITS_TOTAL]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is cached. False, and nothing is done, while a block is in use."""
+        n = self._n
+        if n[kernel.FREE_BLOCKS] < n[kernel.TOTAL_BLOCKS]:
+            return False
+        if self.prefix_caching:
+            block_cache.clear(self._c, n[kernel.BUCKET_MASK], n[kernel.TOTAL_BLOCKS])
+        return True
+
     def generated_tokens(self, sequence: S) -> int:
         """Tokens that ``sequence`` has emitted so far."""
         row = sequence._row
@@ -332,7 +375,13 @@ class Engine(Generic[S]):
             slot = len(self._q)
             self._q.append(sequence._row)
             self._sequences.append(sequence)
+            self._k += [[], []]
         sequence._slot = slot
+        if self.prefix_caching:
+            most = kernel.blocks(self._n, sequence.prompt_tokens + sequence.output_tokens)
+            sequence._row[kernel.KEYS] = min(len(sequence._keys), most)
+            self._k[2 * slot] = sequence._keys
+            self._k[2 * slot + 1] = [0] * most
         kernel.enqueue(self._q, self._n, slot)
 
     def abort(self, sequence: S) -> None:
@@ -341,7 +390,7 @@ class Engine(Generic[S]):
         A step under way keeps its length: the accelerator does not stop for it.
         """
         if sequence._slot >= 0:
-            kernel.drop(self._q, self._n, sequence._slot)
+            kernel.drop(self._q, self._n, self._c, self._k, sequence._slot)
             self._decoding.pop(sequence._slot, None)
             self._release(sequence)
         sequence._row[kernel.STATE] = kernel.DONE
@@ -356,7 +405,7 @@ class Engine(Generic[S]):
             raise RuntimeError("end_step() must come before the next begin_step()")
         n, log = self._n, self._log
         log[0] = 0
-        if not kernel.plan(self._q, n, self._x, log, self._log_s, 0.0):
+        if not kernel.plan(self._q, n, self._x, self._c, self._k, log, self._log_s, 0.0):
             return None
         n[kernel.STEPS] = 1
         preempted = []
@@ -388,7 +437,7 @@ class Engine(Generic[S]):
         log[0] = 0
         emitted = list(self._decoding.values()) if step.decode_sequences else []
         finished: list[S] = []
-        kernel.end(self._q, self._n, self._x, log, self._log_s, 0.0)
+        kernel.end(self._q, self._n, self._x, self._c, self._k, log, self._log_s, 0.0)
         for entry in log[1 : 1 + log[0]]:
             slot, kind = entry // 4, entry % 4
             sequence = self._at(slot)
@@ -408,5 +457,6 @@ class Engine(Generic[S]):
 
     def _release(self, sequence: S) -> None:
         self._sequences[sequence._slot] = None
+        self._k[2 * sequence._slot] = self._k[2 * sequence._slot + 1] = []
         self._free_slots.append(sequence._slot)
         sequence._slot = -1

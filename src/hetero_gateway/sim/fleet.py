@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.sim import kernel
+from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import (
     DEFAULT_MAX_BATCHED_TOKENS,
     Scheduling,
@@ -40,8 +40,9 @@ def compile_kernel() -> tuple[Any, ...]:
     """What a fleet calls of the kernel, compiled; numba caches the result on disk."""
     from numba.extending import register_jitable
 
-    for function in list(vars(kernel).values()):
-        if isinstance(function, FunctionType) and function not in _ENTRIES:
+    functions = [*vars(block_cache).values(), *vars(kernel).values()]
+    for function in dict.fromkeys(f for f in functions if isinstance(f, FunctionType)):
+        if function not in _ENTRIES:
             register_jitable(function)
     return tuple(jit(function) for function in _ENTRIES)
 
@@ -60,6 +61,8 @@ class Fleet:
     Args:
         profiles: what each instance runs.
         compiled: run the kernel compiled; needs numba.
+        prefix_caching: by instance, whether it has a prefix cache; empty: none has.
+        most_blocks: of any one sequence, where there is a prefix cache.
 
     Raises:
         ValueError: as ``Engine``.
@@ -72,13 +75,19 @@ class Fleet:
         scheduling: Scheduling = "chunked",
         max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
         compiled: bool = False,
+        prefix_caching: Sequence[bool] = (),
+        most_blocks: int = 0,
     ) -> None:
         self._profiles = tuple(profiles)
         self._options: dict[str, Any] = {
             "scheduling": scheduling,
             "max_batched_tokens": max_batched_tokens,
         }
-        rows = [instance_rows(p, 3 * i, **self._options) for i, p in enumerate(profiles)]
+        self._prefix_caching = tuple(prefix_caching) or (False,) * len(profiles)
+        rows = [
+            instance_rows(p, 3 * i, prefix_caching=self._prefix_caching[i], **self._options)
+            for i, p in enumerate(profiles)
+        ]
         leaves = 1 << (len(rows) - 1).bit_length()
         if leaves > len(rows):  # one more instance, never busy, fills the tournament up
             rows.append(instance_rows(profiles[0], 0, max_num_seqs=1))
@@ -87,6 +96,13 @@ class Fleet:
         self._n = self._table([n + [0] * (width - len(n)) for n, _ in rows])
         self._x = self._table([x for _, x in rows])
         self._q = self._table([row for i in range(len(profiles)) for row in list_heads(3 * i)])
+        caches = [
+            block_cache.cache_rows(n[kernel.TOTAL_BLOCKS]) if n[kernel.CACHING] else [[0]]
+            for n, _ in rows
+        ]
+        self._c = self._caches(caches)
+        self._most_blocks = max(1, most_blocks) if any(self._prefix_caching) else 0
+        self._k = self._key_rows(len(self._q))
         self._free_slots: list[int] = []
         first = [0] * leaves + [min(i, len(rows) - 1) for i in range(leaves)]
         for i in range(0, leaves, 2):
@@ -113,10 +129,28 @@ class Fleet:
     def _vector(self, values: list[Any]) -> Any:
         return np.array(values) if self._compiled else values
 
+    def _caches(self, caches: list[kernel.Rows]) -> Any:
+        if not self._compiled:
+            return caches
+        width = max(len(row) for cache in caches for row in cache)
+        table = np.zeros((len(caches), max(map(len, caches)), width), dtype=np.int64)
+        for i, cache in enumerate(caches):
+            for field, row in enumerate(cache):
+                table[i, field, : len(row)] = row
+        return table
+
+    def _key_rows(self, slots: int) -> Any:
+        """Two rows for each slot: the keys of its blocks, and its blocks."""
+        if self._compiled:
+            return np.zeros((2 * slots, max(1, self._most_blocks)), dtype=np.int64)
+        return [[0] * self._most_blocks for _ in range(2 * slots)]
+
     def new_slot(self) -> int:
         """A slot for one sequence; ``free_slot`` takes it back."""
         if not self._free_slots:
             size = len(self._q)
+            more = self._key_rows(size if self._most_blocks else 0)
+            self._k = np.concatenate((self._k, more)) if self._compiled else self._k + more
             if self._compiled:
                 self._q = np.concatenate((self._q, np.zeros_like(self._q)))
             else:
@@ -132,9 +166,27 @@ class Fleet:
         n = self._n[i]
         return int(n[kernel.TOTAL_BLOCKS] * n[kernel.BLOCK_TOKENS])
 
-    def submit(self, i: int, slot: int, prompt: int, output: int, now_s: float) -> None:
-        """Queue a sequence that fits; the step that begins at ``now_s`` or next may admit it."""
-        self._submit(self._q, self._n, self._x, self._first, i, slot, prompt, output, now_s)
+    def submit(
+        self, i: int, slot: int, prompt: int, output: int, now_s: float, keys: Sequence[int] = ()
+    ) -> None:
+        """Queue a sequence that fits; the step that begins at ``now_s`` or next may admit it.
+
+        ``keys`` are those of ``Sequence``: at most ``most_blocks``; an array where it is compiled.
+        """
+        if self._most_blocks:
+            self._k[2 * slot][: len(keys)] = keys
+        tables = (self._q, self._n, self._x, self._first)
+        self._submit(*tables, i, slot, prompt, output, len(keys), now_s)
+
+    def cached_tokens(self, slot: int) -> int:
+        """Prompt tokens of a sequence that its instance had in its prefix cache."""
+        return int(self._q[slot][kernel.CACHED_TOKENS])
+
+    def reset_prefix_cache(self, i: int) -> None:
+        """Forget what instance i has cached; what is in use stays in use."""
+        n = self._n[i]
+        if n[kernel.CACHING]:
+            block_cache.clear(self._c[i], n[kernel.BUCKET_MASK], n[kernel.TOTAL_BLOCKS])
 
     def set_slowdown(self, i: int, slowdown: float, now_s: float) -> None:
         """Stretch the steps that begin at ``now_s`` or later; above 0."""
@@ -143,8 +195,16 @@ class Fleet:
     def clear(self, i: int) -> None:
         """Drop all that instance i has, as a crash does; its slow-down stays."""
         n, x = instance_rows(
-            self._profiles[i], 3 * i, slowdown=self._x[i][kernel.SLOWDOWN], **self._options
+            self._profiles[i],
+            3 * i,
+            slowdown=self._x[i][kernel.SLOWDOWN],
+            prefix_caching=self._prefix_caching[i],
+            **self._options,
         )
+        if self._prefix_caching[i]:
+            cache = block_cache.cache_rows(n[kernel.TOTAL_BLOCKS])
+            for field, cached in enumerate(cache):
+                self._c[i][field][: len(cached)] = cached
         self._n[i][: len(n)] = n
         self._x[i][:] = x
         for head, row in enumerate(list_heads(3 * i), 3 * i):
@@ -153,8 +213,8 @@ class Fleet:
 
     def advance(self, until_s: float, stop: bool) -> bool:
         """Let time pass; ``log`` and ``log_s`` then tell of this call. See ``kernel.advance``."""
-        tables = (self._q, self._n, self._x, self._first, self._log, self._log_s)
-        return bool(self._advance(*tables, until_s, stop))
+        tables = (self._q, self._n, self._x, self._c, self._k, self._first)
+        return bool(self._advance(*tables, self._log, self._log_s, until_s, stop))
 
     def decoded(self, now_s: float) -> tuple[list[int], list[float]]:
         """By instance: the decode steps that have ended at ``now_s``, and how long they took."""

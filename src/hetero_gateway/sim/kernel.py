@@ -7,8 +7,10 @@ they run on lists as plain Python, and on numpy arrays when numba compiles them
 (``fleet.compile_kernel``), with the same results to the last bit.
 
     q[slot]  one sequence: integers, the fields PROMPT, OUTPUT, …; or the head of a list
+    k[2·slot], k[2·slot + 1]  its blocks' keys, and its blocks; only with a prefix cache
     n[i]     one instance: integers, the fields FREE_BLOCKS, …, then block phases, then a heap
     x[i]     one instance: floats, the fields P1, …
+    c[i]     one instance: its blocks, see ``block_cache.py``; only with a prefix cache
     log      what happened: log[0] counts the entries, log[1], … are slot · 4 + kind
     log_s    when: log_s[1], …
 
@@ -29,6 +31,16 @@ from __future__ import annotations
 
 import math
 
+from hetero_gateway.sim.block_cache import (
+    SPARE,
+    count_free,
+    keep,
+    look_up,
+    release,
+    share,
+    take,
+)
+
 Row = list[int]
 Rows = list[list[int]]
 Times = list[float]
@@ -38,7 +50,11 @@ TimeRows = list[list[float]]
 # a sequence has OFFSET + the instance's EPOCH of them. JOIN orders the stays in the decoding batch.
 PROMPT, OUTPUT, GENERATED, COMPUTED, CHUNK, OFFSET, LAST_EPOCH, JOIN = range(8)
 HEAP_AT, PREEMPTIONS, STATE, NEXT, PREVIOUS = range(8, 13)
-SEQUENCE_FIELDS = 13
+# With a prefix cache. KEYS: how many blocks have a key; HITS: blocks that the last look-up found;
+# KEPT: blocks that others can find; HELD: blocks taken at admission; CACHED_TOKENS: found then, the
+# first time.
+KEYS, HITS, KEPT, HELD, CACHED_TOKENS = range(13, 18)
+SEQUENCE_FIELDS = 18
 
 # Values of STATE; ``engine.State`` gives them names for the outside.
 NEW, WAITING, PREFILLING, DECODING, DONE = range(5)
@@ -53,7 +69,9 @@ EPOCH, CACHED, JOINS = range(13, 16)
 STEPS, STEP_DECODES, STEP_CACHED, STEP_PROMPTS, STEP_TOKENS = range(16, 21)
 PREEMPTIONS_TOTAL, PROMPT_TOTAL, GENERATION_TOTAL = range(21, 24)
 PHASE = 24
-PHASES_AT = 25  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
+# Of the prefix cache: whether there is one; tokens looked up and found; blocks on its stack.
+CACHING, BUCKET_MASK, QUERIES_TOTAL, HITS_TOTAL, SPARES = range(25, 30)
+PHASES_AT = 30  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
 
 # Fields of an instance's floats. START_S: of the run; FIRST_S: its first step; GROWTH_S: by how
 # much each step is longer than the one before. DECODE_S: spent so far in steps that decode.
@@ -152,7 +170,7 @@ def join_decoding(q: Rows, n: Row, slot: int) -> None:
     n[PHASES_AT + (1 - q[slot][OFFSET]) % n[BLOCK_TOKENS]] += 1
 
 
-def leave_decoding(q: Rows, n: Row, slot: int) -> None:
+def leave_decoding(q: Rows, n: Row, c: Rows, k: Rows, slot: int) -> None:
     """Take a sequence out of the batch, remember how far it came, and free its blocks."""
     unlink(q, slot)
     size = n[NUM_DECODING] - 1
@@ -166,10 +184,44 @@ def leave_decoding(q: Rows, n: Row, slot: int) -> None:
     n[PHASES_AT + (1 - q[slot][OFFSET]) % n[BLOCK_TOKENS]] -= 1
     # All but the newest token have KV; within a decode step there is room for that one too.
     growing = n[STEPS] > 0 and n[STEP_DECODES] > 0
-    n[FREE_BLOCKS] += blocks(n, cached if growing else cached - 1)
+    tokens = cached if growing else cached - 1
+    if n[CACHING]:
+        keep_answer(q, n, c, k, slot, tokens)
+    free(q, n, c, k, slot, tokens)
 
 
-def drop(q: Rows, n: Row, slot: int) -> None:
+def free(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> None:
+    """Free the blocks of a sequence that has KV for so many tokens."""
+    count = blocks(n, tokens)
+    n[FREE_BLOCKS] += release(c, n[TOTAL_BLOCKS], k[2 * slot + 1], count) if n[CACHING] else count
+
+
+def use(n: Row, c: Rows, count: int) -> None:
+    """Take free blocks for the sequences that decode; who has which is settled as they leave."""
+    n[FREE_BLOCKS] -= count
+    if n[CACHING]:
+        for spare in range(n[SPARES], n[SPARES] + count):
+            c[SPARE][spare] = take(c, n[BUCKET_MASK], n[TOTAL_BLOCKS])
+        n[SPARES] += count
+
+
+def keep_full(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> None:
+    """Those of a sequence's blocks that so many tokens fill can be found from now on."""
+    full = min(tokens // n[BLOCK_TOKENS], q[slot][KEYS])
+    for i in range(q[slot][KEPT], full):
+        keep(c, n[BUCKET_MASK], k[2 * slot + 1][i], k[2 * slot][i])
+    q[slot][KEPT] = max(q[slot][KEPT], full)
+
+
+def keep_answer(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> None:
+    """A sequence leaves the batch: its share of the blocks in use becomes its own."""
+    for i in range(q[slot][HELD], blocks(n, tokens)):
+        n[SPARES] -= 1
+        k[2 * slot + 1][i] = c[SPARE][n[SPARES]]
+    keep_full(q, n, c, k, slot, tokens)
+
+
+def drop(q: Rows, n: Row, c: Rows, k: Rows, slot: int) -> None:
     """Abort a sequence and free its blocks at once; a step under way keeps its length."""
     state = q[slot][STATE]
     if state == WAITING:
@@ -178,9 +230,9 @@ def drop(q: Rows, n: Row, slot: int) -> None:
     elif state == PREFILLING:
         unlink(q, slot)
         n[NUM_PREFILLING] -= 1
-        n[FREE_BLOCKS] += blocks(n, prefill_tokens(q, slot))
+        free(q, n, c, k, slot, prefill_tokens(q, slot))
     elif state == DECODING:
-        leave_decoding(q, n, slot)
+        leave_decoding(q, n, c, k, slot)
     q[slot][STATE] = DONE
 
 
@@ -194,74 +246,106 @@ def enqueue(q: Rows, n: Row, slot: int) -> None:
     n[NUM_WAITING] += 1
 
 
-def admissible(q: Rows, n: Row) -> bool:
-    """Whether there is a slot and room for the head of the waiting queue."""
+def admissible(q: Rows, n: Row, c: Rows, k: Rows) -> bool:
+    """Whether there is a slot and room for the head of the waiting queue; looks its prompt up."""
     running = n[NUM_PREFILLING] + n[NUM_DECODING]
     if n[NUM_WAITING] == 0 or running >= n[MAX_SEQS]:
         return False
-    needed = blocks(n, prefill_tokens(q, q[n[HEAD_WAITING]][NEXT]))
+    slot = q[n[HEAD_WAITING]][NEXT]
+    needed = blocks(n, prefill_tokens(q, slot))
+    if n[CACHING]:
+        held = k[2 * slot + 1]
+        most = min(q[slot][KEYS], (prefill_tokens(q, slot) - 1) // n[BLOCK_TOKENS])
+        hits = look_up(c, n[BUCKET_MASK], k[2 * slot], held, most)
+        q[slot][HITS] = hits
+        # A free block that is shared is free no longer.
+        needed -= hits - count_free(c, held, hits)
     if running > 0:
         needed += n[WATERMARK_BLOCKS]
     return needed <= n[FREE_BLOCKS]
 
 
-def admit(q: Rows, n: Row) -> int:
+def admit(q: Rows, n: Row, c: Rows, k: Rows) -> int:
     """Move the head of the waiting queue to the prompts at prefill; returns its slot."""
     slot = q[n[HEAD_WAITING]][NEXT]
     unlink(q, slot)
     link(q, slot, n[HEAD_PREFILLING])
     n[NUM_WAITING] -= 1
     n[NUM_PREFILLING] += 1
-    n[FREE_BLOCKS] -= blocks(n, prefill_tokens(q, slot))
     q[slot][STATE] = PREFILLING
     q[slot][COMPUTED] = 0
+    if n[CACHING]:
+        begin_with_hits(q, n, c, k, slot)
+    else:
+        n[FREE_BLOCKS] -= blocks(n, prefill_tokens(q, slot))
     return slot
 
 
-def take_chunk(q: Rows, n: Row, slot: int, tokens: int) -> None:
+def begin_with_hits(q: Rows, n: Row, c: Rows, k: Rows, slot: int) -> None:
+    """Share the blocks that the look-up found, and take the others."""
+    hits, count = q[slot][HITS], blocks(n, prefill_tokens(q, slot))
+    held = k[2 * slot + 1]
+    n[FREE_BLOCKS] -= count - hits + count_free(c, held, hits)
+    share(c, held, hits)
+    for i in range(hits, count):
+        held[i] = take(c, n[BUCKET_MASK], n[TOTAL_BLOCKS])
+    q[slot][HELD] = count
+    q[slot][KEPT] = hits
+    q[slot][COMPUTED] = hits * n[BLOCK_TOKENS]
+    # vLLM keeps the look-ups of evicted sequences apart.
+    if q[slot][PREEMPTIONS] == 0:
+        q[slot][CACHED_TOKENS] = q[slot][COMPUTED]
+        n[QUERIES_TOTAL] += q[slot][PROMPT]
+        n[HITS_TOTAL] += q[slot][COMPUTED]
+
+
+def take_chunk(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> None:
     q[slot][CHUNK] = tokens
+    if n[CACHING]:
+        keep_full(q, n, c, k, slot, q[slot][COMPUTED] + tokens)
     n[STEP_PROMPTS] += 1
     n[STEP_TOKENS] += tokens
 
 
-def plan_chunks(q: Rows, n: Row, budget: int, admitting: bool) -> None:
+def plan_chunks(q: Rows, n: Row, c: Rows, k: Rows, budget: int, admitting: bool) -> None:
     """Share ``budget`` tokens among the prompts at prefill, then among those waiting."""
     head = n[HEAD_PREFILLING]
     slot = q[head][NEXT]
     while slot != head and budget > 0:
         tokens = min(prefill_tokens(q, slot) - q[slot][COMPUTED], budget)
-        take_chunk(q, n, slot, tokens)
+        take_chunk(q, n, c, k, slot, tokens)
         budget -= tokens
         slot = q[slot][NEXT]
-    while admitting and budget > 0 and admissible(q, n):
-        slot = admit(q, n)
-        tokens = min(prefill_tokens(q, slot), budget)
-        take_chunk(q, n, slot, tokens)
+    while admitting and budget > 0 and admissible(q, n, c, k):
+        slot = admit(q, n, c, k)
+        tokens = min(prefill_tokens(q, slot) - q[slot][COMPUTED], budget)
+        take_chunk(q, n, c, k, slot, tokens)
         budget -= tokens
 
 
-def plan_prompts(q: Rows, n: Row) -> None:
+def plan_prompts(q: Rows, n: Row, c: Rows, k: Rows) -> None:
     """Admit whole prompts within the budget; a longer one alone."""
     budget = n[MAX_BATCHED]
-    while admissible(q, n):
-        tokens = prefill_tokens(q, q[n[HEAD_WAITING]][NEXT])
+    while admissible(q, n, c, k):
+        slot = q[n[HEAD_WAITING]][NEXT]
+        tokens = prefill_tokens(q, slot) - q[slot][HITS] * n[BLOCK_TOKENS]
         if n[STEP_PROMPTS] > 0 and tokens > budget:
             return
-        take_chunk(q, n, admit(q, n), tokens)
+        take_chunk(q, n, c, k, admit(q, n, c, k), tokens)
         budget -= tokens
 
 
-def evict_newest(q: Rows, n: Row) -> int:
+def evict_newest(q: Rows, n: Row, c: Rows, k: Rows) -> int:
     """Send the newest running sequence back to the head of the queue; returns its slot."""
     # Prompts are prefilled in the order of admission, so those at it are newer than all others.
     if n[NUM_PREFILLING] > 0:
         slot = q[n[HEAD_PREFILLING]][PREVIOUS]
         unlink(q, slot)
         n[NUM_PREFILLING] -= 1
-        n[FREE_BLOCKS] += blocks(n, prefill_tokens(q, slot))
+        free(q, n, c, k, slot, prefill_tokens(q, slot))
     else:
         slot = q[n[HEAD_DECODING]][PREVIOUS]
-        leave_decoding(q, n, slot)
+        leave_decoding(q, n, c, k, slot)
     q[slot][STATE] = WAITING
     q[slot][PREEMPTIONS] += 1
     n[PREEMPTIONS_TOTAL] += 1
@@ -270,14 +354,14 @@ def evict_newest(q: Rows, n: Row) -> int:
     return slot
 
 
-def grow(q: Rows, n: Row, log: Row, log_s: Times, now_s: float) -> bool:
+def grow(q: Rows, n: Row, c: Rows, k: Rows, log: Row, log_s: Times, now_s: float) -> bool:
     """Give every decoding sequence room for its next token; True when some had to be evicted."""
     evicted = False
     phase = PHASES_AT + n[EPOCH] % n[BLOCK_TOKENS]
     while n[phase] > n[FREE_BLOCKS]:
-        record(log, log_s, now_s, evict_newest(q, n), PREEMPTED)
+        record(log, log_s, now_s, evict_newest(q, n, c, k), PREEMPTED)
         evicted = True
-    n[FREE_BLOCKS] -= n[phase]
+    use(n, c, n[phase])
     return evicted
 
 
@@ -302,7 +386,7 @@ def run_length(q: Rows, n: Row) -> int:
     return 1 + min(steps, more)
 
 
-def plan(q: Rows, n: Row, x: Times, log: Row, log_s: Times, now_s: float) -> int:
+def plan(q: Rows, n: Row, x: Times, c: Rows, k: Rows, log: Row, log_s: Times, now_s: float) -> int:
     """Plan what follows: evict, admit, share the budget. Returns its number of steps.
 
     0: there is nothing to do. More than 1: they decode, and nothing joins or leaves before the
@@ -314,13 +398,13 @@ def plan(q: Rows, n: Row, x: Times, log: Row, log_s: Times, now_s: float) -> int
     n[STEP_TOKENS] = 0
     if n[CHUNKED]:
         if n[NUM_DECODING] > 0:
-            evicted = grow(q, n, log, log_s, now_s)
+            evicted = grow(q, n, c, k, log, log_s, now_s)
         n[STEP_DECODES] = n[NUM_DECODING]
-        plan_chunks(q, n, n[MAX_BATCHED] - n[NUM_DECODING], not evicted)
+        plan_chunks(q, n, c, k, n[MAX_BATCHED] - n[NUM_DECODING], not evicted)
     else:
-        plan_prompts(q, n)
+        plan_prompts(q, n, c, k)
         if n[STEP_PROMPTS] == 0 and n[NUM_DECODING] > 0:
-            evicted = grow(q, n, log, log_s, now_s)
+            evicted = grow(q, n, c, k, log, log_s, now_s)
             n[STEP_DECODES] = n[NUM_DECODING]
     n[STEP_CACHED] = n[CACHED] if n[STEP_DECODES] > 0 else 0
     if n[STEP_DECODES] == 0 and n[STEP_PROMPTS] == 0:
@@ -332,8 +416,10 @@ def plan(q: Rows, n: Row, x: Times, log: Row, log_s: Times, now_s: float) -> int
     )
     x[GROWTH_S] = x[SLOWDOWN] * (x[P5] * n[STEP_DECODES] + x[P7])
     # An eviction does not shorten the run: less than its blocks are free, so it stays out until
-    # another one finishes, and those behind it with it.
-    n[STEPS] = 1 if n[NUM_PREFILLING] > 0 else run_length(q, n)
+    # another one finishes, and those behind it with it. With a prefix cache it may find equal
+    # blocks that others use, and come back in the next step.
+    alone = n[NUM_PREFILLING] > 0 or (evicted and n[CACHING])
+    n[STEPS] = 1 if alone else run_length(q, n)
     return n[STEPS]
 
 
@@ -401,16 +487,17 @@ def cut_run(n: Row, x: Times, now_s: float) -> None:
 # -- ending
 
 
-def end(q: Rows, n: Row, x: Times, log: Row, log_s: Times, now_s: float) -> None:
+def end(q: Rows, n: Row, x: Times, c: Rows, k: Rows, log: Row, log_s: Times, now_s: float) -> None:
     """Apply the steps that ``plan`` planned: their tokens, blocks and finishes."""
     steps = n[STEPS]
     n[STEPS] = 0
     if n[STEP_DECODES] > 0:
         batch = n[NUM_DECODING]
         size = n[BLOCK_TOKENS]
-        n[FREE_BLOCKS] -= (steps - 1) // size * batch
+        needed = (steps - 1) // size * batch
         for step in range(1, 1 + (steps - 1) % size):
-            n[FREE_BLOCKS] -= n[PHASES_AT + (n[EPOCH] + step) % size]
+            needed += n[PHASES_AT + (n[EPOCH] + step) % size]
+        use(n, c, needed)
         n[EPOCH] += steps
         n[CACHED] += steps * batch
         n[GENERATION_TOTAL] += steps * batch
@@ -418,14 +505,14 @@ def end(q: Rows, n: Row, x: Times, log: Row, log_s: Times, now_s: float) -> None
         heap = PHASES_AT + size
         while n[NUM_DECODING] > 0 and q[n[heap]][LAST_EPOCH] <= n[EPOCH]:
             slot = n[heap]
-            leave_decoding(q, n, slot)
+            leave_decoding(q, n, c, k, slot)
             q[slot][STATE] = DONE
             record(log, log_s, now_s, slot, FINISHED)
     if n[STEP_PROMPTS] > 0:
-        end_chunks(q, n, log, log_s, now_s)
+        end_chunks(q, n, c, k, log, log_s, now_s)
 
 
-def end_chunks(q: Rows, n: Row, log: Row, log_s: Times, now_s: float) -> None:
+def end_chunks(q: Rows, n: Row, c: Rows, k: Rows, log: Row, log_s: Times, now_s: float) -> None:
     head = n[HEAD_PREFILLING]
     slot = q[head][NEXT]
     while slot != head:
@@ -433,11 +520,13 @@ def end_chunks(q: Rows, n: Row, log: Row, log_s: Times, now_s: float) -> None:
         q[slot][COMPUTED] += q[slot][CHUNK]
         q[slot][CHUNK] = 0
         if q[slot][COMPUTED] == prefill_tokens(q, slot):
-            end_prefill(q, n, log, log_s, now_s, slot)
+            end_prefill(q, n, c, k, log, log_s, now_s, slot)
         slot = following
 
 
-def end_prefill(q: Rows, n: Row, log: Row, log_s: Times, now_s: float, slot: int) -> None:
+def end_prefill(
+    q: Rows, n: Row, c: Rows, k: Rows, log: Row, log_s: Times, now_s: float, slot: int
+) -> None:
     """A prefill is over and emits a token: the first, or after an eviction the next."""
     unlink(q, slot)
     n[NUM_PREFILLING] -= 1
@@ -447,12 +536,12 @@ def end_prefill(q: Rows, n: Row, log: Row, log_s: Times, now_s: float, slot: int
     else:
         record(log, log_s, now_s, slot, RESUMED)
     n[GENERATION_TOTAL] += 1
-    held = blocks(n, prefill_tokens(q, slot))
+    tokens = prefill_tokens(q, slot)
     q[slot][GENERATED] += 1
     if q[slot][GENERATED] < q[slot][OUTPUT]:
         join_decoding(q, n, slot)
         return
-    n[FREE_BLOCKS] += held
+    free(q, n, c, k, slot, tokens)
     q[slot][STATE] = DONE
     record(log, log_s, now_s, slot, FINISHED)
 
@@ -485,7 +574,7 @@ def rank(n: Rows, x: TimeRows, first: Row, i: int) -> None:
 
 def submit(
     q: Rows, n: Rows, x: TimeRows, first: Row, i: int, slot: int, prompt: int, output: int,
-    now_s: float,
+    keys: int, now_s: float,
 ) -> None:  # fmt: skip
     """Give instance i a new sequence; the step that begins at ``now_s`` or next sees it."""
     q[slot][PROMPT] = prompt
@@ -493,6 +582,9 @@ def submit(
     q[slot][GENERATED] = 0
     q[slot][CHUNK] = 0
     q[slot][PREEMPTIONS] = 0
+    q[slot][KEYS] = keys
+    q[slot][HITS] = 0
+    q[slot][CACHED_TOKENS] = 0
     enqueue(q, n[i], slot)
     if n[i][STEPS] > 0:
         # Behind others it changes nothing: what they lack comes free at the end of the run at best.
@@ -515,8 +607,9 @@ def change_slowdown(
 
 
 def advance(
-    q: Rows, n: Rows, x: TimeRows, first: Row, log: Row, log_s: Times, until_s: float, stop: bool
-) -> bool:
+    q: Rows, n: Rows, x: TimeRows, c: list[Rows], k: Rows, first: Row, log: Row, log_s: Times,
+    until_s: float, stop: bool,
+) -> bool:  # fmt: skip
     """Let every instance work until ``until_s``; what happened is in the log, in time order.
 
     Steps that begin at ``until_s`` itself have not begun when this returns. It returns False when
@@ -535,9 +628,9 @@ def advance(
         if log[0] + 2 * n[i][MAX_SEQS] + 1 >= len(log):
             return False
         if n[i][PHASE] == END:
-            end(q, n[i], x[i], log, log_s, now_s)
+            end(q, n[i], x[i], c[i], k, log, log_s, now_s)
             n[i][PHASE] = BEGIN
-        elif plan(q, n[i], x[i], log, log_s, now_s) > 0:
+        elif plan(q, n[i], x[i], c[i], k, log, log_s, now_s) > 0:
             n[i][PHASE] = END
             x[i][NEXT_S] = run_end_s(x[i], n[i][STEPS])
         else:

@@ -1,0 +1,154 @@
+"""One instance's KV blocks with a prefix cache, on tables of numbers: look up, take, keep, free.
+
+vLLM's rules (vllm/v1/core/block_pool.py, kv_cache_manager.py, single_type_kv_cache_manager.py):
+
+- A full block has a key: the hash of its tokens and of the key in front of it, so that equal keys
+  mean equal text up to the block's end. Here keys come from outside, as integers; 0 is none.
+- A lookup takes blocks from the front for as long as their keys are there, and never the whole
+  prompt: its last token has to be computed for the first one of the answer.
+- Sequences share blocks and count their references. What nobody refers to is free, and stays
+  cached until it is taken for something else. Free blocks are taken from the front of a queue;
+  those that are freed go to its end, a sequence's last block first, so that a prefix goes after
+  what follows it. Blocks without a key go to the front.
+- Equal blocks that were computed twice are both kept; the older one is found first.
+
+Not as in vLLM: the blocks of an answer get their keys when the sequence leaves the batch, not one
+by one. Only a prompt with a part of an answer that is still running could see the difference.
+
+    c[field]  of one instance: a number for each block, the fields KEY, …; and the buckets of
+              the table from keys to blocks, which are chained through CHAIN
+    keys      of one sequence: the keys of its blocks, as many as are known
+    held      of one sequence: its blocks, in order
+
+As in ``kernel.py``, everything runs on lists as plain Python, and on arrays compiled by numba.
+"""
+
+from __future__ import annotations
+
+Row = list[int]
+Rows = list[list[int]]
+
+# Fields of a block. The free ones form a ring through NEXT_FREE and PREVIOUS_FREE; its head has the
+# number of blocks as its index. SPARE is a stack: blocks in use by decoding sequences, of which it
+# does not matter who has which until one leaves.
+KEY, REFERENCES, NEXT_FREE, PREVIOUS_FREE, CHAIN, BUCKET, SPARE = range(7)
+
+NOTHING = -1
+
+
+def cache_rows(total_blocks: int) -> Rows:
+    """The rows of one instance's empty cache."""
+    following = [*range(1, total_blocks + 1), 0]
+    previous = [total_blocks, *range(total_blocks)]
+    empty = [0] * total_blocks
+    buckets = [NOTHING] * (bucket_mask(total_blocks) + 1)
+    return [empty, empty[:], following, previous, [NOTHING] * total_blocks, buckets, empty[:]]
+
+
+def bucket_mask(total_blocks: int) -> int:
+    """One less than the number of buckets, which is a power of two."""
+    return (1 << total_blocks.bit_length()) - 1
+
+
+def find(c: Rows, mask: int, key: int) -> int:
+    """The block with this key that was cached first; NOTHING where none is."""
+    block = c[BUCKET][key & mask]
+    while block != NOTHING and c[KEY][block] != key:
+        block = c[CHAIN][block]
+    return block
+
+
+def look_up(c: Rows, mask: int, keys: Row, held: Row, most: int) -> int:
+    """How many of the first ``most`` keys are there; their blocks are written into ``held``."""
+    hits = 0
+    while hits < most:
+        block = find(c, mask, keys[hits])
+        if block == NOTHING:
+            break
+        held[hits] = block
+        hits += 1
+    return hits
+
+
+def count_free(c: Rows, held: Row, hits: int) -> int:
+    """How many of the first ``hits`` blocks nobody refers to."""
+    free = 0
+    for i in range(hits):
+        if c[REFERENCES][held[i]] == 0:
+            free += 1
+    return free
+
+
+def share(c: Rows, held: Row, hits: int) -> None:
+    """Refer to the first ``hits`` blocks; those that were free no longer are."""
+    for i in range(hits):
+        block = held[i]
+        if c[REFERENCES][block] == 0:
+            following, previous = c[NEXT_FREE][block], c[PREVIOUS_FREE][block]
+            c[NEXT_FREE][previous] = following
+            c[PREVIOUS_FREE][following] = previous
+        c[REFERENCES][block] += 1
+
+
+def take(c: Rows, mask: int, head: int) -> int:
+    """The block at the front of the free ones; what it cached is forgotten."""
+    block = c[NEXT_FREE][head]
+    following = c[NEXT_FREE][block]
+    c[NEXT_FREE][head] = following
+    c[PREVIOUS_FREE][following] = head
+    c[REFERENCES][block] = 1
+    if c[KEY][block] != 0:
+        forget(c, mask, block)
+    return block
+
+
+def forget(c: Rows, mask: int, block: int) -> None:
+    bucket = c[KEY][block] & mask
+    at = c[BUCKET][bucket]
+    if at == block:
+        c[BUCKET][bucket] = c[CHAIN][block]
+    else:
+        while c[CHAIN][at] != block:
+            at = c[CHAIN][at]
+        c[CHAIN][at] = c[CHAIN][block]
+    c[CHAIN][block] = NOTHING
+    c[KEY][block] = 0
+
+
+def keep(c: Rows, mask: int, block: int, key: int) -> None:
+    """A block of a running sequence is full: others may find it from now on."""
+    c[KEY][block] = key
+    at = c[BUCKET][key & mask]
+    if at == NOTHING:
+        c[BUCKET][key & mask] = block
+        return
+    while c[CHAIN][at] != NOTHING:
+        at = c[CHAIN][at]
+    c[CHAIN][at] = block
+
+
+def release(c: Rows, head: int, held: Row, count: int) -> int:
+    """Refer to ``count`` blocks no more, the last one first; returns how many are free by that."""
+    freed = 0
+    for i in range(count - 1, -1, -1):
+        block = held[i]
+        c[REFERENCES][block] -= 1
+        if c[REFERENCES][block] > 0:
+            continue
+        freed += 1
+        before = head if c[KEY][block] != 0 else c[NEXT_FREE][head]
+        previous = c[PREVIOUS_FREE][before]
+        c[NEXT_FREE][block] = before
+        c[PREVIOUS_FREE][block] = previous
+        c[NEXT_FREE][previous] = block
+        c[PREVIOUS_FREE][before] = block
+    return freed
+
+
+def clear(c: Rows, mask: int, total_blocks: int) -> None:
+    """Forget all that is cached. The blocks in use stay in use, and are found no more."""
+    for block in range(total_blocks):
+        c[KEY][block] = 0
+        c[CHAIN][block] = NOTHING
+    for bucket in range(mask + 1):
+        c[BUCKET][bucket] = NOTHING

@@ -1,0 +1,281 @@
+"""The prefix cache in closed form is the plain one, and obeys vLLM's rules."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.sim import block_cache, kernel
+from hetero_gateway.sim.engine import Engine, Sequence
+from hetero_gateway.sim.fleet import Fleet, can_compile
+from tests.sim.naive_cache import CachedJob, CachingEngine
+from tests.sim.test_fleet import EXACT, NEVER_S, REAL
+
+BOTH = ("chunked", "prefill-first")
+
+
+def keys_of(number: int, path: tuple[int, ...], blocks: int) -> list[int]:
+    """Keys of text ``number``: it goes along a path of segments of two blocks, then is its own."""
+    keys = []
+    for i in range(blocks):
+        segment = path[: i // 2 + 1] if i // 2 < len(path) else (*path, 1000 + number)
+        keys.append(hash((segment, i)) & (2**62 - 1) | 1)
+    return keys
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[tuple[float, int, int, tuple[int, ...]]]:
+    """Arrival, prompt, output, and the segments of text that it begins with."""
+    path = st.lists(st.integers(0, 2), max_size=5).map(tuple)
+    sizes = st.tuples(
+        st.integers(0, 512).map(lambda i: i / 64), st.integers(1, 150), st.integers(1, 60), path
+    )
+    return sorted(draw(st.lists(sizes, min_size=1, max_size=16)), key=lambda job: job[0])
+
+
+def make_jobs(workload: list[tuple[float, int, int, tuple[int, ...]]]) -> list[CachedJob]:
+    return [
+        CachedJob(prompt, output, arrival_s, keys=keys_of(i, path, (prompt + output) // 16))
+        for i, (arrival_s, prompt, output, path) in enumerate(workload)
+    ]
+
+
+def in_closed_form(
+    profile: Profile, scheduling: str, budget: int, jobs: list[CachedJob], compiled: bool = False
+) -> tuple[list[CachedJob], Fleet]:
+    jobs = [replace(job, keys=job.keys) for job in jobs]
+    fleet = Fleet(
+        [profile],
+        scheduling=scheduling,
+        max_batched_tokens=budget,
+        prefix_caching=[True],
+        most_blocks=40,
+        compiled=compiled,
+    )
+    slots: dict[int, CachedJob] = {}
+
+    def advance(until_s: float) -> None:
+        complete = False
+        while not complete:
+            complete = fleet.advance(until_s, False)
+            for i in range(1, 1 + fleet.log[0]):
+                slot, kind, now_s = fleet.log[i] // 4, fleet.log[i] % 4, fleet.log_s[i]
+                if kind == kernel.FIRST:
+                    slots[slot].first_s = now_s
+                    slots[slot].cached_tokens = fleet.cached_tokens(slot)
+                elif kind == kernel.FINISHED:
+                    slots[slot].finish_s = now_s
+                    fleet.free_slot(slot)
+                elif kind == kernel.PREEMPTED:
+                    slots[slot].preemptions += 1
+
+    for job in jobs:
+        advance(job.arrival_s)
+        slot = fleet.new_slot()
+        slots[slot] = job
+        keys = np.array(job.keys, dtype=np.int64) if compiled else job.keys
+        fleet.submit(0, slot, job.prompt, job.output, job.arrival_s, keys)
+    advance(NEVER_S)
+    n = fleet._n[0]
+    assert n[kernel.FREE_BLOCKS] == n[kernel.TOTAL_BLOCKS]
+    assert n[kernel.SPARES] == 0
+    return jobs, fleet
+
+
+def check(profile: Profile, scheduling: str, budget: int, jobs: list[CachedJob], exact: bool):
+    naive = [replace(job) for job in jobs]
+    engine = CachingEngine(profile, scheduling == "chunked", budget)
+    engine.run(naive)
+    found, fleet = in_closed_form(profile, scheduling, budget, jobs)
+    tolerance = 0.0 if exact else 1e-9
+    for expected, job in zip(naive, found, strict=True):
+        assert job.preemptions == expected.preemptions
+        assert job.cached_tokens == expected.cached_tokens
+        assert job.first_s == pytest.approx(expected.first_s, rel=tolerance, abs=tolerance)
+        assert job.finish_s == pytest.approx(expected.finish_s, rel=tolerance, abs=tolerance)
+    assert fleet._n[0][kernel.QUERIES_TOTAL] == engine.queries
+    assert fleet._n[0][kernel.HITS_TOTAL] == engine.hits
+    # The very same blocks are cached, and they will be evicted in the same order.
+    c, head, order = fleet._c[0], fleet._n[0][kernel.TOTAL_BLOCKS], []
+    block = c[block_cache.NEXT_FREE][head]
+    while block != head:
+        order.append(c[block_cache.KEY][block])
+        block = c[block_cache.NEXT_FREE][block]
+    assert order == [block.key for block in engine.free]
+    return naive, engine
+
+
+@settings(max_examples=150, deadline=None)
+@given(workloads(), st.integers(224, 900), st.integers(1, 8), st.sampled_from(BOTH), st.data())
+def test_hits_times_and_evictions_are_those_of_the_plain_cache(
+    workload, kv, seqs, scheduling, data
+):
+    budget = data.draw(st.integers(seqs, 200))
+    profile = Profile("GPU", "m", 1, EXACT, kv, seqs)
+    check(profile, scheduling, budget, make_jobs(workload), exact=True)
+
+
+def many(count: int = 80) -> list[CachedJob]:
+    rng = np.random.default_rng(5)
+    return make_jobs(
+        [
+            (0.02 * i, int(rng.integers(20, 160)), int(rng.integers(1, 70)),
+             tuple(int(v) for v in rng.integers(0, 2, 4)))
+            for i in range(count)
+        ]
+    )  # fmt: skip
+
+
+def test_a_full_cache_with_evictions_and_hits_is_the_same():
+    for scheduling, kv_tokens in itertools.product(BOTH, (400, 900, 3000)):
+        profile = Profile("GPU", "m", 1, REAL, kv_tokens, 12)
+        jobs, engine = check(profile, scheduling, 128, many(), exact=False)
+        assert engine.hits > 500
+        if kv_tokens == 400:
+            assert sum(job.preemptions for job in jobs) > 3
+
+
+@pytest.mark.skipif(not can_compile(), reason="numba is not installed")
+def test_the_compiled_cache_is_the_same():
+    jobs = many()
+    for kv_tokens in (400, 3000):
+        profile = Profile("GPU", "m", 1, REAL, kv_tokens, 12)
+        plain, one = in_closed_form(profile, "chunked", 128, jobs)
+        compiled, other = in_closed_form(profile, "chunked", 128, jobs, compiled=True)
+        assert plain == compiled
+        assert list(one._n[0]) == list(other._n[0][: len(one._n[0])])
+
+
+# -- vLLM's rules, one by one
+
+
+def engine(kv_tokens: int = 1600, **options) -> Engine:
+    constants = Constants(2**-10, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2**-6)
+    return Engine(Profile("GPU", "m", 1, constants, kv_tokens, 8), prefix_caching=True, **options)
+
+
+def serve(engine: Engine, prompt: int, output: int, keys: list[int]) -> Sequence:
+    sequence = Sequence(prompt, output, keys)
+    engine.submit(sequence)
+    while engine.begin_step():
+        engine.end_step()
+    return sequence
+
+
+def test_the_last_token_of_a_prompt_is_always_computed():
+    one, keys = engine(), [11, 12, 13, 14]
+    assert serve(one, 64, 1, keys).cached_tokens == 0
+    assert serve(one, 64, 1, keys).cached_tokens == 48
+    assert serve(one, 65, 1, keys).cached_tokens == 64
+    assert one.prefix_queries_total == 64 + 64 + 65
+    assert one.prefix_hits_total == 48 + 64
+
+
+def test_only_what_is_not_cached_is_computed_and_paid_for():
+    one, keys = engine(), [11, 12, 13, 14]
+    serve(one, 64, 1, keys)
+    one.submit(Sequence(80, 2, keys))
+    step = one.begin_step()
+    assert (step.prefill_tokens, step.duration_s) == (16, 16 / 1024)
+    one.end_step()
+    # But the context of its decode steps is the whole prompt.
+    assert one.begin_step().cached_tokens == 81
+
+
+def test_the_answer_is_cached_but_for_its_newest_token():
+    one = engine()
+    keys = [11, 12, 13, 14]
+    serve(one, 33, 31, keys)  # 64 tokens, and the last has no KV
+    assert serve(one, 65, 1, keys).cached_tokens == 48
+    serve(one, 33, 32, [21, 22, 23, 24])
+    assert serve(one, 65, 1, [21, 22, 23, 24]).cached_tokens == 64
+
+
+def test_a_prompt_finds_the_blocks_of_one_in_the_same_step():
+    one, keys = engine(), [11, 12, 13, 14]
+    first, second = Sequence(64, 4, keys), Sequence(64, 4, keys)
+    one.submit(first)
+    one.submit(second)
+    step = one.begin_step()
+    assert (step.prefill_sequences, step.prefill_tokens) == (2, 64 + 16)
+    # Three blocks are shared.
+    assert one.total_blocks - one.free_blocks == 5
+
+
+def test_a_prefix_outlives_what_follows_it():
+    one = engine(kv_tokens=16 * 8)
+    serve(one, 65, 1, [11, 12, 13, 14])  # four blocks, and one that is not full
+    serve(one, 16 * 5, 1, [21, 22, 23, 24, 25])
+    # 8 blocks: the newer five, and the first three of the older one.
+    assert serve(one, 65, 1, [11, 12, 13, 14]).cached_tokens == 48
+
+
+def test_an_eviction_leaves_the_blocks_for_when_it_resumes():
+    one = engine(kv_tokens=16 * 8)
+    keys = [[10 * i + j for j in range(1, 9)] for i in (1, 2)]
+    sequences = [Sequence(48, 40, keys[0]), Sequence(48, 40, keys[1])]
+    for sequence in sequences:
+        one.submit(sequence)
+    computed = 0
+    while step := one.begin_step():
+        computed += step.prefill_tokens
+        one.end_step()
+    assert sequences[1].preemptions == 1
+    assert sequences[1].cached_tokens == 0
+    # It had 65 tokens in four blocks; the other needed two of them, and the first two are left.
+    assert computed == 48 + 48 + 33
+    assert one.prefix_queries_total == 96
+
+
+def test_a_reset_forgets_and_waits_until_nothing_runs():
+    one, keys = engine(), [11, 12, 13, 14]
+    serve(one, 65, 1, keys)
+    running = Sequence(65, 4, keys)
+    one.submit(running)
+    one.begin_step()
+    assert not one.reset_prefix_cache()
+    one.abort(running)
+    one.end_step()
+    assert one.reset_prefix_cache()
+    assert serve(one, 65, 1, keys).cached_tokens == 0
+
+
+def test_what_is_cut_short_is_cached_as_far_as_it_was_planned():
+    one = engine(max_batched_tokens=32)
+    cut = Sequence(128, 4, list(range(1, 9)))
+    one.submit(cut)
+    one.begin_step()
+    one.abort(cut)
+    one.end_step()
+    assert one.free_blocks == one.total_blocks
+    assert serve(one, 129, 1, list(range(1, 9))).cached_tokens == 32
+
+
+def test_without_keys_nothing_is_shared():
+    one = engine()
+    serve(one, 64, 4, [])
+    assert serve(one, 64, 4, []).cached_tokens == 0
+    assert one.prefix_hits_total == 0
+
+
+def test_a_reset_of_an_instance_of_a_fleet():
+    profile = Profile("GPU", "m", 1, REAL, 1600, 8)
+    fleet = Fleet([profile, profile], prefix_caching=[True, False], most_blocks=8)
+    cached = []
+    for at_s in (0.0, 100.0, 200.0):
+        for i in range(2):
+            slot = fleet.new_slot()
+            fleet.submit(i, slot, 100, 4, at_s, [1, 2, 3, 4, 5, 6])
+            fleet.advance(at_s + 50, False)
+            cached.append(fleet.cached_tokens(slot))
+            fleet.free_slot(slot)
+        if at_s == 100.0:
+            fleet.reset_prefix_cache(0)
+            fleet.reset_prefix_cache(1)
+    assert cached == [0, 0, 96, 0, 0, 0]
