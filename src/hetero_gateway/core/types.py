@@ -126,6 +126,22 @@ class Reject:
     detail: str
 
 
+class CachedPrefix(NamedTuple):
+    """What an instance is thought to have cached of a prompt.
+
+    Args:
+        match_tokens: of one sequence, as far as the prompt went there before.
+        trust: how much of such a match is really found there, 0 to 1.
+        cached_tokens: their product.
+        prefill_tokens: what is left to compute, of all sequences.
+    """
+
+    match_tokens: float
+    trust: float
+    cached_tokens: float
+    prefill_tokens: float
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One instance's row in the explanation of a decision.
@@ -133,7 +149,8 @@ class Candidate:
     ``load_s`` is the load before and ``load_after_s`` the load that it would have. Where the
     instance was ``excluded``, that says why, and every figure is None: it took no part.
     ``room``: it may be sent a request now; None: the policy does not ask. ``estimates``: what the
-    policy expects of it, by name, where it estimates.
+    policy expects of it, by name, where it estimates. ``cached``: what of the prompt it should have
+    cached; None: no instance is known to have any.
     """
 
     instance_id: InstanceId
@@ -146,3 +163,4 @@ class Candidate:
     excluded: str | None
     room: bool | None = None
     estimates: Mapping[str, float] = field(default_factory=dict)
+    cached: CachedPrefix | None = None

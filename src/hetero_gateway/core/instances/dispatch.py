@@ -40,6 +40,8 @@ class Dispatch:
         predicted_s: when it was sent, s, and the time to its first token, s, as predicted, where
             nobody will see it.
         sent_s: when it was sent, as far as its progress is followed.
+        match_tokens: of the prompt of one sequence, what its instance should have cached.
+        known_keys: keys of its prompt that its instance had before; None: it was told of none.
         before: when it was sent, s, and what was there: sequences waiting, the tokens of their
             prompts, sequences streaming, tokens cached; None: nothing is to be learnt from it.
     """
@@ -47,7 +49,9 @@ class Dispatch:
     __slots__ = (
         "before",
         "joined",
+        "known_keys",
         "kv_tokens",
+        "match_tokens",
         "outcome",
         "output_tokens",
         "predicted_s",
@@ -99,6 +103,8 @@ class Dispatch:
         self.sent_s = 0.0
         self.predicted_s: tuple[float, float] | None = None
         self.before: tuple[float, float, float, float, float] | None = None
+        self.match_tokens = 0.0
+        self.known_keys: int | None = None
 
     @property
     def instance_id(self) -> InstanceId:

@@ -41,36 +41,51 @@ class PolicyOptions:
         objective: what ``finish-time`` is to keep low; see there.
         prefill_depth: most requests without a first token that ``finish-time`` leaves on one
             instance.
+        first_token_weight: how much a second until the first token counts for ``finish-time``
+            beside a second of latency, where a cached prefix is known; 0 or more.
     """
 
     randomised: bool = False
     single_instance: InstanceId | None = None
     objective: Objective = "latency"
     prefill_depth: int = 8
+    first_token_weight: float = 3.0
 
 
+# In arrays, or plain: for a few candidates numpy costs more than it saves.
+Numbers = TypeVar("Numbers", FloatArray, list[float])
 # One number per candidate; or a single one, where it is the same for all.
 Amount = float | Sequence[float] | FloatArray
 
 
+class Prefix(NamedTuple, Generic[Numbers]):
+    """What the candidates are thought to have cached of a prompt: one entry each, of one sequence.
+
+    ``match_tokens``: as far as the prompt went there before. ``trust``: how much of that is
+    really found, as observed, 0 to 1. ``cached_tokens``: their product, at most all but one.
+    """
+
+    match_tokens: Numbers
+    trust: Numbers
+    cached_tokens: Numbers
+
+
 class Demand(NamedTuple):
-    """What a request would take of each candidate; the same of all today.
+    """What a request would take of each candidate.
 
     ``prefill_tokens``: prompt tokens to compute, of all its sequences. ``kv_tokens``: tokens that
-    it will hold in the KV cache at its end.
+    it will hold in the KV cache at its end, cached ones among them. ``prefix``: what of the prompt
+    need not be computed; None: nothing is known to be cached anywhere.
     """
 
     prefill_tokens: Amount
     kv_tokens: Amount
+    prefix: Prefix[Any] | None = None
 
 
 def amount_at(amount: Amount, position: int) -> float:
     """What it is for one candidate."""
     return amount if isinstance(amount, float) else float(amount[position])
-
-
-# In arrays, or plain: for a few candidates numpy costs more than it saves.
-Numbers = TypeVar("Numbers", FloatArray, list[float])
 
 
 class Backlog(NamedTuple, Generic[Numbers]):

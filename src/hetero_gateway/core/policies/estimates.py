@@ -113,6 +113,8 @@ def estimates(
     request_time_s: FloatArray,
     typical_request_time_s: FloatArray,
     prefill: float | FloatArray,
+    cached: FloatArray | None,
+    first_token_weight: float,
     n_r: float,
     prompt_tokens: float,
     output: float,
@@ -125,6 +127,8 @@ def estimates(
         shared: how many of them come before the request is done.
         request_time_s, typical_request_time_s: T of the request, and of the typical one.
         prefill: prompt tokens to compute, of all the request's sequences.
+        cached: prompt tokens of each sequence that need not be computed; None: none anywhere.
+        first_token_weight: of the time to the first token, where something is cached.
         n_r, prompt_tokens, output: its sequences, and the tokens of each.
     """
     p1, p2, p4, p5 = constants[0], constants[1], constants[3], constants[4]
@@ -159,15 +163,22 @@ def estimates(
     delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
     delay_s += n * f * (p1 * prefill + own_s + p2 * n_r)
     usage = np.minimum((tokens - prompt - 0.5 * n_r * output) / kv, MOST_USAGE)
+    if cached is not None:
+        # What is cached takes no time of the machine.
+        request_time_s = request_time_s - n_r * cached * (p1 + 0.5 * p9 * cached)
     price_s = request_time_s / typical_request_time_s
     price_s *= usage * usage * latency_s[latency_s.argmin()]
-    return latency_s, delay_s, price_s, latency_s + delay_s + price_s, ttft_s
+    cost_s = latency_s + delay_s + price_s
+    if cached is not None and cached.any():
+        cost_s += first_token_weight * ttft_s
+    return latency_s, delay_s, price_s, cost_s, ttft_s
 
 
 def estimate(
     state: InstanceState,
     member: Member,
     prefill: float,
+    cached: float,
     n_r: float,
     prompt_tokens: float,
     output: float,
@@ -179,6 +190,7 @@ def estimate(
 
     Args:
         prefill: prompt tokens to compute, of all the request's sequences.
+        cached: prompt tokens of each sequence that need not be computed.
         n_r, prompt_tokens, output: its sequences, and the tokens of each.
         residual: as in ``Backlog``.
     """
@@ -256,5 +268,7 @@ def estimate(
         / ideal_batch
         + p9 * (prompt_tokens * prompt_tokens / 2)
     )  # fmt: skip
-    price = request_time_s / typical_request_time_s * usage * usage
+    # What is cached takes no time of the machine.
+    computed_s = request_time_s - n_r * cached * (p1 + 0.5 * p9 * cached)
+    price = computed_s / typical_request_time_s * usage * usage
     return request_time_s, kv_tokens / kv, load_s, in_flight, latency_s, delay_s, price, ttft_s

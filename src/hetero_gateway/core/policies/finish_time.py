@@ -40,6 +40,7 @@ from hetero_gateway.core.policies.base import (
     PolicyOptions,
     SmallView,
     View,
+    amount_at,
     argmin_with_random_ties,
     lowest,
     number,
@@ -92,6 +93,7 @@ class FinishTime(PlacesAtOnce):
     def __init__(self, options: PolicyOptions) -> None:
         self._objective: Objective = options.objective
         self._prefill_depth = options.prefill_depth
+        self._first_token_weight = options.first_token_weight
         self._room = arithmetic.room
         self._estimates = arithmetic.estimates
         self._cheapest = arithmetic.cheapest
@@ -136,7 +138,7 @@ class FinishTime(PlacesAtOnce):
             latency_s = ttft_s = cost
             figures = Figures(_NAMES_OF_COUNTS, (*told, cost, room))
         else:
-            output = float(view.request.predicted_output_tokens)
+            output, prefix = float(view.request.predicted_output_tokens), view.demand.prefix
             latency_s, delay_s, price_s, cost, ttft_s = self._estimates(
                 outlook.constants,
                 outlook.rows,
@@ -147,6 +149,8 @@ class FinishTime(PlacesAtOnce):
                 view.request_time_s,
                 backlog.typical_request_time_s,
                 view.demand.prefill_tokens,  # type: ignore[arg-type]  # a View has no lists
+                None if prefix is None else prefix.cached_tokens,
+                self._first_token_weight,
                 float(view.request.sequences),
                 float(view.request.prompt_tokens),
                 output,
@@ -201,13 +205,20 @@ class FinishTime(PlacesAtOnce):
         n_r, prompt_tokens, output = _lengths(view)
         found: list[Estimate] = []
         latencies: list[float] = []
-        for state, member, prefill, typical_s in zip(
-            view.states, view.members, _prefills(view), backlog.typical_request_time_s, strict=True
+        prefills, caches, weight = self._prefills(view)
+        for state, member, prefill, cached, typical_s in zip(
+            view.states,
+            view.members,
+            prefills,
+            caches,
+            backlog.typical_request_time_s,
+            strict=True,
         ):
             one = estimate(
                 state,
                 member,
                 prefill,
+                cached,
                 n_r,
                 prompt_tokens,
                 output,
@@ -225,6 +236,8 @@ class FinishTime(PlacesAtOnce):
         ):
             price_s = price * soonest_s
             cost_s = lat_s + delay_s + price_s
+            if weight:
+                cost_s += weight * ttft_s
             costs.append(cost_s)
             told += (
                 time_s, usage, load_s, in_flight, lat_s, delay_s, price_s, cost_s, ttft_s, room,
@@ -237,6 +250,18 @@ class FinishTime(PlacesAtOnce):
         figures = Figures(_NAMES, array("d", told), by_speed=backlog.stands_in)
         return Choice(position, workload(best[0], best[1], view.theta), figures, False, best[7])
 
+    def _prefills(
+        self, view: SmallView
+    ) -> tuple[Sequence[float] | FloatArray, Sequence[float] | FloatArray, float]:
+        """By candidate: prompt tokens to compute, and cached ones of each sequence; and the weight
+        of the time to the first token."""
+        demand = view.demand
+        if demand.prefix is None or isinstance(demand.prefill_tokens, float):
+            size = len(view.states)
+            return [amount_at(demand.prefill_tokens, 0)] * size, [0.0] * size, 0.0
+        cached = demand.prefix.cached_tokens
+        return demand.prefill_tokens, cached, self._first_token_weight if any(cached) else 0.0
+
     def _count_small(
         self, view: SmallView, rooms: list[tuple[bool, bool]], rng: np.random.Generator
     ) -> Choice | None:
@@ -244,11 +269,14 @@ class FinishTime(PlacesAtOnce):
         lengths = _lengths(view)
         none = [0.0] * len(view.backlog.residual)
         costs, told = [], []
-        for state, member, prefill in zip(view.states, view.members, _prefills(view), strict=True):
+        prefills, caches, _ = self._prefills(view)
+        for state, member, prefill, cached in zip(
+            view.states, view.members, prefills, caches, strict=True
+        ):
             peers = state.peers or NO_PEERS
             there = state.waiting + state.streaming + peers.waiting + peers.streaming
             costs.append((there + 1) / member.weight)
-            told.append(estimate(state, member, prefill, *lengths, none, 1.0, view.now_s))
+            told.append(estimate(state, member, prefill, cached, *lengths, none, 1.0, view.now_s))
         latest = self._latest_small(view, min(costs))
         position = _cheapest_small(costs, rooms, costs, latest, rng)
         if position is None:
@@ -305,12 +333,6 @@ def _lengths(view: SmallView) -> tuple[float, float, float]:
         float(request.prompt_tokens),
         float(request.predicted_output_tokens),
     )
-
-
-def _prefills(view: SmallView) -> Sequence[float] | FloatArray:
-    """Prompt tokens to compute, by candidate."""
-    prefill = view.demand.prefill_tokens
-    return [prefill] * len(view.states) if isinstance(prefill, float) else prefill
 
 
 def _drain_s(backlog: Backlog[Any], speeds: FloatArray) -> float:

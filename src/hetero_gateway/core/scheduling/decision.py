@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hetero_gateway.core.costs.cost_model import FloatArray, workloads
-from hetero_gateway.core.policies.base import Choice, Policy, number
-from hetero_gateway.core.types import Candidate, InstanceId, InstanceSpec, Request
+from hetero_gateway.core.policies.base import Choice, Policy, Prefix, number
+from hetero_gateway.core.types import CachedPrefix, Candidate, InstanceId, InstanceSpec, Request
 
 # Shorter waits in the gateway are not worth a word.
 _NO_WAIT_S = 0.01
@@ -18,6 +18,7 @@ class Decision(NamedTuple):
 
     ``prefill_tokens`` and ``kv_tokens``: what the instance is charged, as in ``Demand``.
     ``ids``: the candidates, in the order of the figures. ``excluded``: those that took no part.
+    ``prefix``: what of the prompt each candidate is thought to have cached; None: nothing.
     """
 
     instance_id: InstanceId
@@ -29,6 +30,7 @@ class Decision(NamedTuple):
     theta: float
     policy: Policy
     excluded: tuple[tuple[InstanceSpec, str], ...]
+    prefix: Prefix[Any] | None = None
 
     @property
     def waits(self) -> bool:
@@ -68,6 +70,7 @@ class Decision(NamedTuple):
             if name in figures
         ]
         room = figures.column("room") > 0 if "room" in figures else None
+        prefix = self.prefix
         rows = [
             Candidate(
                 instance_id=instance_id,
@@ -80,6 +83,7 @@ class Decision(NamedTuple):
                 excluded=None,
                 room=None if room is None else bool(room[i]),
                 estimates={name: float(column[i]) for name, column in estimates},
+                cached=None if prefix is None else self._cached(prefix, i),
             )
             for i, instance_id in enumerate(self.ids)
         ]
@@ -87,6 +91,12 @@ class Decision(NamedTuple):
             Candidate(spec.instance_id, None, None, None, None, None, None, why)
             for spec, why in self.excluded
         ]
+
+    def _cached(self, prefix: Prefix[Any], i: int) -> CachedPrefix:
+        request = self.request
+        cached = float(prefix.cached_tokens[i])
+        prefill = request.sequences * (request.prompt_tokens - cached)
+        return CachedPrefix(float(prefix.match_tokens[i]), float(prefix.trust[i]), cached, prefill)
 
     # In one plain sentence. Each policy looks at something else, so it says what it looked at.
 

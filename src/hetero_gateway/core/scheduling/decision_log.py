@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hetero_gateway.core.policies.base import Choice, Figures
+from hetero_gateway.core.policies.base import Choice, Figures, Prefix
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import Request
 
@@ -73,12 +73,18 @@ class DecisionLog:
                 decision.theta,
                 decision.policy,
                 decision.excluded,
+                None if decision.prefix is None else _packed(decision.prefix),
             )
         )
 
     def newest_first(self) -> Iterator[LoggedDecision]:
         for row in reversed(self._rows):
             yield _unpacked(*row)
+
+
+def _packed(prefix: Prefix[Any]) -> tuple[Any, ...]:
+    """Its columns, without an object for each number."""
+    return tuple(array("d", column) if isinstance(column, list) else column for column in prefix)
 
 
 def _unpacked(
@@ -92,6 +98,7 @@ def _unpacked(
     theta: float,
     policy: Any,
     excluded: Any,
+    columns: Any,
 ) -> LoggedDecision:
     unix_s, waited_s, position, charge, prompt, output, sequences, streams, prefill, kv = numbers
     figures = Figures(names, data, by_speed=by_speed)
@@ -105,5 +112,6 @@ def _unpacked(
         theta,
         policy,
         excluded,
+        None if columns is None else Prefix(*columns),
     )
     return LoggedDecision(unix_s, request_id.decode(), decision, waited_s)

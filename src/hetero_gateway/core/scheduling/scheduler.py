@@ -45,6 +45,7 @@ from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_befor
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.members import Members, constants_of
 from hetero_gateway.core.scheduling.pool import Eligible
+from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.probes import Probes
 from hetero_gateway.core.scheduling.queue import Fifo, ModelQueue, QueueDiscipline, Ticket
 from hetero_gateway.core.scheduling.restraints import Restraints
@@ -80,6 +81,8 @@ class Scheduler:
         observes: check the profiles: keep what is observed and how far they are off, and for that
             the progress of streams also under a policy that does not ask for it.
         discipline: makes the queue of one model.
+        prefix_cache: keep in mind what instances have in their prefix caches, of requests that
+            have keys.
         small_pool: most candidates that are decided on in plain floats.
     """
 
@@ -93,12 +96,14 @@ class Scheduler:
         observes: bool = False,
         discipline: Callable[[], QueueDiscipline] = Fifo,
         small_pool: int = SMALL_POOL,
+        prefix_cache: bool = True,
     ) -> None:
         self.policy = policy
+        self.caches = PrefixCaches() if prefix_cache else None
         self.queued = 0
         queues = policy.queues
         self._members = Members(reference, stand_ins=queues, observes=observes)
-        self._views = Views(self._members.table, theta, reference, queues=queues)
+        self._views = Views(self._members.table, theta, reference, self.caches, queues=queues)
         self._restraints = Restraints()
         self._rng = rng
         self._theta = theta
@@ -125,18 +130,26 @@ class Scheduler:
     def add(self, spec: InstanceSpec) -> None:
         """An instance joins. Raises ValueError when the id is taken."""
         self._members.join(spec)
+        if self.caches is not None:
+            self.caches.join(spec, self._members.table[spec.instance_id].slot)
 
     def replace(self, spec: InstanceSpec) -> None:
         """Change an instance's models, profile or availability; its load stays.
 
         Raises KeyError when there is none.
         """
+        before = self._members.specs[spec.instance_id]
         self._members.change(spec)
+        if self.caches is not None:
+            self.caches.change(before, spec)
 
     def remove(self, instance_id: InstanceId, now_s: float = 0.0) -> list[Dispatch]:
         """An instance leaves; everything on it is settled and returned. KeyError: unknown."""
         self._restraints.by_id.pop(instance_id, None)
-        return self._members.leave(instance_id, now_s)
+        orphans = self._members.leave(instance_id, now_s)
+        if self.caches is not None:
+            self.caches.leave(instance_id)
+        return orphans
 
     def restrain(self, instance_id: InstanceId, outcomes: Outcomes) -> None:
         """Heed where an instance's outcomes have it stand, until it is open again."""
@@ -511,6 +524,7 @@ class Scheduler:
             self._theta,
             self.policy,
             eligible.excluded,
+            demand.prefix,
         )
 
     # A request's events
@@ -529,8 +543,7 @@ class Scheduler:
             dispatch = state.dispatch(
                 request, choice.charge, now_s, decision.kv_tokens, decision.prefill_tokens
             )
-            if self._restraints.by_id:
-                self._restraints.sent(dispatch)
+            self._sent(dispatch, decision)
             if not request.streams and choice.ttft_s is not None:
                 self._dispatched += 1
                 dispatch.predicted_s = (now_s, choice.ttft_s)
@@ -545,9 +558,17 @@ class Scheduler:
             tracked=self._observes and request.streams,
             alone=state.in_flight == state.tracked,
         )
+        self._sent(dispatch, decision)
+        return dispatch
+
+    def _sent(self, dispatch: Dispatch, decision: Decision) -> None:
         if self._restraints.by_id:
             self._restraints.sent(dispatch)
-        return dispatch
+        keys = decision.request.prefix
+        if keys is not None and self.caches is not None:
+            if decision.prefix is not None:
+                dispatch.match_tokens = float(decision.prefix.match_tokens[decision.choice.position])
+            self.caches.placed(dispatch, keys)
 
     def first_token(self, dispatch: Dispatch, now_s: float) -> None:
         """A dispatch's first output token was seen. Only the first call counts."""
@@ -555,6 +576,9 @@ class Scheduler:
 
     def settle(self, dispatch: Dispatch, outcome: Outcome, now_s: float = 0.0) -> bool:
         """Take a dispatch off, once. See ``InstanceState.settle``."""
+        keys = dispatch.request.prefix
+        if keys is not None and self.caches is not None and dispatch.outcome is None:
+            self.caches.settled(dispatch, keys, outcome)
         return dispatch.state.settle(dispatch, outcome, now_s)
 
     def observe_steps(

@@ -14,8 +14,9 @@ import numpy as np
 from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.lengths.estimates import ResidualLives
-from hetero_gateway.core.policies.base import Backlog, Demand, Outlook, SmallView, View
+from hetero_gateway.core.policies.base import Backlog, Demand, Outlook, Prefix, SmallView, View
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
+from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import ModelQueue
 from hetero_gateway.core.types import Request
 
@@ -27,17 +28,25 @@ class Views:
         table: the states.
         theta: θ of Eq. (7), above 0.
         reference: (prompt, output) tokens of a typical request while nothing has arrived.
+        caches: what is known of prefix caches; None: nothing is to be known.
         queues: the policy wants an ``Outlook``.
     """
 
     def __init__(
-        self, table: Table, theta: float, reference: tuple[float, float], *, queues: bool
+        self,
+        table: Table,
+        theta: float,
+        reference: tuple[float, float],
+        caches: PrefixCaches | None = None,
+        *,
+        queues: bool,
     ) -> None:
         self.residual = ResidualLives(reference[1])
         self._table = table
         self._theta = theta
         self._reference = reference
         self._queues = queues
+        self._caches = caches
 
     def small(
         self, request: Request, eligible: Eligible, now_s: float, queue: ModelQueue | None
@@ -50,9 +59,12 @@ class Views:
             states = tuple([states[i] for i in kept])
             members = tuple([members[i] for i in kept])
         backlog = self._plain_backlog(request.model, eligible, now_s, queue)
-        return SmallView(
-            request, ids, states, members, _demand(request), self._theta, now_s, backlog
-        )
+        demand = _demand(request)
+        if self._caches is not None and request.prefix is not None:
+            found = self._caches.find(request.prefix, states)
+            if found is not None:
+                demand = _demand_behind(request, *found)
+        return SmallView(request, ids, states, members, demand, self._theta, now_s, backlog)
 
     def wide(
         self,
@@ -76,11 +88,16 @@ class Views:
             times, slots, kv_capacity = times[kept], slots[kept], kv_capacity[kept]
             capacity, weight, where = capacity[kept], weight[kept], slots
         load, kv_tokens, in_flight = self._table.loads(where)
+        demand = _demand(request)
+        if self._caches is not None and request.prefix is not None:
+            found = self._caches.find_wide(request.prefix, where)
+            if found is not None:
+                demand = _demand_behind_wide(request, *found)
         view = View(
             request,
             ids,
             slots,
-            _demand(request),
+            demand,
             times,
             load,
             kv_tokens / kv_capacity,
@@ -162,7 +179,30 @@ def _known(eligible: Eligible) -> tuple[bool, bool]:
 
 
 def _demand(request: Request) -> Demand:
+    """The same of all."""
     return Demand(float(request.sequences * request.prompt_tokens), float(request.kv_tokens))
+
+
+def _demand_behind(request: Request, shares: list[float], trust: list[float]) -> Demand:
+    """Behind what each candidate has cached: these shares of the prompt, as far as trusted.
+
+    The last token is always computed: the first one of the answer is made of it.
+    """
+    n, prompt = request.sequences, float(request.prompt_tokens)
+    most = max(0.0, prompt - 1)
+    match = [min(share * prompt, most) for share in shares]
+    cached = [eta * matched for eta, matched in zip(trust, match, strict=True)]
+    prefill = [n * (prompt - tokens) for tokens in cached]
+    return Demand(prefill, float(request.kv_tokens), Prefix(match, trust, cached))
+
+
+def _demand_behind_wide(request: Request, shares: FloatArray, trust: FloatArray) -> Demand:
+    """The same in arrays."""
+    prompt = float(request.prompt_tokens)
+    match = np.minimum(shares * prompt, max(0.0, prompt - 1))
+    cached = trust * match
+    prefill = request.sequences * (prompt - cached)
+    return Demand(prefill, float(request.kv_tokens), Prefix(match, trust, cached))
 
 
 def mean_request_times_s(
