@@ -16,6 +16,7 @@ from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime, idle_before_drain_s
+from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
@@ -488,6 +489,55 @@ def test_estimates_equal_the_pseudo_code_by_walking_every_request(
         assert figures.column("delay_s")[k] == pytest.approx(delay, rel=1e-9)
 
 
+@pytest.mark.parametrize("small_pool", [0, 16])
+def test_what_is_cached_changes_the_terms_of_the_prefill_and_weighs_the_first_token(
+    small_pool: int,
+) -> None:
+    policy = FinishTime(PolicyOptions(first_token_weight=2.5))
+    s = Scheduler(policy, np.random.default_rng(0), small_pool=small_pool)
+    s.add(spec("a"))
+    s.add(spec("b", SLOW))
+    keys = PrefixKeys((1, 2, 3, 4), (1000, 2000, 3000, 4000), 4000)
+    beginning = PrefixKeys(keys.hashes[:3], keys.ends[:3], 3000)
+    first = s.place(request(750, 10.0)._replace(prefix=beginning, only=InstanceId("a")), 0.0)
+    assert isinstance(first, Ticket)
+    s.settle(first.dispatch, Outcome.COMPLETED, 0.0)
+    place(s, 5)
+    waiting = {name: state(s, name).waiting for name in "ab"}
+    ticket = s.place(request(1000, 100.0)._replace(prefix=keys), 0.0)
+    assert isinstance(ticket, Ticket)
+    assert ticket.decision is not None
+    decision = ticket.decision
+    typical_s = {
+        name: request_time_s(p, *lengths)
+        for name, p in (("a", FAST), ("b", SLOW))
+        for lengths in [((750 + 5 * 512) / 6, (10 + 5 * 256) / 6)]
+    }
+    rows = decision.explain()
+    soonest_s = min(row.estimates["latency_s"] for row in rows)
+    for row, machine, new in zip(rows, (FAST, SLOW), (250.0, 1000.0), strict=True):
+        assert row.cached is not None
+        assert row.cached.prefill_tokens == new
+        n, c = waiting[row.instance_id], machine.constants
+        ttft_s = c.p1 * (512 * n + new) + c.p2 * (n + 1) + c.p4
+        # All 1000 are there: the step, the usage and the room are those of the whole prompt.
+        tokens = 512 * n + 0.5 * 256 * n + 1000 + 50
+        step_s = c.p6 * (n + 1) + c.p8 + c.p5 * tokens + c.p7 * tokens / (n + 1)
+        latency_s = ttft_s + 100 * step_s
+        shared = min(100, 256 * n)
+        delay_s = shared * (c.p6 + c.p5 * 1050) + n * (c.p1 * new + c.p2)
+        usage = (tokens - 1050) / machine.kv_capacity_tokens
+        time_s = request_time_s(machine, 1000, 100)
+        assert row.request_time_s == pytest.approx(time_s)
+        price_s = (time_s - c.p1 * (1000 - new)) / typical_s[row.instance_id]
+        price_s *= usage**2 * soonest_s
+        assert row.estimates["latency_s"] == pytest.approx(latency_s)
+        assert row.estimates["delay_s"] == pytest.approx(delay_s)
+        assert row.estimates["memory_price_s"] == pytest.approx(price_s, rel=0.06)
+        cost_s = sum(row.estimates[k] for k in ("latency_s", "delay_s", "memory_price_s"))
+        assert row.estimates["cost_s"] == pytest.approx(cost_s + 2.5 * ttft_s)
+
+
 def typical(s: Scheduler, body: Request) -> np.ndarray:  # type: ignore[type-arg]
     outlook = view_of(s, body).outlook
     assert outlook is not None
@@ -547,7 +597,7 @@ def test_the_policy_draws_among_full_ties_only() -> None:
 MACHINES = st.lists(st.one_of(profiles(), st.none()), min_size=1, max_size=6)
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["submit", "first", "settle", "observe", "peer"]),
+        st.sampled_from(["submit", "first", "settle", "observe", "peer", "trust"]),
         st.integers(0, 30),
         st.integers(1, 2000),
         st.integers(1, 600),
@@ -576,6 +626,11 @@ def test_plain_floats_and_arrays_decide_the_same(
         now_s += wait_s
         if kind == "submit":
             body = request(prompt, float(output), sequences=sequences)
+            if pick % 3:
+                pieces = 1 + prompt // 100
+                ends = tuple(400 * (i + 1) for i in range(pieces))
+                hashes = tuple(100 * (pick % 5) + i for i in range(pieces))
+                body = body._replace(prefix=PrefixKeys(hashes, ends, 400 * pieces))
             tickets = [s.submit(body._replace(streams=pick % 4 > 0), now_s) for s in both]
             if not isinstance(tickets[0], Reject):
                 placed.append(tuple(tickets))  # type: ignore[arg-type]
@@ -591,6 +646,9 @@ def test_plain_floats_and_arrays_decide_the_same(
             for s, ticket in zip(both, placed[pick % len(placed)], strict=True):
                 if ticket.dispatch is None:
                     continue
+                if kind == "trust":
+                    assert s.caches is not None
+                    s.caches.observe(ticket.dispatch, wait_s * ticket.dispatch.match_tokens)
                 if kind == "first":
                     s.first_token(ticket.dispatch, now_s)
                 else:
@@ -610,6 +668,7 @@ def same(one: Ticket, other: Ticket) -> bool:
     for row, twin in zip(one.decision.explain(), other.decision.explain(), strict=True):
         assert row.estimates == pytest.approx(twin.estimates, rel=1e-9)
         assert (row.room, row.excluded) == (twin.room, twin.excluded)
+        assert row.cached == (twin.cached and pytest.approx(twin.cached, rel=1e-9))
         if row.excluded is not None:
             continue
         assert row.workload == pytest.approx(twin.workload, rel=1e-9)

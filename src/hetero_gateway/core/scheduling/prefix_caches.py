@@ -104,9 +104,7 @@ class PrefixCaches:
             trust.append(float(etas[state.slot]))
         return (shares, trust) if any(shares) else None
 
-    def find_wide(
-        self, keys: PrefixKeys, slots: Slots
-    ) -> tuple[FloatArray, FloatArray] | None:
+    def find_wide(self, keys: PrefixKeys, slots: Slots) -> tuple[FloatArray, FloatArray] | None:
         """The same by slot, in arrays."""
         matched = self.index.by_slot(keys, self._etas.size)[slots]
         if not matched.any():

@@ -567,7 +567,9 @@ class Scheduler:
         keys = decision.request.prefix
         if keys is not None and self.caches is not None:
             if decision.prefix is not None:
-                dispatch.match_tokens = float(decision.prefix.match_tokens[decision.choice.position])
+                dispatch.match_tokens = float(
+                    decision.prefix.match_tokens[decision.choice.position]
+                )
             self.caches.placed(dispatch, keys)
 
     def first_token(self, dispatch: Dispatch, now_s: float) -> None:
