@@ -242,6 +242,17 @@ class SchedulerConfig(StrictModel):
         le=4096,
         description="finish-time: most sequences without a first token sent to one instance.",
     )
+    prefix_cache: bool = Field(
+        True,
+        description="Keep in mind which beginnings of prompts each instance has cached, by hashes.",
+    )
+    first_token_weight: float = Field(
+        3.0,
+        ge=0,
+        le=100,
+        description="finish-time: what a second until the first token counts beside a second of "
+        "latency, for prompts of which something is cached.",
+    )
     theta: float = Field(2.0, gt=0, description="θ of Eq. (7); 2 in the paper.")
     seed: int = Field(0, ge=0, description="Seed of tie-breaking and of random policies.")
     randomised: bool = Field(

@@ -356,3 +356,16 @@ def test_whatever_trust_does_what_was_charged_comes_off(
         there = state(s, name)
         sums = (there.load_s, there.kv_tokens, there.in_flight, there.waiting, there.streaming)
         assert not any((*sums, there.waiting_prompt, there.waiting_prefill, there.context))
+
+
+def test_the_reason_says_what_was_cached() -> None:
+    s = two()
+    home = finish(s, placed(s, asking(1, 8)))
+    decision = placed(s, asking(1, 10)).decision
+    assert decision is not None
+    assert decision.instance_id == home
+    assert "with 2000 of 2500 prompt tokens cached" in decision.reason()
+    assert "s for its first token, costs" in decision.reason()
+    blind = placed(s, asking(2, 10)).decision
+    assert blind is not None
+    assert "first token" not in blind.reason()

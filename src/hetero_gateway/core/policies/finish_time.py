@@ -315,14 +315,29 @@ class FinishTime(PlacesAtOnce):
         delay_s = number(float(figures.column("delay_s")[position]))
         price_s = float(figures.column("memory_price_s")[position])
         memory = f", with {number(price_s)} s for scarce memory," if price_s else ""
+        cached, first = self._because_cached(decision)
         ours = (
-            f"done in {mine_s} s and holding others up for {delay_s} s{memory} costs {{}} s, "
-            "the lowest"
+            f"done in {mine_s} s{cached} and holding others up for {delay_s} s{memory}{first} "
+            "costs {} s, the lowest"
         )
         told = lowest(decision, cost, ours, "{} would cost {} s")
         if figures.by_speed:
             told += " (where there is no profile, by observed speed)"
         return told
+
+    def _because_cached(self, decision: Decision) -> tuple[str, str]:
+        """What of the prompt is cached where it goes, and the weight of its first token."""
+        prefix, position = decision.prefix, decision.choice.position
+        if prefix is None or not any(prefix.cached_tokens):
+            return "", ""
+        tokens = round(float(prefix.cached_tokens[position]))
+        weight_s = self._first_token_weight * float(
+            decision.choice.figures.column("ttft_s")[position]
+        )
+        return (
+            f" with {tokens} of {decision.request.prompt_tokens} prompt tokens cached",
+            f", with {number(weight_s)} s for its first token," if weight_s else "",
+        )
 
 
 def _lengths(view: SmallView) -> tuple[float, float, float]:

@@ -323,7 +323,8 @@ def describe_decision(decision: Decision) -> list[dict[str, Any]]:
     """The candidates of a decision as JSON; figures that an excluded one never had are null.
 
     A policy that estimates (finish-time) adds its estimates; without any profile they are no
-    times, and of them only the cost is told: sequences per weight.
+    times, and of them only the cost is told: sequences per weight. ``prefix``: what of the prompt
+    is thought to be cached there, where any instance has some.
     """
     estimates, missing = "room" in decision.choice.figures, dict.fromkeys(_ESTIMATES)
     return [
@@ -338,6 +339,7 @@ def describe_decision(decision: Decision) -> list[dict[str, Any]]:
             "excluded": row.excluded,
         }
         | (missing | dict(row.estimates) | {"room": row.room} if estimates else {})
+        | ({} if row.cached is None else {"prefix": row.cached._asdict()})
         for row in decision.explain()
     ]
 

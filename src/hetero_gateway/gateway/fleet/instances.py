@@ -110,6 +110,7 @@ class Fleet:
             single_instance=None if single is None else InstanceId(single),
             objective=scheduling.objective,
             prefill_depth=scheduling.prefill_depth,
+            first_token_weight=scheduling.first_token_weight,
         )
         policy = make_policy(scheduling.policy, options)
         self.queues = policy.queues
@@ -127,6 +128,7 @@ class Fleet:
             (scheduling.reference_prompt_tokens, scheduling.reference_output_tokens),
             scheduling.queue.max_requests,
             observes=True,
+            prefix_cache=scheduling.prefix_cache,
         )
         self.instances: dict[InstanceId, Instance] = {}
         for instance in config.instances:
