@@ -86,7 +86,7 @@ def test_a_folded_body_says_what_the_whole_one_says(
 )
 def test_long_runs_are_left_out(prompt: object, share: float) -> None:
     body = json.dumps({"model": "m", "prompt": prompt}).encode()
-    short, cuts = finish(fold(body))
+    short, cuts, _ = finish(fold(body))
     assert cuts
     assert len(short) < share * len(body)
     assert len(short) + sum(cut.end - cut.start for cut in cuts) == len(body)
@@ -143,7 +143,7 @@ def test_the_insides_are_found_wherever_the_blocks_end(
     rng = random.Random(seed)
     fields = [f"{json.dumps(rng.choice(PIECES))}:{nested(rng, 5)}" for _ in range(20)]
     body = ("{" + ",".join(fields) + "}").encode()
-    _, cuts = finish(fold(body))
+    _, cuts, _ = finish(fold(body))
     assert [(cut.start, cut.end) for cut in cuts] == insides(body)
 
 
@@ -151,7 +151,7 @@ def test_the_insides_are_found_wherever_the_blocks_end(
     "body", [b"]" * 900 + b'{"a":' * 200, b'"' * 5000, b"\\" * 5000, b"}{" * 999]
 )
 def test_what_is_no_json_folds_to_something(body: bytes) -> None:
-    short, _ = finish(fold(body))
+    short, _, _ = finish(fold(body))
     assert len(short) <= len(body)
 
 

@@ -95,28 +95,50 @@ class KeyChain:
         self._in_piece = 0  # bytes since the last cut
         self._text_bytes = 0
 
-    def add(self, part: Buffer) -> None:
-        """The next part, whole."""
-        start, size = 0, len(part)
-        while start < size:
-            start = self.take(part, start)
-        self.end_part()
+    def extend(self, parts: Iterable[Buffer]) -> None:
+        """The next parts, each of them whole."""
+        # What ``take`` and ``end_part`` do, in one loop: every request passes here.
+        digest, hashes, ends = xxh3_64_intdigest, self._hashes, self._ends
+        value, in_piece, at = self._hash, self._in_piece, self._text_bytes
+        piece_bytes = self._piece_bytes
+        least = piece_bytes >> _LEAST_SHARE_BITS
+        for part in parts:
+            size = len(part)
+            at += size
+            in_piece += size
+            if in_piece >= piece_bytes:
+                self._hash, self._in_piece, self._text_bytes = value, in_piece - size, at - size
+                start = 0
+                while start < size:
+                    start = self.take(part, start)
+                value, in_piece, piece_bytes = self._hash, self._in_piece, self._piece_bytes
+                least = piece_bytes >> _LEAST_SHARE_BITS
+            elif size:
+                value = digest(part, value)
+            if in_piece >= least:
+                in_piece = 0
+                hashes.append(value >> _DROPPED_BITS)
+                ends.append(at)
+                if len(hashes) == self._cut_at:
+                    self._lengthen()
+                    piece_bytes = self._piece_bytes
+                    least = piece_bytes >> _LEAST_SHARE_BITS
+        self._hash, self._in_piece, self._text_bytes = value, in_piece, at
 
     def take(self, part: Buffer, start: int) -> int:
         """Go on with a part from ``start``, to the next cut at most; returns how far.
 
         For one that is so long that its driver pauses in between; ``end_part`` comes after it.
         """
-        room = self._piece_bytes - self._in_piece
-        size = len(part) - start
-        if size < room:
+        stop = start + self._piece_bytes - self._in_piece
+        size = len(part)
+        if size < stop:
             self._hash = xxh3_64_intdigest(part[start:] if start else part, self._hash)
-            self._in_piece += size
-            self._text_bytes += size
-            return start + size
-        stop = start + room
+            self._in_piece += size - start
+            self._text_bytes += size - start
+            return size
         self._hash = xxh3_64_intdigest(part[start:stop], self._hash)
-        self._text_bytes += room
+        self._text_bytes += stop - start
         self._cut()
         return stop
 
@@ -130,8 +152,11 @@ class KeyChain:
         self._ends.append(self._text_bytes)
         self._in_piece = 0
         if len(self._hashes) == self._cut_at:
-            self._cut_at += PIECES_PER_LENGTH
-            self._piece_bytes *= 2
+            self._lengthen()
+
+    def _lengthen(self) -> None:
+        self._cut_at += PIECES_PER_LENGTH
+        self._piece_bytes *= 2
 
     def keys(self) -> PrefixKeys:
         """Of what was added so far."""
@@ -141,6 +166,5 @@ class KeyChain:
 def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
     """The keys of a text of these parts in the namespace ``start``."""
     chain = KeyChain(start)
-    for part in parts:
-        chain.add(part)
+    chain.extend(parts)
     return chain.keys()

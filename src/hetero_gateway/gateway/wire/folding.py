@@ -10,6 +10,9 @@ A cut takes away whole values only, so that no field comes or goes. What was lef
 checked: whether it is right is for the engine to say, as everything else in a prompt. In a body
 that is no JSON the cuts are anywhere; the engine refuses it.
 
+On the way the walk notes where the items of those fields stand (a prompt's messages), for their keys
+(``prompt_keys``): so many, and no more.
+
 Time is linear in the body's bytes, whatever they are (benchmarks/dataplane/parse_body.py); and it
 is taken in steps of a block, between which the event loop may have its turn.
 """
@@ -42,6 +45,8 @@ _OPENING, _CLOSING = b"{}"
 _OPENING_BIT = 2
 # Digits, commas, white space and quotation marks are below; brackets and letters are not.
 _ABOVE_NUMBERS = b":"[0]
+# Items of fields that are minded: a conversation has some hundreds.
+MOST_ITEMS = 1 << 12
 # So many sorted searches cost as much as a running sum over a block.
 _MANY = 1 << 8
 
@@ -53,6 +58,10 @@ Steps = Generator[None, None, Result]
 _NOWHERE: NDArray[np.intp] = np.empty(0, np.intp)
 
 Buffer = bytes | bytearray | memoryview | msgspec.Raw
+# Where a field stands: between the two places of the bytes.
+Extent = tuple[bytes | bytearray, int, int]
+# (start, end) in order, none within another.
+Spans = list[tuple[int, int]]
 _Places = NDArray[np.intp]
 
 
@@ -64,13 +73,25 @@ class Cut(NamedTuple):
     end: int
 
 
-def fold(body: bytes | bytearray) -> Steps[tuple[bytes | bytearray, list[Cut]]]:
-    """The body without the long insides of its fields, and where they were; in steps."""
+class Folded(NamedTuple):
+    """The body without the long insides of its fields, and where they were.
+
+    ``items``: the first ``MOST_ITEMS`` objects and arrays that its fields' arrays consist of.
+    """
+
+    short: bytes | bytearray
+    cuts: list[Cut]
+    items: Spans
+
+
+def fold(body: bytes | bytearray) -> Steps[Folded]:
+    """Fold a body, in steps."""
     cuts: list[Cut] = []
     parts: list[Buffer] = []
     kept_to = offset = 0
     view = memoryview(body)
-    for spans in _Walk(body).insides():
+    walk = _Walk(body)
+    for spans in walk.insides():
         for start, end in spans:
             offset += start - kept_to
             parts.append(view[kept_to:start])
@@ -78,9 +99,16 @@ def fold(body: bytes | bytearray) -> Steps[tuple[bytes | bytearray, list[Cut]]]:
             kept_to = end
         yield
     if not cuts:
-        return body, cuts
+        return Folded(body, cuts, walk.items)
     parts.append(view[kept_to:])
-    return b"".join(parts), cuts
+    return Folded(b"".join(parts), cuts, walk.items)
+
+
+def items_of(field: bytes) -> Spans:
+    """The items of an array, by itself; as ``Folded.items``."""
+    head = b'{"":'
+    folded = finish(fold(head + field + b"}"))
+    return [(start - len(head), end - len(head)) for start, end in folded.items]
 
 
 def finish(steps: Steps[Result]) -> Result:
@@ -194,7 +222,7 @@ class _Walk:
     ``_in_string``; ``_depth``: how many brackets are open; ``_inside_from``: where the inside of
     the present field's array or object begins; ``_string_from``: where the present string does,
     and whether it is a value or a key of the top level: ``_at_top``; ``_backslashes``: how many
-    stand right in front of the block.
+    stand right in front of the block; ``_item_from``: where the present item begins.
     """
 
     def __init__(self, body: bytes | bytearray) -> None:
@@ -206,6 +234,8 @@ class _Walk:
         self._string_from = -1
         self._at_top = False
         self._backslashes = 0
+        self._item_from = -1
+        self.items: Spans = []
 
     def insides(self) -> Iterator[list[tuple[int, int]]]:
         """(start, end) of what can be left out, in order, none within another; block by block."""
@@ -264,9 +294,14 @@ class _Walk:
                 self._depth += 1
                 if self._depth == 2:
                     self._inside_from = at + 1
+                elif self._depth == 3:
+                    self._item_from = at
             else:
                 self._depth -= 1
-                if self._depth == 1 and self._inside_from >= 0:
+                if self._depth == 2 and self._item_from >= 0:
+                    self._add_items([(self._item_from, at + 1)])
+                    self._item_from = -1
+                elif self._depth == 1 and self._inside_from >= 0:
                     if at - self._inside_from >= _LEAST_CUT_BYTES:
                         spans.append((self._inside_from, at))
                     self._inside_from = -1
@@ -279,7 +314,10 @@ class _Walk:
             return []
         in_string, depth = self._in_string, self._depth
         where, depths, opens = self._brackets(block, marks)
-        spans = self._arrays(where + start, depths, opens)
+        where_in_body = where + start
+        spans = self._arrays(where_in_body, depths, opens)
+        if where.size and len(self.items) < MOST_ITEMS:
+            self._note_items(where_in_body, depths, opens)
         if marks.size:
             spans += self._strings(marks, where, depths, start, in_string, depth)
             spans.sort()
@@ -344,6 +382,18 @@ class _Walk:
         ends = ends[: starts.size]
         long = ends - starts >= _LEAST_CUT_BYTES
         return list(zip(starts[long].tolist(), ends[long].tolist(), strict=True))
+
+    def _note_items(self, where: _Places, depths: _Places, opens: NDArray[np.bool_]) -> None:
+        """The items that end here, and the one that does not."""
+        # Those that open and close items take turns, as none is within another.
+        places = where[depths + ~opens == 3].tolist()
+        if self._item_from >= 0:
+            places.insert(0, self._item_from)
+        self._item_from = places.pop() if len(places) % 2 else -1
+        self._add_items([(a, b + 1) for a, b in zip(places[::2], places[1::2], strict=True)])
+
+    def _add_items(self, items: Spans) -> None:
+        self.items += items[: MOST_ITEMS - len(self.items)]
 
     def _strings(
         self,

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.engines.vllm import CHAT_COMPLETIONS, limits_of
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.wire import whole_numbers
@@ -33,6 +34,8 @@ from hetero_gateway.gateway.wire.folding import (
     LEAST_BYTES,
     Buffer,
     Cut,
+    Extent,
+    Spans,
     Steps,
     count,
     count_below,
@@ -43,6 +46,7 @@ from hetero_gateway.gateway.wire.folding import (
     place,
     positions,
 )
+from hetero_gateway.gateway.wire.prompt_keys import keys_in_steps, keys_of_fields
 
 _SPACE = rb"[ \t\r\n]*+"
 _MEDIA_PART = re.compile(
@@ -66,8 +70,6 @@ _MOST_ODD_BYTES = 1 << 14
 # A body's own fields are a few dozen: so much without their insides has thousands.
 _MOST_SHORT_BYTES = 1 << 18
 
-# Where a field stands: between the two places of the bytes.
-_Extent = tuple[bytes | bytearray, int, int]
 _Scalar = int | float | str | bool | None
 _NONE = msgspec.Raw(b"")
 
@@ -91,6 +93,16 @@ class _Body(msgspec.Struct):
     system: msgspec.Raw = _NONE
     instructions: msgspec.Raw = _NONE
     tools: msgspec.Raw = _NONE
+    # For the keys of the prompt alone:
+    add_special_tokens: msgspec.Raw = _NONE
+    cache_salt: msgspec.Raw = _NONE
+    chat_template: msgspec.Raw = _NONE
+    chat_template_kwargs: msgspec.Raw = _NONE
+    documents: msgspec.Raw = _NONE
+    mm_processor_kwargs: msgspec.Raw = _NONE
+    previous_response_id: msgspec.Raw = _NONE
+    reasoning: msgspec.Raw = _NONE
+    reasoning_effort: msgspec.Raw = _NONE
 
 
 _PLAIN = _Body.__struct_fields__[:7]
@@ -109,7 +121,8 @@ _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 class ParsedRequest:
     """What a body says. ``text_bytes`` is 0 when the prompt is exact.
 
-    ``truncates``: the engine cuts the prompt down to a length that the client gives.
+    ``truncates``: the engine cuts the prompt down to a length that the client gives. ``prefix``:
+    the keys of its prompt; None where nobody asked, or its beginning is not in the body.
     """
 
     model: str | None
@@ -121,12 +134,19 @@ class ParsedRequest:
     exact_prompt_tokens: int | None
     prompt_count: int
     truncates: bool = False
+    prefix: PrefixKeys | None = None
 
 
 def parse_body(
-    body: bytes | bytearray, content_type: bytes, path: str = CHAT_COMPLETIONS
+    body: bytes | bytearray,
+    content_type: bytes,
+    path: str = CHAT_COMPLETIONS,
+    seed: int | None = None,
 ) -> ParsedRequest:
     """Read what scheduling needs from a request's body.
+
+    Args:
+        seed: what the keys of its prompt begin with; None: none are wanted.
 
     Raises:
         Refusal: 400 for broken JSON, a body that is not an object, a ``model`` that is no
@@ -139,24 +159,41 @@ def parse_body(
         return ParsedRequest(model, False, None, 1, 0, 1, None, 1)
     if len(body) < LEAST_BYTES:
         try:
-            return _describe(_decode_body(body), _itself, path)
+            fields = _decode_body(body)
         except _ERRORS:
             pass  # what the engine would read may be there all the same
-    return finish(parse_in_steps(body, content_type, path))
+        else:
+            parsed = _describe(fields, _itself, path)
+            if seed is not None and _begins_here(fields):
+                parsed.prefix = keys_of_fields(fields, seed)
+            return parsed
+    return finish(parse_in_steps(body, content_type, path, seed))
 
 
 def parse_in_steps(
-    body: bytes | bytearray, content_type: bytes, path: str = CHAT_COMPLETIONS
+    body: bytes | bytearray,
+    content_type: bytes,
+    path: str = CHAT_COMPLETIONS,
+    seed: int | None = None,
 ) -> Steps[ParsedRequest]:
     """``parse_body`` for a long one, for who has something else to do meanwhile."""
     if content_type.startswith(b"multipart/"):
         return parse_body(body, content_type, path)
-    fields, extent = yield from _fields(body)
+    fields, extent, items = yield from _fields(body)
     yield
-    return _describe(fields, extent, path)
+    parsed = _describe(fields, extent, path)
+    if seed is not None and _begins_here(fields):
+        yield
+        parsed.prefix = yield from keys_in_steps(fields, extent, items, seed)
+    return parsed
 
 
-def _describe(fields: _Body, extent: Callable[[msgspec.Raw], _Extent], path: str) -> ParsedRequest:
+def _begins_here(fields: _Body) -> bool:
+    """Whether the prompt's beginning is in the body: it is not cut off, nor that of an answer."""
+    return fields.truncate_prompt_tokens is None and not fields.previous_response_id
+
+
+def _describe(fields: _Body, extent: Callable[[msgspec.Raw], Extent], path: str) -> ParsedRequest:
     model = fields.model
     if model is not None and len(model) > _MOST_MODEL_BYTES:
         raise _no_model(len(model))
@@ -188,7 +225,7 @@ def _describe(fields: _Body, extent: Callable[[msgspec.Raw], _Extent], path: str
 
 def prompt_field(body: bytes | bytearray) -> bytes:
     """The raw JSON of ``messages``, or of ``prompt`` where there are none, in a usable body."""
-    fields, extent = finish(_fields(body))
+    fields, extent, _ = finish(_fields(body))
     data, start, end = extent(fields.messages or fields.prompt)
     return bytes(data[start:end])
 
@@ -196,9 +233,12 @@ def prompt_field(body: bytes | bytearray) -> bytes:
 # The fields of a body
 
 
-def _fields(body: bytes | bytearray) -> Steps[tuple[_Body, Callable[[msgspec.Raw], _Extent]]]:
-    """A body's fields, and a function that knows where in the body one of them stands."""
-    short, cuts = yield from fold(body)
+_Found = tuple[_Body, Callable[[msgspec.Raw], Extent], Spans]
+
+
+def _fields(body: bytes | bytearray) -> Steps[_Found]:
+    """A body's fields, a function that knows where in the body one of them stands, their items."""
+    short, cuts, items = yield from fold(body)
     if len(short) > _MOST_SHORT_BYTES:
         detail = "The request body has too many fields."
         raise Refusal(400, "too_many_fields", detail)
@@ -218,25 +258,25 @@ def _fields(body: bytes | bytearray) -> Steps[tuple[_Body, Callable[[msgspec.Raw
             setattr(fields, name, known)
     for name in _NESTED:
         setattr(fields, name, getattr(raw, name))
-    return _with_a_model(fields), extent
+    return _with_a_model(fields), extent, items
 
 
 # Enough to see that a plain value is too long.
 _LOOKED_AT = whole_numbers.MOST_BYTES + 1
 
 
-def _itself(field: msgspec.Raw) -> _Extent:
+def _itself(field: msgspec.Raw) -> Extent:
     raw = bytes(field)
     return raw, 0, len(raw)
 
 
-def _extent(body: bytes | bytearray, short: Buffer, cuts: list[Cut], field: msgspec.Raw) -> _Extent:
+def _extent(body: bytes | bytearray, short: Buffer, cuts: list[Cut], field: msgspec.Raw) -> Extent:
     return body, *place(short, cuts, field)
 
 
 def _odd_fields(
     body: bytes | bytearray, short: bytes | bytearray, error: Exception
-) -> Steps[tuple[_Body, Callable[[msgspec.Raw], _Extent]]]:
+) -> Steps[_Found]:
     """The fields of what is no JSON, where Python's reads it; its prompt is all of the body."""
     encoding = json.detect_encoding(bytes(body[:4]))
     try:
@@ -256,7 +296,7 @@ def _odd_fields(
         setattr(fields, name, ... if isinstance(value, (list, dict)) else value)
     if any(found.get(name) for name in _NESTED):
         fields.messages = msgspec.Raw(b"{}")
-    return _with_a_model(fields), lambda field: (body, 0, len(body) if field else 0)
+    return _with_a_model(fields), lambda field: (body, 0, len(body) if field else 0), []
 
 
 def _with_a_model(fields: _Body) -> _Body:

@@ -1,0 +1,163 @@
+"""The keys of a request's prompt (``core/prefixes/keys``), from its raw JSON.
+
+Nothing is decoded: a part of the text is the JSON of a message, a tool or a content block as the
+client wrote it, byte for byte. A client writes what it has said before in the same way again, and
+an answer that it echoes is one message of its own making in this turn and in all that follow; so
+raw spans are stable where it matters. What stands between them (commas, white space) and beside
+them (``max_tokens``, the order of the body's fields) is in no key.
+
+In the order of chat templates: tools come first, and with other tools nothing matches. What makes
+an engine read or cache equal text differently begins the keys: the model's name (a LoRA adapter
+has its own), ``cache_salt``, template arguments. Images count as the text of their data.
+
+Cost: benchmarks/dataplane/prefix_keys.py. A long body is walked through only once, by ``folding``,
+which knows where its messages end; of one that is hostile so many ends are minded and no more.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from hetero_gateway.core.prefixes.keys import KeyChain, PrefixKeys, keys_of, namespace
+from hetero_gateway.gateway.wire.folding import MOST_ITEMS, Extent, Spans, Steps, items_of
+
+# Of one field; what follows is one part.
+_MOST_PARTS = 1024
+# A parser makes an object of each item: so many at most without a look at how many there are.
+_MOST_COMMAS = 2048
+# Of each end of what begins the keys.
+_LOOKED_AT = 2048
+# Between two pauses: bytes, and what a call costs beside them.
+_STEP_BYTES = 1 << 18
+_CALL_BYTES = 1 << 13
+
+_QUOTE, _OPENING = b'"['
+_ITEMS = re.compile(rb"\[[ \t\r\n]*+[\[{]")
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class PromptFields(Protocol):
+    """The fields of a body that are here of interest; empty where they are missing."""
+
+    model: str | None
+    add_special_tokens: msgspec.Raw
+    cache_salt: msgspec.Raw
+    chat_template: msgspec.Raw
+    chat_template_kwargs: msgspec.Raw
+    mm_processor_kwargs: msgspec.Raw
+    reasoning: msgspec.Raw
+    reasoning_effort: msgspec.Raw
+    tools: msgspec.Raw
+    documents: msgspec.Raw
+    system: msgspec.Raw
+    instructions: msgspec.Raw
+    messages: msgspec.Raw
+    prompt: msgspec.Raw
+    input: msgspec.Raw
+
+
+def _identity(fields: PromptFields) -> tuple[msgspec.Raw, ...]:
+    return (
+        fields.cache_salt,
+        fields.chat_template,
+        fields.chat_template_kwargs,
+        fields.reasoning_effort,
+        fields.reasoning,
+        fields.mm_processor_kwargs,
+        fields.add_special_tokens,
+    )
+
+
+def _text(fields: PromptFields) -> tuple[msgspec.Raw, ...]:
+    return (
+        fields.tools,
+        fields.documents,
+        fields.system,
+        fields.instructions,
+        fields.messages,
+        fields.prompt,
+        fields.input,
+    )
+
+
+def keys_of_fields(fields: PromptFields, seed: int) -> PrefixKeys:
+    """Of a short body; ``seed``: of whoever's namespace it is."""
+    start = namespace(seed, (fields.model or "").encode())
+    for place, raw in enumerate(_identity(fields)):
+        if raw:
+            data = bytes(raw)
+            start = namespace(start, *_excerpt(place, data, 0, len(data)))
+    parts: list[bytes] = []
+    for raw in _text(fields):
+        if raw:
+            parts += _short_parts(bytes(raw))
+    return keys_of(parts, start)
+
+
+def keys_in_steps(
+    fields: PromptFields,
+    extent: Callable[[msgspec.Raw], Extent],
+    items: Spans,
+    seed: int,
+) -> Steps[PrefixKeys]:
+    """Of a long body. ``extent``: where a field stands in it; ``items``: as ``fold`` found them."""
+    start = namespace(seed, (fields.model or "").encode())
+    for place, raw in enumerate(_identity(fields)):
+        if raw:
+            start = namespace(start, *_excerpt(place, *extent(raw)))
+    chain, done = KeyChain(start), 0
+    for raw in _text(fields):
+        if not raw:
+            continue
+        data, low, high = extent(raw)
+        with memoryview(data) as view:
+            for begin, end in _long_parts(data, low, high, items):
+                at = 0
+                with view[begin:end] as part:
+                    while at < end - begin:
+                        before, at = at, chain.take(part, at)
+                        done += at - before + _CALL_BYTES
+                        if done >= _STEP_BYTES:
+                            done = 0
+                            yield
+                chain.end_part()
+    return chain.keys()
+
+
+def _excerpt(place: int, data: bytes | bytearray, start: int, end: int) -> tuple[bytes, bytes]:
+    """Which field it is and how long, and its ends: what is longer differs in one of these."""
+    ends = bytes(data[start : min(end, start + _LOOKED_AT)])
+    if end - start > _LOOKED_AT:
+        ends += data[max(start + _LOOKED_AT, end - _LOOKED_AT) : end]
+    return b"%d %d" % (place, end - start), ends
+
+
+def _short_parts(data: bytes) -> list[bytes]:
+    """The parts of one field's JSON."""
+    first = data[0]
+    if first == _OPENING and _ITEMS.match(data):
+        if len(data) <= _MOST_COMMAS or data.count(b",") <= _MOST_COMMAS:
+            items = _decode_items(data)
+            if len(items) <= _MOST_PARTS:
+                return list(map(bytes, items))
+        # As it is in a long body.
+        return [data[a:b] for a, b in _long_parts(data, 0, len(data), items_of(data))]
+    return [data[1:-1] if first in (_QUOTE, _OPENING) else data]
+
+
+def _long_parts(data: bytes | bytearray, start: int, end: int, items: Spans) -> Spans:
+    """(start, end) of the parts of the field that stands there."""
+    first = data[start]
+    if first == _OPENING and _ITEMS.match(data, start, end):
+        low = bisect_left(items, (start, 0))
+        high = bisect_left(items, (end, 0))
+        parts = items[low : min(high, low + _MOST_PARTS)]
+        if high - low > _MOST_PARTS or len(items) == MOST_ITEMS:
+            parts.append((parts[-1][1] if parts else start + 1, end - 1))
+        return parts
+    return [(start + 1, end - 1) if first in (_QUOTE, _OPENING) else (start, end)]
