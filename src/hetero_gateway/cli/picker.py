@@ -43,6 +43,11 @@ def run(args: argparse.Namespace) -> int:
             "scheduler.policy": args.policy,
         },
     )
+    if config.scheduler.isolate_clients:
+        raise ConfigError(
+            f"{args.config}: scheduler.isolate_clients: the picker cannot add a cache_salt to what "
+            "Envoy sends; use serve, or have each client send a salt of its own"
+        )
     start_logging(args.log_level)
     try:
         from hetero_gateway.picker import server

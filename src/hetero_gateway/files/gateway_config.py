@@ -253,6 +253,16 @@ class SchedulerConfig(StrictModel):
         description="finish-time: what a second until the first token counts beside a second of "
         "latency, for prompts of which something is cached.",
     )
+    prefix_key_env: str | None = Field(
+        None,
+        description="Environment variable with the secret that hashes of prompts begin with; "
+        "default: a random one, so that nothing outlives the process.",
+    )
+    isolate_clients: bool = Field(
+        False,
+        description="Each client key has prefix caches of its own: a cache_salt is added to its "
+        "requests' bodies.",
+    )
     theta: float = Field(2.0, gt=0, description="θ of Eq. (7); 2 in the paper.")
     seed: int = Field(0, ge=0, description="Seed of tie-breaking and of random policies.")
     randomised: bool = Field(

@@ -41,6 +41,8 @@ class Gateway:
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
         self.admission = Admission(secret(config.server.api_key_env, "server.api_key_env"))
         base_dir = config_path.parent if config_path else Path()
+        named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env")
+        self._prefix_secret = named.encode() if named else None
         self.fleet = Fleet(config, base_dir)
         scheduler = self.fleet.scheduler
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
@@ -93,6 +95,7 @@ class Gateway:
             self._tokenizer,
             deadlines,
             self.placement,
+            self._prefix_secret,
         )
         self._stack.callback(self.dataplane.close)
         await self.health.start()

@@ -54,6 +54,7 @@ class DataPlane:
         predictor, bytes_per_token, tokenizer: the length estimates; the last one may be None.
         deadlines: watches the exchanges.
         placement: finds each request its instance.
+        prefix_secret: what the keys of prompts begin with; None: a random one.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class DataPlane:
         tokenizer: Tokenizer | None,
         deadlines: Deadlines,
         placement: Placement,
+        prefix_secret: bytes | None = None,
     ) -> None:
         server = config.server
         self.body_limits = BodyLimits(server.max_body_bytes, server.max_buffered_bytes)
@@ -78,7 +80,15 @@ class DataPlane:
         entries = 25_000 if placement.queues else 100_000
         size = max(16, min(256, entries // max(1, len(config.instances))))
         self.decisions = DecisionLog(size)
-        self.intake = Intake(config, self.body_limits, fleet, predictor, bytes_per_token, tokenizer)
+        self.intake = Intake(
+            config,
+            self.body_limits,
+            fleet,
+            predictor,
+            bytes_per_token,
+            tokenizer,
+            prefix_secret or os.urandom(32),
+        )
         self.recorder = Recorder(
             fleet, health, outcomes, metrics, predictor, bytes_per_token, self.history
         )

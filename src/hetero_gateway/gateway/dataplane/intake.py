@@ -11,11 +11,13 @@ import sys
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
+from hetero_gateway.core.prefixes.keys import seed_of
 from hetero_gateway.core.types import Request
 from hetero_gateway.engines.vllm import Work, starts_with_a_token
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.admission.tenants import Tenants
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.folding import Steps
@@ -69,6 +71,7 @@ class Intake:
         limits: of bodies.
         fleet: what is served, and how long its contexts are.
         predictor, bytes_per_token, tokenizer: the length estimates; the last one may be None.
+        prefix_secret: what the keys of prompts begin with.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Intake:
         predictor: OutputLengthPredictor,
         bytes_per_token: BytesPerToken,
         tokenizer: Tokenizer | None,
+        prefix_secret: bytes,
     ) -> None:
         self.max_body_bytes = limits.max_body_bytes
         self._limits = limits
@@ -87,6 +91,8 @@ class Intake:
         self._predictor = predictor
         self._bytes_per_token = bytes_per_token
         self._tokenizer = tokenizer
+        self._seed = seed_of(prefix_secret) if config.scheduler.prefix_cache else None
+        self._tenants = Tenants(prefix_secret) if config.scheduler.isolate_clients else None
 
     def check_size(self, size_bytes: int) -> None:
         """Raises Refusal: 413, or 503 where there is no room for it now."""
@@ -94,16 +100,29 @@ class Intake:
 
     def read(self, inbound: Inbound) -> ParsedRequest:
         """What the body says, its model filled in. Raises Refusal: 400 for an unusable one."""
-        return self._named(parse_body(inbound.body, inbound.content_type, inbound.path), inbound)
+        parsed = parse_body(
+            inbound.body, inbound.content_type, inbound.path, self._seed_for(inbound)
+        )
+        return self._named(parsed, inbound)
 
     def read_in_steps(self, inbound: Inbound) -> Steps[ParsedRequest]:
         """``read`` for a long body, for which the event loop cannot stand still."""
-        parsed = yield from parse_in_steps(inbound.body, inbound.content_type, inbound.path)
+        parsed = yield from parse_in_steps(
+            inbound.body, inbound.content_type, inbound.path, self._seed_for(inbound)
+        )
         return self._named(parsed, inbound)
+
+    def _seed_for(self, inbound: Inbound) -> int | None:
+        """What the keys of its prompt begin with; None: it has none that are of use."""
+        if self._seed is None or inbound.work is not Work.GENERATE:
+            return None
+        return self._seed if self._tenants is None else self._tenants.seed(inbound, self._seed)
 
     def _named(self, parsed: ParsedRequest, inbound: Inbound) -> ParsedRequest:
         if not parsed.model:
             parsed.model = self._default_model(inbound.path)
+        if self._tenants is not None and inbound.work is Work.GENERATE:
+            inbound.body = self._tenants.salted(inbound, parsed.cache_salt)
         return parsed
 
     def _default_model(self, path: str) -> str:
@@ -166,6 +185,6 @@ class Intake:
         streams = parsed.stream and starts_with_a_token(inbound.path)
         request = Request(
             model, prompt_tokens, output_tokens, parsed.sequences, streams, client.name,
-            certain_tokens=certain_tokens + exact,
+            prefix=parsed.prefix, certain_tokens=certain_tokens + exact,
         )  # fmt: skip
         return Job(inbound, client, parsed, request, features)

@@ -10,8 +10,8 @@ A cut takes away whole values only, so that no field comes or goes. What was lef
 checked: whether it is right is for the engine to say, as everything else in a prompt. In a body
 that is no JSON the cuts are anywhere; the engine refuses it.
 
-On the way the walk notes where the items of those fields stand (a prompt's messages), for their keys
-(``prompt_keys``): so many, and no more.
+On the way the walk notes where the items of those fields stand (a prompt's messages), for their
+keys (``prompt_keys``): so many, and no more.
 
 Time is linear in the body's bytes, whatever they are (benchmarks/dataplane/parse_body.py); and it
 is taken in steps of a block, between which the event loop may have its turn.

@@ -123,6 +123,7 @@ class ParsedRequest:
 
     ``truncates``: the engine cuts the prompt down to a length that the client gives. ``prefix``:
     the keys of its prompt; None where nobody asked, or its beginning is not in the body.
+    ``cache_salt``: its JSON, with which the client keeps caches apart; b"" without one.
     """
 
     model: str | None
@@ -135,6 +136,7 @@ class ParsedRequest:
     prompt_count: int
     truncates: bool = False
     prefix: PrefixKeys | None = None
+    cache_salt: bytes = b""
 
 
 def parse_body(
@@ -209,6 +211,10 @@ def _describe(fields: _Body, extent: Callable[[msgspec.Raw], Extent], path: str)
             found, size = _measure(*extent(field))
             media_parts += found
             text_bytes += size
+    salt = b""
+    if fields.cache_salt:
+        data, start, end = extent(fields.cache_salt)
+        salt = bytes(data[start:end])
     n, limit = _counts(fields, path)
     return ParsedRequest(
         model=model,
@@ -220,6 +226,7 @@ def _describe(fields: _Body, extent: Callable[[msgspec.Raw], Extent], path: str)
         exact_prompt_tokens=tokens,
         prompt_count=prompts,
         truncates=fields.truncate_prompt_tokens is not None,
+        cache_salt=salt,
     )
 
 

@@ -1,0 +1,177 @@
+"""Keys of prompts where bodies are read, and clients that are kept apart; over real sockets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+
+from hetero_gateway.core.prefixes.keys import PrefixKeys
+from hetero_gateway.core.types import Request
+from hetero_gateway.gateway.wire.folding import LEAST_BYTES
+from tests.fakes.running import RunningGateway, config_for, running_gateway
+from tests.fakes.vllm import FakeInstance, fake_instances
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def fakes() -> AsyncIterator[list[FakeInstance]]:
+    async with fake_instances(1) as made:
+        yield made
+
+
+def chat(*contents: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content} for content in contents]
+    return {"model": "m", "messages": messages, "max_tokens": 1, **fields}
+
+
+def placed(running: RunningGateway) -> list[Request]:
+    """The requests that the scheduler gets from now on."""
+    scheduler, seen = running.gateway.fleet.scheduler, list[Request]()
+    place, choose = scheduler.place, scheduler.choose
+
+    def spied(request: Request, *args: Any, **more: Any) -> Any:
+        seen.append(request)
+        return place(request, *args, **more)
+
+    def chosen(request: Request, *args: Any, **more: Any) -> Any:
+        seen.append(request)
+        return choose(request, *args, **more)
+
+    scheduler.place, scheduler.choose = spied, chosen  # type: ignore[method-assign]
+    return seen
+
+
+async def ask(
+    running: RunningGateway,
+    bodies: Sequence[dict[str, Any] | bytes],
+    path: str = CHAT,
+    **headers: str,
+) -> None:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with httpx.AsyncClient(base_url=running.url, headers=named) as client:
+        for body in bodies:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = await client.post(path, content=content)
+            assert answer.status_code == 200, answer.text
+
+
+def keys(request: Request) -> PrefixKeys:
+    assert request.prefix is not None
+    return request.prefix
+
+
+async def test_a_turn_has_the_keys_of_the_one_before_also_when_it_has_become_long(
+    fakes: list[FakeInstance],
+) -> None:
+    contents = ["be kind " * 50]
+    async with running_gateway(config_for(fakes)) as running:
+        seen = placed(running)
+        for size in (100, 20_000, 60_000, 300_000, 900_000):
+            contents += ["x" * size, f"and {size}? " * 9]
+            await ask(running, [chat(*contents)])
+    assert len(seen) == 5
+    assert len(json.dumps(chat(*contents))) > LEAST_BYTES
+    for before, after in pairwise(seen):
+        shared = keys(before).hashes
+        assert keys(after).hashes[: len(shared)] == shared != ()
+
+
+async def test_what_generates_nothing_and_what_is_switched_off_has_no_keys(
+    fakes: list[FakeInstance],
+) -> None:
+    embedding = {"model": "m", "input": "x" * 3000}
+    async with running_gateway(config_for(fakes)) as running:
+        seen = placed(running)
+        await ask(running, [embedding], "/v1/embeddings")
+        await ask(running, [{"model": "m", "prompt": "x" * 3000}], "/tokenize")
+    config = config_for(fakes, scheduler={"prefix_cache": False})
+    async with running_gateway(config) as running:
+        also = placed(running)
+        await ask(running, [chat("x" * 3000)])
+    assert [request.prefix for request in seen + also] == [None] * 3
+
+
+async def test_gateways_with_one_secret_have_the_same_keys_and_others_do_not(
+    fakes: list[FakeInstance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFIX_KEY", "hush")
+    seen = []
+    for name in ("PREFIX_KEY", "PREFIX_KEY", None):
+        config = config_for(fakes, scheduler={"prefix_key_env": name})
+        async with running_gateway(config) as running:
+            spied = placed(running)
+            await ask(running, [chat("x" * 3000)])
+            seen += spied
+    assert keys(seen[0]) == keys(seen[1])
+    assert not set(keys(seen[0]).hashes) & set(keys(seen[2]).hashes)
+
+
+ISOLATED = {"isolate_clients": True}
+
+
+def salt_of(body: bytes) -> str:
+    salt: str = json.loads(body)["cache_salt"]
+    assert len(salt) == 43
+    return salt
+
+
+async def test_isolated_clients_have_keys_and_salts_of_their_own(
+    fakes: list[FakeInstance],
+) -> None:
+    body = chat("x" * 3000)
+    async with running_gateway(config_for(fakes, scheduler=ISOLATED)) as running:
+        seen = placed(running)
+        await ask(running, [body, body], authorization="Bearer one")
+        await ask(running, [body], authorization="Bearer two")
+        await ask(running, [body], x_api_key="one")
+        await ask(running, [body])
+    salts = [salt_of(sent) for sent in fakes[0].bodies]
+    assert salts[0] == salts[1]
+    assert len(set(salts)) == 4
+    assert keys(seen[0]) == keys(seen[1])
+    assert len({keys(request).hashes[0] for request in seen}) == 4
+    for sent in fakes[0].bodies:
+        decoded = json.loads(sent)
+        del decoded["cache_salt"]
+        assert decoded == body
+
+
+async def test_a_client_cannot_have_anothers_salt_and_its_own_keeps_its_meaning(
+    fakes: list[FakeInstance],
+) -> None:
+    async with running_gateway(config_for(fakes, scheduler=ISOLATED)) as running:
+        await ask(running, [chat("x" * 3000)], authorization="Bearer victim")
+        stolen = salt_of(fakes[0].bodies[0])
+        bodies = [chat("x" * 3000, cache_salt=salt) for salt in (stolen, "a", "b", "a")]
+        await ask(running, bodies, authorization="Bearer thief")
+        twice = json.dumps(bodies[0])[:-1].encode() + b', "cache_salt" : "c" }\n '
+        await ask(running, [twice], authorization="Bearer thief")
+    salts = [salt_of(sent) for sent in fakes[0].bodies]
+    assert stolen not in salts[1:]
+    assert salts[2] == salts[4] != salts[3]
+    assert len(set(salts)) == 5
+
+
+@pytest.mark.parametrize("size", [10, 500_000])
+async def test_a_salt_goes_into_bodies_of_every_size(fakes: list[FakeInstance], size: int) -> None:
+    async with running_gateway(config_for(fakes, scheduler=ISOLATED)) as running:
+        await ask(running, [json.dumps(chat("x" * size)).encode() + b" \n"])
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            text = json.dumps(chat("x" * size))
+            answer = await client.post(CHAT, content=text.encode("utf-16"))
+    assert salt_of(fakes[0].bodies[0])
+    assert answer.status_code == 400
+    assert len(fakes[0].bodies) == 1, "what no salt can be put into is not sent"
+
+
+async def test_without_isolation_bodies_go_as_they_came(fakes: list[FakeInstance]) -> None:
+    body = json.dumps(chat("x" * 3000)).encode() + b"  "
+    async with running_gateway(config_for(fakes)) as running:
+        await ask(running, [body], authorization="Bearer one")
+    assert fakes[0].bodies == [body]
