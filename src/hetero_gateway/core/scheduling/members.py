@@ -16,7 +16,7 @@ from hetero_gateway.core.instances.drift import Drift
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot, snapshot_of
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Table
-from hetero_gateway.core.scheduling.pool import Eligible, Pool, stand_in
+from hetero_gateway.core.scheduling.pool import Eligible, Pool, stand_in, typical_constants
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason, Request
 
 
@@ -138,12 +138,13 @@ class Members:
                 members.append((spec, self.table[spec.instance_id]))
         stand_ins = None
         if self._gives_stand_ins:
-            others = [s for s, _ in members] + [s for s, _ in absent]
-            stand_ins = {
-                spec.instance_id: state.constants or stand_in(spec, others)
-                for spec, state in members
-                if spec.profile is None
-            }
+            unknown = [(spec, state) for spec, state in members if spec.profile is None]
+            if unknown:
+                typical = typical_constants(s for s, _ in (*members, *absent))
+                stand_ins = {
+                    spec.instance_id: state.constants or stand_in(spec, typical)
+                    for spec, state in unknown
+                }
         return Pool(members, absent, self._reference, stand_ins)
 
     def _nobody(self, model: str, pool: Pool) -> Reject:
@@ -168,7 +169,7 @@ class Members:
     def stand_in_for(self, state: InstanceState, model: str) -> None:
         """What its pool takes it for is what it is taken for from now on, in every pool."""
         pool = self.pool(model)
-        member = pool.members[pool.ids.index(state.instance_id)]
+        member = pool.members[pool.position[state.instance_id]]
         speed = state.speed
         state.set_constants(Constants(*member[:9]), stands_in=True)
         state.set_speed(speed)
@@ -179,7 +180,7 @@ class Members:
         state = self.table[instance_id]
         if state.stands_in and state.constants is not None:
             return state.constants
-        return stand_in(self.specs[instance_id], ())
+        return stand_in(self.specs[instance_id], typical_constants(()))
 
 
 def constants_of(spec: InstanceSpec) -> Constants | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -26,12 +27,13 @@ UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody
 # Some machine: about an A800 with a model of 8 billion parameters (instance_profiles.csv). What is
 # not known of a machine's speed is learnt by the speed factor; this only gives the proportions.
 _GENERIC = Constants(5e-5, 0, 0, 1e-2, 8e-8, 1e-4, 0, 1e-2)
+_TRIED = "tried already"
 
 
 class Eligible(NamedTuple):
     """Who may get a request: a judgement that holds while its pool does.
 
-    ``kept``: positions in the pool; None: all. ``excluded``: the others, and why.
+    ``kept``: positions in the pool, ascending; None: all. ``excluded``: the others, and why.
     """
 
     pool: Pool
@@ -42,6 +44,13 @@ class Eligible(NamedTuple):
         """Who may get it, as positions in the pool."""
         return range(len(self.pool.ids)) if self.kept is None else self.kept
 
+    def has(self, position: int) -> bool:
+        """Whether the one at a position of the pool may get it."""
+        if self.kept is None:
+            return True
+        at = bisect_left(self.kept, position)
+        return at < len(self.kept) and self.kept[at] == position
+
     def without(self, reserved: Collection[int], why: str) -> Eligible | None:
         """The same but for these; None: nobody is left."""
         pool, _, excluded = self
@@ -50,6 +59,24 @@ class Eligible(NamedTuple):
             return None
         left_out = tuple((pool.specs[i], why) for i in self.positions() if i in reserved)
         return Eligible(pool, kept, excluded + left_out)
+
+
+class Columns(NamedTuple):
+    """What never changes of candidates, one entry each in the last axis.
+
+    ``where``: their slots, as a slice if that can be. ``at``: their positions in the pool; None:
+    all of it.
+    """
+
+    at: NDArray[np.intp] | None
+    ids: tuple[InstanceId, ...]
+    slots: NDArray[np.intp]
+    where: Slots
+    kv_capacity_tokens: FloatArray
+    capacity: FloatArray
+    weight: FloatArray
+    constants: FloatArray
+    max_num_seqs: FloatArray
 
 
 class Pool:
@@ -67,36 +94,45 @@ class Pool:
         self.ids = tuple(spec.instance_id for spec in self.specs)
         self.absent = tuple(absent)
         self.states = tuple(state for _, state in members)
-        self.slots: NDArray[np.intp] = np.array([s.slot for s in self.states], dtype=np.intp)
-        self.where = _where(self.slots)
-        self.weight = np.array([spec.weight for spec in self.specs])
+        self.position = {instance_id: i for i, instance_id in enumerate(self.ids)}
+        slots = np.array([s.slot for s in self.states], dtype=np.intp)
         profiles = _effective_profiles(self.specs, stand_ins)
-        distinct = list(dict.fromkeys(profiles))
+        # Many instances share a few profiles: what is slow is done once for each of those.
+        known: dict[Profile, int] = {}
+        which = [known.setdefault(profile, len(known)) for profile in profiles]
+        distinct = list(known)
         self.table = ProfileTable(distinct)
-        index = {profile: i for i, profile in enumerate(distinct)}
         # None when every instance has a profile of its own: then the table's order is the pool's.
         self.profile_of: NDArray[np.intp] | None = None
         if len(distinct) < len(profiles):
-            self.profile_of = np.array([index[p] for p in profiles], dtype=np.intp)
-        self.kv_capacity_tokens = _assumed_kv_capacities(self.specs)
+            self.profile_of = np.array(which, dtype=np.intp)
+        kv_capacity_tokens = _assumed_kv_capacities(self.specs)
+        constants = [dataclasses.astuple(p.constants) for p in distinct]
         capacities = [_capacity_per_s(p, reference) for p in distinct]
-        self.capacity = np.array([capacities[index[p]] for p in profiles])
-        constants = np.array([dataclasses.astuple(p.constants) for p in profiles])
-        self.constants = np.ascontiguousarray(constants.T)
-        self.max_num_seqs = np.array([float(p.max_num_seqs) for p in profiles])
+        max_num_seqs = [float(p.max_num_seqs) for p in distinct]
+        self.columns = Columns(
+            None,
+            self.ids,
+            slots,
+            _where(slots),
+            kv_capacity_tokens,
+            np.array([capacities[i] for i in which]),
+            np.array([spec.weight for spec in self.specs]),
+            np.ascontiguousarray(np.array([constants[i] for i in which]).T),
+            np.array([max_num_seqs[i] for i in which]),
+        )
+        self._narrowed: tuple[list[int], Columns] = ([], self.columns)
         # A request of more sequences fills every instance.
-        self.most_sequences = float(self.max_num_seqs.max(initial=0))
+        self.most_sequences = max(max_num_seqs, default=0.0)
         self.members = tuple(
-            Member(
-                *(
-                    *dataclasses.astuple(p.constants),
-                    float(capacity),
-                    float(p.kv_capacity_tokens),
-                    float(p.max_num_seqs),
-                    spec.weight,
-                )
+            Member(*(*constants[i], capacity, float(p.kv_capacity_tokens), max_num_seqs[i], weight))
+            for i, p, capacity, weight in zip(
+                which,
+                profiles,
+                kv_capacity_tokens.tolist(),
+                self.columns.weight.tolist(),
+                strict=True,
             )
-            for spec, p, capacity in zip(self.specs, profiles, self.kv_capacity_tokens, strict=True)
         )
         self._typical_lengths = (0.0, 0.0)
         self._typical_times_s = np.ones(len(profiles))
@@ -114,6 +150,34 @@ class Pool:
         self.longest_request_tokens = max(largest, default=0)
         self._longest_of = dict(zip(self.ids, largest, strict=True))
         self._all = Eligible(self, None, self.absent)
+        # The last that was judged by its lengths alone, and by what.
+        self._judged = self._all
+        self._judged_by: tuple[NDArray[np.bool_], ...] = (np.ones(0, bool), np.ones(0, bool))
+
+    def narrowed(self, kept: list[int] | None) -> Columns:
+        """The columns of these candidates; nobody may write to them.
+
+        The last ones are kept: where some instances cannot take part, mostly the same ones cannot.
+        """
+        if kept is None:
+            return self.columns
+        if self._narrowed[0] is kept:
+            return self._narrowed[1]
+        at, c = np.array(kept, dtype=np.intp), self.columns
+        ids, slots = self.ids, c.slots[at]
+        columns = Columns(
+            at,
+            tuple([ids[i] for i in kept]),
+            slots,
+            _where(slots),
+            c.kv_capacity_tokens[at],
+            c.capacity[at],
+            c.weight[at],
+            c.constants.take(at, axis=1),
+            c.max_num_seqs[at],
+        )
+        self._narrowed = kept, columns
+        return columns
 
     def request_times_s(
         self, prompt_tokens: float, output_tokens: float, *, as_if_it_fitted: bool = False
@@ -184,24 +248,18 @@ class Pool:
         # The context must hold one output token, too, where any is generated.
         shortest_tokens = request.prompt_tokens + (request.predicted_output_tokens > 0)
         times = self.request_times_s(request.prompt_tokens, request.predicted_output_tokens)
-        kept: list[int] = []
-        excluded: list[tuple[InstanceSpec, str]] = []
-        for i, spec in enumerate(self.specs):
-            if spec.instance_id in exclude:
-                excluded.append((spec, "tried already"))
-            elif request.only is not None and spec.instance_id != request.only:
-                excluded.append((spec, f"what it continues is on {request.only}"))
-            elif shortest_tokens > self.max_model_len[i]:
-                excluded.append((spec, f"context of {spec.max_model_len} tokens is too short"))
-            elif not math.isfinite(times[i]):
-                capacity = int(self.kv_capacity_tokens[i])
-                excluded.append((spec, f"KV capacity of {capacity} tokens is too small"))
-            else:
-                kept.append(i)
-        if kept:
-            everybody = len(kept) == len(self.specs)
-            return Eligible(self, None if everybody else kept, self.absent + tuple(excluded))
-        if any(why == "tried already" for _, why in excluded):
+        long_enough = self.max_model_len >= shortest_tokens
+        large_enough = np.isfinite(times)
+        if exclude or request.only is not None:
+            judged = self._among(long_enough, large_enough, request.only, exclude)
+        elif all(map(np.array_equal, (long_enough, large_enough), self._judged_by)):
+            judged = self._judged  # lengths fall into a few classes
+        else:
+            judged = self._among(long_enough, large_enough, None, ())
+            self._judged_by, self._judged = (long_enough, large_enough), judged
+        if judged.kept is None or judged.kept:
+            return judged
+        if exclude and any(why == _TRIED for _, why in judged.excluded):
             return Reject(RejectReason.NO_AVAILABLE_INSTANCE, "every instance was tried")
         if request.only is not None and request.only not in self.ids:
             detail = f"what the request continues is on {request.only}, which is not available"
@@ -213,6 +271,38 @@ class Pool:
             f"hold it and an output of about {round(request.predicted_output_tokens)}.",
         )
 
+    def _among(
+        self,
+        long_enough: NDArray[np.bool_],
+        large_enough: NDArray[np.bool_],
+        only: InstanceId | None,
+        exclude: Collection[InstanceId],
+    ) -> Eligible:
+        """Who is left, maybe nobody: by context, by memory, by name, and not tried before."""
+        takes = long_enough & large_enough
+        if only is not None:
+            it = np.zeros(takes.size, dtype=bool)
+            if (position := self.position.get(only)) is not None:
+                it[position] = True
+            takes &= it
+        takes[[i for e in exclude if (i := self.position.get(e)) is not None]] = False
+        if takes.all():
+            return Eligible(self, None, self.absent)
+        excluded = []
+        for i in np.flatnonzero(~takes).tolist():
+            spec = self.specs[i]
+            if spec.instance_id in exclude:
+                why = _TRIED
+            elif only is not None and spec.instance_id != only:
+                why = f"what it continues is on {only}"
+            elif not long_enough[i]:
+                why = f"context of {spec.max_model_len} tokens is too short"
+            else:
+                capacity = int(self.columns.kv_capacity_tokens[i])
+                why = f"KV capacity of {capacity} tokens is too small"
+            excluded.append((spec, why))
+        return Eligible(self, np.flatnonzero(takes).tolist(), self.absent + tuple(excluded))
+
 
 def _where(slots: NDArray[np.intp]) -> Slots:
     if slots.size and (np.diff(slots) == 1).all():
@@ -220,19 +310,18 @@ def _where(slots: NDArray[np.intp]) -> Slots:
     return slots
 
 
-def stand_in(spec: InstanceSpec, others: Iterable[InstanceSpec]) -> Constants:
-    """What an unprofiled instance is taken for until it was seen: the median of ``others``.
-
-    Where none of them has a profile, ``_GENERIC``. ``weight`` times as fast.
-    """
-    known = [s.profile.constants for s in others if s.profile is not None]
+def typical_constants(specs: Iterable[InstanceSpec]) -> Constants:
+    """The median of the profiles of these; where none of them has one, ``_GENERIC``."""
+    known = [s.profile.constants for s in specs if s.profile is not None]
+    if not known:
+        return _GENERIC
     names = [f.name for f in dataclasses.fields(Constants)]
-    middle = (
-        Constants(*(statistics.median(getattr(c, n) for c in known) for n in names))
-        if known
-        else _GENERIC
-    )
-    return middle.scaled(1 / spec.weight)
+    return Constants(*(statistics.median(getattr(c, n) for c in known) for n in names))
+
+
+def stand_in(spec: InstanceSpec, typical: Constants) -> Constants:
+    """What an unprofiled instance is taken for until it was seen, ``weight`` times as fast."""
+    return typical.scaled(1 / spec.weight)
 
 
 def _effective_profiles(
@@ -243,21 +332,29 @@ def _effective_profiles(
     Without ``stand_ins`` it gets the mean of its pool's, over its weight, and with none profiled,
     loads are counts by weight.
     """
-    known = [spec.profile for spec in specs if spec.profile is not None]
-    if known:
-        names = [f.name for f in dataclasses.fields(Constants)]
-        mean = Constants(*(sum(getattr(p.constants, n) for p in known) / len(known) for n in names))
-    else:
-        mean = Constants(0, 1, 0, 0, 0, 0, 0, 1e-9)
+    mean = None
     result = []
     for spec in specs:
         profile = spec.profile
         if profile is None:
-            c = mean.scaled(1 / spec.weight) if stand_ins is None else stand_ins[spec.instance_id]
+            if stand_ins is None:
+                mean = mean or _mean_constants(specs)
+                c = mean.scaled(1 / spec.weight)
+            else:
+                c = stand_ins[spec.instance_id]
             capacity = spec.kv_capacity_tokens or UNLIMITED_TOKENS
             profile = Profile("unknown", "unknown", 1, c, capacity)
         result.append(profile)
     return result
+
+
+def _mean_constants(specs: Iterable[InstanceSpec]) -> Constants:
+    """Of the profiles of these; where none of them has one, a request counts as 1."""
+    known = [spec.profile for spec in specs if spec.profile is not None]
+    if not known:
+        return Constants(0, 1, 0, 0, 0, 0, 0, 1e-9)
+    names = [f.name for f in dataclasses.fields(Constants)]
+    return Constants(*(sum(getattr(p.constants, n) for p in known) / len(known) for n in names))
 
 
 def _assumed_kv_capacities(specs: tuple[InstanceSpec, ...]) -> FloatArray:

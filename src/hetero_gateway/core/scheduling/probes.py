@@ -33,19 +33,19 @@ class Probes:
     def __init__(self, members: Members, *, active: bool) -> None:
         self.next_s = -math.inf if active else math.inf  # when to ``revise`` again
         self._members = members
-        self._doubted = False
+        self._doubted: list[InstanceState] = []
         self._placed = 0  # since the last probe
         self._probed_s = -math.inf
         self._every_s = _PROBE_EVERY_S
 
     def __bool__(self) -> bool:
         """Somebody is doubted."""
-        return self._doubted
+        return bool(self._doubted)
 
     def revise(self, now_s: float) -> None:
         """Doubt speed factors that are high and were not seen for long."""
         self.next_s = now_s + _REVISE_EVERY_S
-        self._doubted = False
+        self._doubted = []
         for pool in self._members.pools.values():
             own = [s for s in pool.states if not s.stands_in]
             learnt = [s for s in pool.states if s.stands_in and s.observed]
@@ -61,7 +61,7 @@ class Probes:
         best = max(least, min((state.speed for state in comparable), default=1.0))
         for state in comparable:
             if (state.speed > best or state.doubted) and state.revise_speed(best, now_s):
-                self._doubted = True
+                self._doubted.append(state)
 
     def due(self, eligible: Eligible, now_s: float) -> Eligible | None:
         """The one that a request is to try, alone; None: none, or not this request."""
@@ -70,9 +70,11 @@ class Probes:
         few = self._placed <= _REQUESTS_PER_PROBE
         if since_s < (_PROBE_SELDOM_S if few else self._every_s):
             return None
-        for i in eligible.positions():
-            state = eligible.pool.states[i]
-            if state.doubted and not state.in_flight and state.unseen_s(now_s) >= UNSEEN_S:
+        for state in self._doubted:
+            i = eligible.pool.position.get(state.instance_id)
+            if i is None or not eligible.has(i) or not state.doubted or state.in_flight:
+                continue
+            if state.unseen_s(now_s) >= UNSEEN_S:
                 others = [j for j in eligible.positions() if j != i]
                 return eligible.without(others, f"{state.instance_id} is tried, unseen for long")
         return None

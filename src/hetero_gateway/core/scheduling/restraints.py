@@ -22,10 +22,12 @@ _MOST_NAMED = 5
 class Restraints:
     """The instances that stand elsewhere than open. ``by_id``: their outcomes."""
 
-    __slots__ = ("by_id",)
+    __slots__ = ("_last", "by_id")
 
     def __init__(self) -> None:
         self.by_id: dict[InstanceId, Outcomes] = {}
+        # The last who were left, of whom, and without whom: the next time it is mostly the same.
+        self._last: tuple[Eligible, dict[int, Bar], Eligible | None] | None = None
 
     def __repr__(self) -> str:
         return f"<Restraints {self.by_id!r}>"
@@ -60,32 +62,39 @@ class Restraints:
 
         It is tried, and not left to the policy: one that looks slow would stay half-open for ever.
         """
-        ids = eligible.pool.ids
-        for position in eligible.positions():
-            outcomes = self.by_id.get(ids[position])
-            if outcomes is not None and outcomes.standing is Standing.HALF_OPEN:
+        for position, outcomes in self._here(eligible):
+            if outcomes.standing is Standing.HALF_OPEN:
                 others = [i for i in eligible.positions() if i != position]
-                return eligible.without(others, f"{ids[position]} is tried after its ejection")
+                name = eligible.pool.ids[position]
+                return eligible.without(others, f"{name} is tried after its ejection")
         return None
+
+    def _here(self, eligible: Eligible) -> list[tuple[int, Outcomes]]:
+        """Those of ours that are among them, by position in the pool: mostly a few of many."""
+        position_of = eligible.pool.position
+        return sorted(
+            (position, outcomes)
+            for instance_id, outcomes in self.by_id.items()
+            if (position := position_of.get(instance_id)) is not None and eligible.has(position)
+        )
 
     def _barred(self, eligible: Eligible, now_s: float) -> dict[int, Bar]:
         """By position in the pool."""
-        pool, barred = eligible.pool, {}
-        for position in eligible.positions():
-            outcomes = self.by_id.get(pool.ids[position])
-            if outcomes is not None:
-                bar = outcomes.bar(now_s, pool.states[position].in_flight)
-                if bar is not None:
-                    barred[position] = bar
+        barred, states = {}, eligible.pool.states
+        for position, outcomes in self._here(eligible):
+            bar = outcomes.bar(now_s, states[position].in_flight)
+            if bar is not None:
+                barred[position] = bar
         return barred
 
-    @staticmethod
-    def _without(eligible: Eligible, barred: dict[int, Bar]) -> Eligible | None:
+    def _without(self, eligible: Eligible, barred: dict[int, Bar]) -> Eligible | None:
+        if self._last is not None and self._last[0] is eligible and self._last[1] == barred:
+            return self._last[2]
         pool, kept = eligible.pool, [i for i in eligible.positions() if i not in barred]
-        if not kept:
-            return None
         out = tuple((pool.specs[position], bar.why) for position, bar in barred.items())
-        return Eligible(pool, kept, eligible.excluded + out)
+        left = Eligible(pool, kept, eligible.excluded + out) if kept else None
+        self._last = eligible, barred, left
+        return left
 
     def sent(self, dispatch: Dispatch) -> None:
         """A request went to an instance: perhaps the one that tries it."""

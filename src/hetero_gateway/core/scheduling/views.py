@@ -81,41 +81,35 @@ class Views:
         n = request.sequences
         if n != 1:
             times = times * n
-        ids, slots, where = pool.ids, pool.slots, pool.where
-        kv_capacity, capacity, weight = pool.kv_capacity_tokens, pool.capacity, pool.weight
-        if kept is not None:
-            ids = tuple([ids[i] for i in kept])
-            times, slots, kv_capacity = times[kept], slots[kept], kv_capacity[kept]
-            capacity, weight, where = capacity[kept], weight[kept], slots
-        load, kv_tokens, in_flight = self._table.loads(where)
+        columns = pool.narrowed(kept)
+        if columns.at is not None:
+            times = times[columns.at]
+        load, kv_tokens, in_flight = self._table.loads(columns.where)
         demand = _demand(request)
         if self._caches is not None and request.prefix is not None:
-            found = self._caches.find_wide(request.prefix, where)
+            found = self._caches.find_wide(request.prefix, columns.where)
             if found is not None:
                 demand = _demand_behind_wide(request, *found)
         view = View(
             request,
-            ids,
-            slots,
+            columns.ids,
+            columns.slots,
             demand,
             times,
             load,
-            kv_tokens / kv_capacity,
+            kv_tokens / columns.kv_capacity_tokens,
             in_flight,
-            capacity,
-            weight,
+            columns.capacity,
+            columns.weight,
             self._theta,
         )
         if self._queues:
-            constants, max_num_seqs = pool.constants, pool.max_num_seqs
-            if kept is not None:
-                constants, max_num_seqs = constants.take(kept, axis=1), max_num_seqs[kept]
             view.outlook = Outlook(
-                constants,
-                kv_capacity,
-                max_num_seqs,
-                self._table.rows(where, now_s),
-                self._table.stages(where),
+                columns.constants,
+                columns.kv_capacity_tokens,
+                columns.max_num_seqs,
+                self._table.rows(columns.where, now_s),
+                self._table.stages(columns.where),
                 self._backlog(request.model, eligible, now_s, queue, keep=keep),
             )
         return view
@@ -133,7 +127,7 @@ class Views:
         typical = pool.typical_request_time_s(*self._typical_lengths(queue), keep=keep)
         return Backlog(
             *_waiting(eligible, now_s, queue),
-            typical if kept is None else typical[kept],
+            typical if kept is None else typical[pool.narrowed(kept).at],
             self.residual.table(model),
             *_known(eligible),
         )
@@ -213,7 +207,7 @@ def mean_request_times_s(
     times = pool.request_times_s(
         queue.prompt_tokens / waiting, queue.output_tokens / waiting, as_if_it_fitted=True
     )
-    return times if kept is None else times[kept]
+    return times if kept is None else times[pool.narrowed(kept).at]
 
 
 def drain_time_s(pool: Pool, queue: ModelQueue) -> float:
