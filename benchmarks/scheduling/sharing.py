@@ -2,7 +2,6 @@
 
     python benchmarks/scheduling/sharing.py [--replicas 2,4,8] [--intervals 0.02,0.05,0.2,1]
         [--seeds 3] [--requests 4000] [--only steady] [--markdown] [--json]
-    python benchmarks/scheduling/sharing.py --shards [--instances 64]
     python benchmarks/scheduling/sharing.py --cost
 
 Eight unequal instances (two of each of four kinds) behind one gateway, or behind several that
@@ -16,10 +15,6 @@ Requests come to a replica by chance, evenly or unevenly (the first one gets 70 
 times are relative to one gateway with the same requests, means over the seeds: 1.00 is what one
 scheduler would do. ``starved`` is the highest mean latency of a replica's requests over the lowest:
 how unfair it is that queues are local.
-
-``--shards``: many instances, dealt out to shards with a scheduler each; a request goes to
-the least loaded of d shards that are drawn; against one scheduler over all. Every shard has
-as many of each kind.
 
 ``--cost``: CPU time of one exchange where every instance has changed, without Redis and its
 client, the bytes of a replica's message, and what all replicas read together.
@@ -51,7 +46,7 @@ from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
-from hetero_gateway.sim.replicas import Assumed, Replicas, ReplicaScheduler, Shards
+from hetero_gateway.sim.replicas import Assumed, Replicas, ReplicaScheduler
 from hetero_gateway.sim.workload import Workload, gamma_arrivals
 
 REPLICAS = (2, 4, 8)
@@ -75,19 +70,6 @@ COLUMNS = (
     Column("TTFT p99", "ttft_p99", 10, ".3f"),
     Column("starved", "starved", 9, ".2f"),
 )
-SHARD_COLUMNS = (
-    Column("instances", "instances", 10, "d"),
-    Column("shards", "shards", 8, "d"),
-    Column("drawn", "choices", 7, "d"),
-    Column("load", "load", 7, ".2f"),
-    Column("tokens/s", "throughput", 10, ".3f"),
-    Column("mean s", "mean", 8, ".3f"),
-    Column("p99 s", "p99", 8, ".3f"),
-    Column("TTFT s", "ttft", 8, ".3f"),
-    Column("TTFT p99", "ttft_p99", 10, ".3f"),
-)
-
-
 COST_COLUMNS = (
     Column("replicas", "replicas", 10, "d"),
     Column("instances", "instances", 11, "d"),
@@ -217,26 +199,6 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         )
 
 
-def shard_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    instances = make_instances(args.instances)
-    rate_per_s = LOAD * capacity_per_s(instances)
-    workload = make_workload("steady", args.requests, rate_per_s, 0)
-    one, _ = run(instances, workload, make_scheduler(0))
-    for shards in (s for s in (4, 8, 16) if args.instances // s >= len(PROFILES)):
-        for choices in (1, 2, 3):
-            gateways = [make_scheduler(0, shard) for shard in range(shards)]
-            rng = np.random.default_rng(4)
-            figures, _ = run(instances, workload, Shards(gateways, choices, rng, args.block))
-            yield {
-                "instances": args.instances,
-                "shards": shards,
-                "choices": choices,
-                "load": LOAD,
-                **{name: value / one[name] for name, value in figures.items()},
-                "met": True,
-            }
-
-
 def cost_rows() -> Iterator[dict[str, Any]]:
     for replicas, count in itertools.product((2, 8), (8, 64, 512, 4096)):
         names = [(InstanceId(f"i{i}"), f"http://10.0.0.1:{i}") for i in range(count)]
@@ -304,17 +266,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=TRAFFIC, help="one kind of traffic")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=4000, help="of each run")
-    parser.add_argument("--shards", action="store_true", help="shards instead of replicas")
     parser.add_argument("--cost", action="store_true", help="of one exchange")
-    parser.add_argument("--block", type=int, default=len(PROFILES),
-                        help="instances in a row for one shard; 1: one kind each")  # fmt: skip
-    parser.add_argument("--instances", type=int, default=64, help="of --shards")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args(argv)
     if args.cost:
         return report(cost_rows(), COST_COLUMNS, as_json=args.json)
-    if args.shards:
-        return report(shard_rows(args), SHARD_COLUMNS, as_json=args.json)
     return report(rows(args), COLUMNS, as_json=args.json)
 
 

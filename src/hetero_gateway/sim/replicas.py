@@ -9,7 +9,7 @@ What is shared by all, since it is load that is compared: lengths that were lear
 does, every replica that has streams there sees.
 
 ``Shards`` is the other way to grow: every scheduler has instances of its own, and a request goes to
-the shard with the lowest load of a few that are drawn.
+the shard with the least to do of a few that are drawn, by what each has last said of itself.
 """
 
 from __future__ import annotations
@@ -78,9 +78,17 @@ class _Several:
 
 
 class ReplicaScheduler(Scheduler):
-    """A scheduler that reports what it places."""
+    """A scheduler that reports what it places, and what requests are to all its instances."""
 
     placed: Callable[[InstanceId, float], None] | None = None
+
+    def drain_s(self, request: Request) -> float:
+        """How long all its instances together take for one such request at full speed, s."""
+        pool = self._members.pool(request.model)
+        times_s = pool.request_times_s(
+            request.prompt_tokens, request.predicted_output_tokens, as_if_it_fitted=True
+        )
+        return request.sequences / float((1 / times_s).sum())
 
     def dispatch(self, decision: Decision, now_s: float = 0.0) -> Dispatch:
         dispatch = super().dispatch(decision, now_s)
@@ -216,56 +224,105 @@ class Replicas(_Several):
 
 
 class Shards(_Several):
-    """Schedulers with instances of their own.
+    """Schedulers with instances of their own, and a front that draws some of them.
+
+    What a shard says of itself is its drain time: how long all its instances together would take
+    for what it has, queue included, at full speed. So shards of different sizes compare.
 
     Args:
         schedulers: empty ones.
-        choices: how many of them are drawn for a request; the one with the lowest load over
-            capacity gets it. As many as there are: the best of all.
+        choices: how many of them are drawn for a request; the one with the lowest drain time gets
+            it. As many as there are: the best of all.
         rng: for the draws.
         block: so many instances in a row go to one shard.
+        interval_s: between two reports of a shard; they take turns within it. 0: each request is
+            decided by the drain times of its moment.
     """
 
     def __init__(
         self,
-        schedulers: Sequence[Scheduler],
+        schedulers: Sequence[ReplicaScheduler],
         choices: int,
         rng: np.random.Generator,
         block: int = 1,
+        interval_s: float = 0.0,
     ) -> None:
         super().__init__(schedulers)
+        self._shards = tuple(schedulers)
         self._choices = choices
         self._rng = rng
+        self._interval_s = interval_s
         self._next = itertools.cycle(
             shard for shard in range(len(self.schedulers)) for _ in range(block)
         )
-        self._shard_of: dict[InstanceId, Scheduler] = {}
-        self._members: list[list[InstanceId]] = [[] for _ in self.schedulers]
+        self._shard_of: dict[InstanceId, int] = {}
+        self._drain_s = [0.0] * len(self.schedulers)
+        self._reported_s = list(self._drain_s)
+        self._next_turn = 0
+        # What a request has added to which shard, by its owner while it waits, then by dispatch.
+        self._added: dict[Any, tuple[int, float]] = {}
 
     def add(self, spec: InstanceSpec) -> None:
         """Instances are dealt out in turn."""
-        shard = next(self._next)
-        self._members[shard].append(spec.instance_id)
-        self._shard_of[spec.instance_id] = self.schedulers[shard]
+        shard = self._shard_of[spec.instance_id] = next(self._next)
         self.schedulers[shard].add(spec)
 
     def replace(self, spec: InstanceSpec) -> None:
-        self._shard_of[spec.instance_id].replace(spec)
+        self.schedulers[self._shard_of[spec.instance_id]].replace(spec)
 
     def submit(
         self, request: Request, now_s: float, *, owner: Any = None, first: bool = False
     ) -> Ticket | Reject:
-        drawn = self._rng.choice(len(self.schedulers), self._choices, replace=False)
-        scheduler = self.schedulers[min(map(int, drawn), key=self._load)]
-        return scheduler.submit(request, now_s, owner=owner, first=first)
+        self._report(now_s)
+        count = len(self.schedulers)
+        drawn: list[int] = self._rng.choice(count, self._choices, replace=False).tolist()
+        told_s = self._reported_s if self._interval_s else self._drain_s
+        shard = min(drawn, key=told_s.__getitem__)
+        scheduler = self._shards[shard]
+        ticket = scheduler.submit(request, now_s, owner=owner, first=first)
+        if not isinstance(ticket, Reject):
+            added_s = scheduler.drain_s(request)
+            self._added[owner] = shard, added_s
+            self._drain_s[shard] += added_s
+        return ticket
 
-    def _load(self, shard: int) -> float:
-        """Requests on a shard and in its queue, over its instances."""
-        scheduler, members = self.schedulers[shard], self._members[shard]
-        there = sum(scheduler.snapshot(i).in_flight for i in members)
-        return (there + scheduler.queued) / len(members)
+    def pump(self, now_s: float) -> list[Ticket]:
+        self._report(now_s)
+        tickets = super().pump(now_s)
+        for ticket in tickets:
+            added = self._added.pop(ticket.owner)
+            if ticket.dispatch is None:
+                self._take_off(*added)
+            else:
+                self._added[ticket.dispatch] = added
+        return tickets
+
+    def first_token(self, dispatch: Dispatch, now_s: float) -> None:
+        self._report(now_s)
+        super().first_token(dispatch, now_s)
+
+    def settle(self, dispatch: Dispatch, outcome: Outcome, now_s: float) -> bool:
+        self._report(now_s)
+        if (added := self._added.pop(dispatch, None)) is not None:
+            self._take_off(*added)
+        return super().settle(dispatch, outcome, now_s)
 
     def observe_steps(
         self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
     ) -> bool:
-        return self._shard_of[instance_id].observe_steps(instance_id, steps, duration_s, now_s)
+        scheduler = self.schedulers[self._shard_of[instance_id]]
+        return scheduler.observe_steps(instance_id, steps, duration_s, now_s)
+
+    def _take_off(self, shard: int, added_s: float) -> None:
+        # Of sums of floats a residue below 0 may be left.
+        self._drain_s[shard] = max(0.0, self._drain_s[shard] - added_s)
+
+    def _report(self, now_s: float) -> None:
+        """Nothing has changed since the last event, so a report is of now."""
+        if not self._interval_s:
+            return
+        count = len(self.schedulers)
+        last = math.floor(now_s * count / self._interval_s)
+        for turn in range(max(self._next_turn, last + 1 - count), last + 1):
+            self._reported_s[turn % count] = self._drain_s[turn % count]
+        self._next_turn = max(self._next_turn, last + 1)
