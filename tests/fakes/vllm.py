@@ -32,6 +32,9 @@ import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
+# Of a real one nobody would know how much of a prompt it prefilled, were it not told.
+NO_PREFIX_CACHE = 'vllm:cache_config_info{enable_prefix_caching="False"} 1.0\n'
+
 
 class FakeInstance:
     """A server on a free loopback port."""
@@ -40,7 +43,7 @@ class FakeInstance:
         self.models = models
         self.max_model_len = max_model_len
         self.healthy = True
-        self.metrics = ""
+        self.metrics = NO_PREFIX_CACHE
         self.models_body: bytes | None = None  # in place of the list of its models
         self.api_key: str | None = None
         self.close_after_response = False

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -13,10 +15,13 @@ import yaml
 from hetero_gateway.cli import main
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
 from hetero_gateway.emulator.settings import Settings
+from hetero_gateway.errors import ProfileError
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.dataplane import speed
 from hetero_gateway.load.emulated import write_profile
+from hetero_gateway.profiler.observed import fit_observed
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.emulated import emulated
 from tests.fakes.running import config_for, running_gateway
@@ -79,3 +84,41 @@ async def test_the_constants_are_found_from_live_traffic(
     source = yaml.safe_load(output.read_text())["source"]
     assert source["error"]["decode"] < 0.15
     assert "from live traffic" in source["note"]
+
+
+def seen(fields: int, *, caching: bool | None, hits: float | None) -> dict[str, Any]:
+    """What a gateway tells of an engine that had half of each prompt cached."""
+    rng, steps = np.random.default_rng(0), []
+    for _ in range(60):
+        batch, prompts = float(rng.uniform(1, 20)), int(rng.integers(0, 4))
+        tokens = prompts * 800.0
+        prefill_s = 0.5 * PLANTED.p1 * tokens + PLANTED.p2 * prompts
+        made = (1 - prefill_s) / decode_step_time_s(PLANTED, batch, 500)
+        steps.append([1.0, made, batch, 500.0, prompts, tokens, hits and hits * tokens])
+    return {
+        "instance": "i0", "profile": None, "stand_in": dataclasses.asdict(PLANTED),
+        "prefix_caching": caching, "first_tokens": [],
+        "step_fields": StepRow._fields[:fields], "steps": [row[:fields] for row in steps],
+        "first_token_fields": FirstTokenRow._fields,
+    }  # fmt: skip
+
+
+def test_rows_count_what_was_prefilled() -> None:
+    found = fit_observed(seen(7, caching=True, hits=0.5))
+    assert found.step_rows == 60
+    assert found.constants.p1 == pytest.approx(PLANTED.p1, rel=0.05)
+    # An older gateway's rows do not say it, and are used where there is nothing to say.
+    prefilled = fit_observed(seen(6, caching=False, hits=None)).constants.p1
+    assert prefilled == pytest.approx(PLANTED.p1 / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("fields", [6, 7])
+def test_rows_that_do_not_say_what_was_cached_are_not_believed(fields: int) -> None:
+    document = seen(fields, caching=None, hits=None)
+    with pytest.raises(ProfileError, match="how much of their prompts was prefilled"):
+        fit_observed(document)
+    document["steps"] *= 4  # now there are enough without a prompt
+    found = fit_observed(document)
+    assert found.step_rows < 120
+    assert "p1" not in found.identified
+    assert found.constants.p1 == pytest.approx(PLANTED.p1, rel=0.2)

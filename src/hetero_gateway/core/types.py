@@ -76,6 +76,21 @@ class Request(NamedTuple):
         return ""
 
 
+class Usage(NamedTuple):
+    """What the end of an answer says of its tokens; None: it does not say.
+
+    Args:
+        prompt_tokens: of all its prompts, cached ones included.
+        output_tokens: of all its sequences.
+        cached_tokens: what of a prompt was in the engine's prefix cache; 0 is not None. With
+            several sequences, engines tell one's.
+    """
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
     """One vLLM instance, as the scheduler sees it.

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grpc
 
 from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request, Usage
 from hetero_gateway.engines.vllm import work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import rejection, too_large
@@ -73,8 +73,8 @@ class SeenAnswer(NamedTuple):
     events: int = 0
     empty: bool = False
 
-    def usage(self) -> tuple[int | None, int | None]:
-        return None, None
+    def usage(self) -> Usage:
+        return Usage()
 
 
 class Stream:

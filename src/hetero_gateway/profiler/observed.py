@@ -7,6 +7,7 @@ which constants those are. The gateway is only asked; nothing in it changes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
 from datetime import UTC, datetime
@@ -78,8 +79,11 @@ def fit_observed(seen: Mapping[str, Any]) -> Refit:
         HeteroGatewayError: the rows have other fields than these.
     """
     try:
-        steps = _rows(seen["step_fields"], seen["steps"], StepRow)
-        first_tokens = _rows(seen["first_token_fields"], seen["first_tokens"], FirstTokenRow)
+        caching = seen.get("prefix_caching")
+        steps = _rows(seen["step_fields"], seen["steps"], StepRow, caching)
+        first_tokens = _rows(
+            seen["first_token_fields"], seen["first_tokens"], FirstTokenRow, caching
+        )
         base = (seen["profile"] or {}).get("constants") or seen["stand_in"]
         present = Constants(**base)
     except (KeyError, TypeError, ValueError) as error:
@@ -89,6 +93,13 @@ def fit_observed(seen: Mapping[str, Any]) -> Refit:
     fit = refit(steps, first_tokens, present)
     if fit is None:
         busy = sum(row.steps > 0 for row in steps)
+        if busy >= LEAST_ROWS:
+            raise ProfileError(
+                f"the gateway has {busy} rows of streams of instance {seen['instance']}, and it "
+                f"is not known how much of their prompts was prefilled and how much cached: have "
+                "the engine tell (--enable-prompt-tokens-details, or its /metrics), or turn its "
+                "prefix cache off meanwhile"
+            )
         raise ProfileError(
             f"the gateway has {busy} rows of streams of instance {seen['instance']}, about one a "
             f"second, and {LEAST_ROWS} are needed: let it serve for longer; only streams are seen"
@@ -133,10 +144,23 @@ def _told(errors: Errors) -> str:
     return f"{errors.median:.1%} (median; nine in ten by less than {errors.p90:.1%})"
 
 
-def _rows(fields: Sequence[str], rows: Sequence[Sequence[float]], kind: Any) -> list[Any]:
-    if tuple(fields) != kind._fields:
+def _rows(
+    fields: Sequence[str], rows: Sequence[Sequence[Any]], kind: Any, caching: bool | None
+) -> list[Any]:
+    """Older rows have no ``hit_tokens``: known to be 0 where there is no prefix cache, or no
+    prompt.
+    """
+    known = kind._fields
+    if tuple(fields) not in (known, known[:-1]):
         raise ValueError(f"fields {fields}")
-    return [kind(*map(float, row)) for row in rows]
+    result = []
+    for row in rows:
+        *values, hits = row if len(fields) == len(known) else (*row, None)
+        made = kind(*(float(v) for v in (*values, math.nan if hits is None else hits)))
+        if hits is None and (caching is False or made.prompt_tokens == 0):
+            made = made._replace(hit_tokens=0.0)
+        result.append(made)
+    return result
 
 
 def _rounded(value: float) -> float:

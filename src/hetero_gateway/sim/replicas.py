@@ -29,7 +29,7 @@ from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.exchange import OTHERS, Exchange
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request, Usage
 
 # What is assumed of the others before they were heard: nothing; what we have ourselves; and after
 # it, that they get as much as we did since the last exchange.
@@ -69,8 +69,10 @@ class _Several:
     def first_token(self, dispatch: Dispatch, now_s: float) -> None:
         dispatch.state.first_token(dispatch, now_s)
 
-    def settle(self, dispatch: Dispatch, outcome: Outcome, now_s: float) -> bool:
-        return dispatch.state.settle(dispatch, outcome, now_s)
+    def settle(
+        self, dispatch: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
+    ) -> bool:
+        return dispatch.state.settle(dispatch, outcome, now_s, usage)
 
     def observe_output_tokens(self, model: str, output_tokens: float) -> None:
         for scheduler in self.schedulers:
@@ -163,9 +165,11 @@ class Replicas(_Several):
         self._exchange(now_s)
         super().first_token(dispatch, now_s)
 
-    def settle(self, dispatch: Dispatch, outcome: Outcome, now_s: float) -> bool:
+    def settle(
+        self, dispatch: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
+    ) -> bool:
         self._exchange(now_s)
-        return super().settle(dispatch, outcome, now_s)
+        return super().settle(dispatch, outcome, now_s, usage)
 
     def observe_steps(
         self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float

@@ -34,18 +34,37 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":2}}
 @pytest.mark.parametrize(
     ("tail", "usage"),
     [
-        (b'"usage":{"prompt_tokens":14,"total_tokens":20,"completion_tokens":6}}', (14, 6)),
-        (b'"usage": {"completion_tokens": 6, "prompt_tokens": 14}', (14, 6)),
-        (b'"usage":{"input_tokens":10,"output_tokens":5,"output_tokens_details":{}}', (10, 5)),
+        (b'"usage":{"prompt_tokens":14,"total_tokens":20,"completion_tokens":6}}', (14, 6, None)),
+        (b'"usage": {"completion_tokens": 6, "prompt_tokens": 14}', (14, 6, None)),
+        (b'"usage":{"input_tokens":10,"output_tokens":5,"output_tokens_details":{}}',
+         (10, 5, None)),
         (b'"usage":{"prompt_tokens":1,"completion_tokens":1}}\n"usage":{"prompt_tokens":2,'
-         b'"completion_tokens":3}}', (2, 3)),
-        (b'"usage":null', (None, None)),
-        (b'{"content":"\\"usage\\":{\\"prompt_tokens\\":9}"}', (None, None)),
-        (b'"usage":{"prompt_tokens":%b,"completion_tokens":3}' % (b"9" * 5000), (None, 3)),
-        (b"", (None, None)),
+         b'"completion_tokens":3}}', (2, 3, None)),
+        (b'"usage":null', (None, None, None)),
+        (b'{"content":"\\"usage\\":{\\"prompt_tokens\\":9}"}', (None, None, None)),
+        (b'"usage":{"prompt_tokens":%b,"completion_tokens":3}' % (b"9" * 5000), (None, 3, None)),
+        (b"", (None, None, None)),
+        # chat and completions, with and without --enable-prompt-tokens-details
+        (b'"usage":{"prompt_tokens":600,"total_tokens":601,"completion_tokens":1,'
+         b'"prompt_tokens_details":{"cached_tokens":512,"created_cache_tokens":null}',
+         (600, 1, 512)),
+        (b'"usage":{"prompt_tokens":600,"total_tokens":601,"completion_tokens":1,'
+         b'"prompt_tokens_details":{"cached_tokens":0,"multimodal_tokens":null}}', (600, 1, 0)),
+        (b'"usage":{"prompt_tokens":600,"completion_tokens":1,"prompt_tokens_details":null}',
+         (600, 1, None)),
+        # responses
+        (b'"usage":{"input_tokens":10,"input_tokens_details":{"cached_tokens":8,'
+         b'"cached_tokens_per_turn":[]},"output_tokens":4}', (10, 4, 8)),
+        # messages, whose input_tokens are without what the cache had
+        (b'"usage":{"input_tokens":88,"output_tokens":4,"cache_read_input_tokens":512}',
+         (600, 4, 512)),
+        (b'"usage":{"input_tokens":80,"output_tokens":4,"cache_creation_input_tokens":8,'
+         b'"cache_read_input_tokens":0}', (88, 4, 0)),
+        (b'"usage":{"prompt_tokens":5,"completion_tokens":1,"cached_tokens":%b}' % (b"9" * 5000),
+         (5, 1, None)),
     ],
 )  # fmt: skip
-def test_usage_is_read_from_the_tail(tail: bytes, usage: tuple[int | None, int | None]) -> None:
+def test_usage_is_read_from_the_tail(tail: bytes, usage: tuple[int | None, ...]) -> None:
     assert usage_in_tail(tail) == usage
 
 

@@ -24,11 +24,11 @@ from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.dataplane import speed
 from hetero_gateway.gateway.fleet import recalibration
 from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import FakeInstance, fake_instances
+from tests.fakes.vllm import NO_PREFIX_CACHE, FakeInstance, fake_instances
 
 CHAT = "/v1/chat/completions"
 I0 = InstanceId("i0")
-METRICS = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="4000"} 1.0\n'
+METRICS = NO_PREFIX_CACHE.replace("{", '{block_size="16",num_gpu_blocks="4000",')
 
 
 def chat(

@@ -84,11 +84,11 @@ def refit(
     """Fit the constants; None where there are fewer than ``LEAST_ROWS`` rows with steps.
 
     Args:
-        steps, first_tokens: the rows, of any order and age; first tokens that are not ``clear``
-            are left out.
+        steps, first_tokens: the rows, of any order and age; steps of which it is not known what
+            was prefilled, and first tokens that are not ``clear``, are left out.
         present: what the rows are believed to be near to, up to a factor.
     """
-    steps = [row for row in steps if row.steps > 0]
+    steps = [row for row in steps if row.steps > 0 and row.known]
     clear = [row for row in first_tokens if row.clear]
     if len(steps) < LEAST_ROWS:
         return None

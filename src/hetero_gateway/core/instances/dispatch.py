@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from hetero_gateway.core.types import InstanceId, Outcome, Request
 
 if TYPE_CHECKING:
+    from hetero_gateway.core.instances.observation import FirstTokenRow
+    from hetero_gateway.core.instances.prefix_hits import Interval
     from hetero_gateway.core.instances.state import InstanceState
 
 # Loads are whole numbers of 2^-40 s: 0.9 ps, far below any workload that matters, and a power of
@@ -42,12 +44,20 @@ class Dispatch:
         sent_s: when it was sent, as far as its progress is followed.
         match_tokens: of the prompt of one sequence, what its instance should have cached.
         known_keys: keys of its prompt that its instance had before; None: it was told of none.
-        before: when it was sent, s, and what was there: sequences waiting, the tokens of their
-            prompts, sequences streaming, tokens cached; None: nothing is to be learnt from it.
+        before: when it was sent, s, and what was there: sequences waiting, what of their prompts
+            was to be computed, sequences streaming, tokens cached; None: nothing is to be learnt
+            from it.
+        hit_tokens: what of its prompts was in the prefix cache, as its answer told in the end;
+            None: it has not, or did not.
+        interval: where its prefill is counted, until it is over.
+        first_token: the row of it, as long as it is not known what was prefilled.
     """
 
     __slots__ = (
         "before",
+        "first_token",
+        "hit_tokens",
+        "interval",
         "joined",
         "known_keys",
         "kv_tokens",
@@ -105,6 +115,9 @@ class Dispatch:
         self.before: tuple[float, float, float, float, float] | None = None
         self.match_tokens = 0.0
         self.known_keys: int | None = None
+        self.hit_tokens: float | None = None
+        self.interval: Interval | None = None
+        self.first_token: FirstTokenRow | None = None
 
     @property
     def instance_id(self) -> InstanceId:
@@ -121,8 +134,8 @@ class PeerLoad(NamedTuple):
 
     ``observed_s``, ``modelled_s``: step time that it saw lately, and as modelled; both sum, and
     their quotient is the speed factor. ``prompts``, ``prompt_tokens``: counted since it began,
-    the prompts that came between decode steps. Shared between replicas in this order
-    (``core/sharing/message.py``): further fields come at the end.
+    the prompts that came between decode steps, and what of them was to be computed. Shared between
+    replicas in this order (``core/sharing/message.py``): further fields come at the end.
     """
 
     load_s: float = 0.0

@@ -4,14 +4,18 @@
     StepRow    so many decode steps took so long, with so many prompts prefilled between them
     FirstTokenRow  so long from sending a request to its first token, and what was there before it
 
+Prompts count as prefilled without what of them was in the engine's prefix cache (``hit_tokens``,
+``prefix_hits.py``); a row with prompts of which that is not known is kept, and used for nothing.
+
 No row knows a prompt, a request's id or a client. Memory is bounded: the oldest rows go first.
 ``drift.py`` and ``calibration.py`` use them; ``progress.py`` makes them.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from hetero_gateway.core.costs.cost_model import attended_pairs
@@ -33,6 +37,7 @@ class StepRow(NamedTuple):
         sequences: how many streamed, mean over the interval.
         cached_tokens: tokens cached by each of them, mean.
         prompts, prompt_tokens: whose prefill came between the steps, summed.
+        hit_tokens: those of ``prompt_tokens`` that were not prefilled; NaN: not known.
     """
 
     duration_s: float
@@ -41,6 +46,12 @@ class StepRow(NamedTuple):
     cached_tokens: float
     prompts: float
     prompt_tokens: float
+    hit_tokens: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known what was prefilled; only then may the row be used."""
+        return not math.isnan(self.hit_tokens)
 
     @property
     def terms(self) -> tuple[float, ...]:
@@ -48,16 +59,20 @@ class StepRow(NamedTuple):
 
         Of attention it knows the prompts' mean length: as if all were of that.
         """
+        n, hits, attended = self.prompts, self.hit_tokens, 0.0
+        tokens = self.prompt_tokens - hits
+        if n:
+            attended = n * attended_pairs(tokens / n, hits / n)
         return (
-            self.prompt_tokens,
-            self.prompts,
+            tokens,
+            n,
             0.0,
             0.0,
             self.steps * self.sequences * self.cached_tokens,
             self.steps * self.sequences,
             self.steps * self.cached_tokens,
             self.steps,
-            self.prompts and self.prompts * attended_pairs(self.prompt_tokens / self.prompts),
+            attended,
         )
 
 
@@ -67,8 +82,10 @@ class FirstTokenRow(NamedTuple):
     Args:
         ttft_s: from sending it to its first token, s, above 0.
         prompts, prompt_tokens: its own, summed over its sequences.
-        waiting, waiting_tokens: sequences that waited for a first token before it, their prompts.
+        waiting, waiting_tokens: sequences that waited for a first token before it, and what of
+            their prompts was to be prefilled.
         streaming, cached_tokens: sequences that streamed, and the tokens cached by each, mean.
+        hit_tokens: as above, of its own.
     """
 
     ttft_s: float
@@ -78,21 +95,47 @@ class FirstTokenRow(NamedTuple):
     waiting_tokens: float
     streaming: float
     cached_tokens: float
+    hit_tokens: float = 0.0
 
     @property
     def clear(self) -> bool:
         """Whether it was its own prefill, in one step, that took the time: nobody else was there.
 
         Beside streams it would wait for the rest of a step first, and what is left of so short a
-        time is noise; such prefills are in the rows of steps.
+        time is noise; such prefills are in the rows of steps. What is not known is not clear.
         """
-        return self.waiting == 0 and self.streaming == 0 and self.prompt_tokens <= _CHUNK_TOKENS
+        prefilled = self.prompt_tokens - self.hit_tokens
+        return self.waiting == 0 and self.streaming == 0 and prefilled <= _CHUNK_TOKENS
 
     @property
     def terms(self) -> tuple[float, ...]:
         """What p1..p9 multiply, where it is ``clear``."""
-        tokens, n = self.prompt_tokens, self.prompts
-        return (tokens, n, tokens / n, 1.0, 0.0, 0.0, 0.0, 0.0, n * attended_pairs(tokens / n))
+        n, hits = self.prompts, self.hit_tokens
+        tokens = self.prompt_tokens - hits
+        attended = n * attended_pairs(tokens / n, hits / n)
+        return (tokens, n, tokens / n, 1.0, 0.0, 0.0, 0.0, 0.0, attended)
+
+
+_HIT_TOKENS = StepRow._fields.index("hit_tokens")
+
+
+def merged(rows: Sequence[StepRow]) -> StepRow:
+    """One row of several, which are not empty: of their sums, and means by steps."""
+    steps = sum(row.steps for row in rows)
+    weights = [row.steps if steps else row.duration_s for row in rows]
+    sequences = sum(w * row.sequences for w, row in zip(weights, rows, strict=True))
+    cached = sum(
+        w * row.sequences * row.cached_tokens for w, row in zip(weights, rows, strict=True)
+    )
+    return StepRow(
+        sum(row.duration_s for row in rows),
+        steps,
+        sequences / sum(weights),
+        cached / sequences if sequences else 0.0,
+        sum(row.prompts for row in rows),
+        sum(row.prompt_tokens for row in rows),
+        sum(row.hit_tokens for row in rows),
+    )
 
 
 def seconds(terms: tuple[float, ...], c: Constants) -> tuple[float, float]:
@@ -107,53 +150,64 @@ RowT = TypeVar("RowT", StepRow, FirstTokenRow)
 
 
 class Rows(Generic[RowT]):
-    """The last ``MOST_ROWS`` rows of a kind, as plain numbers: 50 bytes a row, where tuples of
-    floats would take 250.
+    """The last ``MOST_ROWS`` rows of a kind, as plain numbers: 60 bytes a row, where tuples of
+    floats would take 280.
 
     Args:
         make: makes a row of its numbers.
         width: how many they are.
     """
 
-    __slots__ = ("_make", "_next", "_values", "_width")
+    __slots__ = ("_count", "_make", "_values", "_width")
 
     def __init__(self, make: Callable[[array[float]], RowT], width: int) -> None:
         self._make: Callable[[array[float]], RowT] = make
         self._width = width
         self._values = array("d")
-        self._next = 0  # where the next row goes, once all places are taken
+        self._count = 0  # that ever came: each has the place of its number
 
     def __len__(self) -> int:
-        return len(self._values) // self._width
+        return min(self._count, MOST_ROWS)
 
     def __iter__(self) -> Iterator[RowT]:
         """Oldest first."""
-        size = len(self)
-        for i in range(size):
-            yield self._at((self._next + i) % size)
+        for i in range(self._count - len(self), self._count):
+            yield self._at(i)
 
-    def append(self, row: RowT) -> None:
-        if len(self) < MOST_ROWS:
+    def append(self, row: RowT) -> int:
+        """Its number; rows are counted from 0."""
+        number = self._count
+        self._count += 1
+        if number < MOST_ROWS:
             self._values.extend(row)
-            return
-        begin = self._next * self._width
-        self._values[begin : begin + self._width] = array("d", row)
-        self._next = (self._next + 1) % MOST_ROWS
+        else:
+            begin = self._begin(number)
+            self._values[begin : begin + self._width] = array("d", row)
+        return number
+
+    def amend(self, number: int, column: int, value: float) -> RowT | None:
+        """The row with another value; None: it has gone."""
+        if number < self._count - MOST_ROWS:
+            return None
+        self._values[self._begin(number) + column] = value
+        return self._at(number)
 
     def last(self, count: int) -> list[RowT]:
         """At most so many of the newest, newest first."""
-        size = len(self)
-        return [self._at((self._next - 1 - i) % size) for i in range(min(count, size))]
+        return [self._at(self._count - 1 - i) for i in range(min(count, len(self)))]
 
-    def _at(self, place: int) -> RowT:
-        begin = place * self._width
+    def _begin(self, number: int) -> int:
+        return number % MOST_ROWS * self._width
+
+    def _at(self, number: int) -> RowT:
+        begin = self._begin(number)
         return self._make(self._values[begin : begin + self._width])
 
 
 class Observations:
     """The last rows of one instance."""
 
-    __slots__ = ("_fresh", "first_tokens", "observed_s", "steps")
+    __slots__ = ("_fresh", "_fresh_steps", "first_tokens", "observed_s", "steps")
 
     def __init__(self) -> None:
         self.steps: Rows[StepRow] = Rows(StepRow._make, len(StepRow._fields))
@@ -162,17 +216,39 @@ class Observations:
         )
         self.observed_s = 0.0  # of all step rows that ever came
         self._fresh: list[FirstTokenRow] = []
+        self._fresh_steps: list[StepRow] = []
 
-    def add_steps(self, row: StepRow) -> None:
-        self.steps.append(row)
+    def add_steps(self, row: StepRow) -> int:
+        """The row's number, for ``complete``."""
         self.observed_s += row.duration_s
+        if row.known and len(self._fresh_steps) < MOST_ROWS:
+            self._fresh_steps.append(row)
+        return self.steps.append(row)
+
+    def complete(self, number: int, hit_tokens: float) -> None:
+        """So many tokens of a row's prompts were not prefilled, as is known only now."""
+        row = self.steps.amend(number, _HIT_TOKENS, hit_tokens)
+        if row is not None and len(self._fresh_steps) < MOST_ROWS:
+            self._fresh_steps.append(row)
 
     def add_first_token(self, row: FirstTokenRow) -> None:
         self.first_tokens.append(row)
         if row.clear and len(self._fresh) < MOST_ROWS:
             self._fresh.append(row)
 
+    def add_merged(self, rows: Sequence[StepRow]) -> None:
+        """What several rows, that are here and not known, come to by the engine's counters."""
+        row = merged(rows)
+        self.steps.append(row)
+        if len(self._fresh_steps) < MOST_ROWS:
+            self._fresh_steps.append(row)
+
     def take_fresh(self) -> list[FirstTokenRow]:
         """The clear first tokens since the last call."""
         fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def take_fresh_steps(self) -> list[StepRow]:
+        """The rows of steps that were, or became, known since the last call."""
+        fresh, self._fresh_steps = self._fresh_steps, []
         return fresh

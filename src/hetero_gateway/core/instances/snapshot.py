@@ -28,6 +28,9 @@ class InstanceSnapshot:
         profiled: it has a profile that is checked.
         learnt_max_num_seqs: sequences that its engine was found to run at once; None: not known,
             or its profile says it.
+        hit_share: what its prefix cache has had of all prompts lately, 0 to 1; None: not known.
+        predicted_cached_tokens, cached_tokens: of completed prompts, as predicted when they were
+            sent, and as they were, as far as that is known.
     """
 
     instance_id: InstanceId
@@ -46,6 +49,9 @@ class InstanceSnapshot:
     drifted_since_s: float | None
     profiled: bool
     learnt_max_num_seqs: int | None
+    hit_share: float | None = None
+    predicted_cached_tokens: float = 0.0
+    cached_tokens: float = 0.0
 
     @property
     def waiting_first_token(self) -> int | None:
@@ -82,4 +88,7 @@ def snapshot_of(
         drifted_since_s=None if drift is None else drift.since_s,
         profiled=drift is not None,
         learnt_max_num_seqs=state.concurrency.learnt,
+        hit_share=state.prefix.share,
+        predicted_cached_tokens=state.prefix.predicted_tokens,
+        cached_tokens=state.prefix.actual_tokens,
     )

@@ -6,6 +6,7 @@ A request's life is a row of events, and this is what they change on its instanc
     dispatch      –                     WAITING      load, KV tokens and count grow; it joins U
     first_token   WAITING               STREAMING    it goes from U to R
     observe_steps –                     –            the step clock and f are set by what was seen
+    observe_cache –                     –            so many prompt tokens were not prefilled
     settle        WAITING, STREAMING    settled      all that it put on is taken off, once
     leave         (of the instance)     –            everything outstanding is settled
 
@@ -41,7 +42,8 @@ depend on g by *stage* (powers of two): a heap moves a sequence on when the cloc
 stage.
 
 What is observed is kept as rows, too (``observation.py``): batch and context of a row are means
-over its time, since a batch may come and go between two looks.
+over its time, since a batch may come and go between two looks. What of the prompts was prefilled
+and what was in the engine's prefix cache is known later (``prefix_hits.py``).
 
 An instance without a profile has stand-in constants from its first dispatch on. What they say is of
 no account, so its f may be anything. f itself, and when it is doubted, is ``speed.py``'s.
@@ -56,6 +58,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 
 from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.costs.profile import Constants
@@ -67,9 +70,10 @@ from hetero_gateway.core.instances.observation import (
     StepRow,
     seconds,
 )
+from hetero_gateway.core.instances.prefix_hits import Interval, PrefixHits
 from hetero_gateway.core.instances.speed import SpeedEstimate
 from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
-from hetero_gateway.core.types import MOST_TOKENS, InstanceId, Outcome, Request
+from hetero_gateway.core.types import MOST_TOKENS, InstanceId, Outcome, Request, Usage
 
 _STAGES = len(STAGE_TOKENS)
 
@@ -79,20 +83,8 @@ _STAND_IN_BOUNDS = (1e-3, 1e3)
 # A request whose tokens nobody sees says something of the speed where streams have not for so long.
 _STREAMS_SAY_S = 2.0
 _MOST_MISS = 4.0
-
-
-class _Interval:
-    """What happened since the last observation, for its row."""
-
-    __slots__ = ("context", "prompt_tokens", "prompts", "sequences", "streamed_s")
-
-    def __init__(self) -> None:
-        self.streamed_s = 0.0  # time in which anything streamed
-        self.sequences = 0.0  # ∫ of streaming sequences, and of their context, over that time
-        self.context = 0.0
-        # Whose prefill came between the decode steps.
-        self.prompts = 0.0
-        self.prompt_tokens = 0.0
+# Rows, about one a second, that wait for the ends of their requests.
+_MOST_AWAITED = 1024
 
 
 class InstanceState:
@@ -106,6 +98,7 @@ class InstanceState:
     """
 
     __slots__ = (
+        "_awaited",
         "_clock",
         "_estimate",
         "_freed_s",
@@ -116,6 +109,7 @@ class InstanceState:
         "_observed_clock",
         "_outstanding",
         "_peer_loads",
+        "_prefill_tokens",
         "_prompt_tokens",
         "_prompts",
         "_sequence",
@@ -133,6 +127,7 @@ class InstanceState:
         "observations",
         "observed",
         "peers",
+        "prefix",
         "read_s",
         "seats",
         "slot",
@@ -177,8 +172,10 @@ class InstanceState:
         self.stages = [0] * _STAGES  # streaming sequences by stage
         self.peers: PeerLoad | None = None
         self._peer_loads: dict[str, PeerLoad] = {}
-        # Counted for the others, who do not see them: prompts between decode steps.
+        # Counted for the others, who do not see them: prompts between decode steps, and what of
+        # them was to be computed.
         self._prompts = 0
+        self._prefill_tokens = 0.0
         self._prompt_tokens = 0.0
         # The step clock, when it was read, and its rate.
         self._clock = 0.0
@@ -198,7 +195,9 @@ class InstanceState:
         self._freed_s = -math.inf
         self._estimate = SpeedEstimate(_SPEED_BOUNDS)
         self._streams_seen_s = -math.inf
-        self._interval = _Interval()
+        self.prefix = PrefixHits()
+        self._interval = Interval()
+        self._awaited: deque[Interval] = deque()  # their rows are not complete
         self._observed_clock = math.nan
         self.observations = Observations()
         self._note()
@@ -288,7 +287,7 @@ class InstanceState:
                 entry.before = (
                     now_s,
                     self.waiting + peers.waiting,
-                    self.waiting_prompt + peers.waiting_prompt,
+                    self.waiting_prefill + peers.waiting_prefill,
                     self.streaming + peers.streaming,
                     self.context + peers.context,
                 )
@@ -320,9 +319,14 @@ class InstanceState:
             # Only then was its prefill among decode steps that are observed.
             interval = self._interval
             interval.prompts += n
-            interval.prompt_tokens += entry.prefill_tokens
+            interval.prompt_tokens += entry.prompt_tokens
+            if self.prefix.caching is not False:
+                interval.add_untold(entry.prompt_tokens, entry.prefill_tokens)
+                interval.open += 1
+                entry.interval = interval
         self._prompts += n
-        self._prompt_tokens += entry.prefill_tokens
+        self._prefill_tokens += entry.prefill_tokens
+        self._prompt_tokens += entry.prompt_tokens
         if seen and entry.before is not None:
             self._keep_first_token(entry, entry.before, now_s)
         self.streaming += n
@@ -336,10 +340,12 @@ class InstanceState:
         self._note()
         return True
 
-    def settle(self, entry: Dispatch, outcome: Outcome, now_s: float) -> bool:
+    def settle(
+        self, entry: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
+    ) -> bool:
         """It is over: take off what it put on. True the first time, False and no change after.
 
-        Raises KeyError when it is another instance's.
+        ``usage``: what its answer told in the end. Raises KeyError when it is another instance's.
         """
         if entry.outcome is not None:
             return False
@@ -348,6 +354,8 @@ class InstanceState:
         entry.outcome = outcome
         if entry.streaming:
             self._freed_s = now_s
+        if self.prefix.caching is not False:
+            self._learn_hits(entry, usage)
         if entry.tracked:
             self._leave(entry, clock)
         self._load_units -= entry.units
@@ -383,7 +391,7 @@ class InstanceState:
             observed_s,
             modelled_s,
             self._prompts,
-            self._prompt_tokens,
+            self._prefill_tokens,
         )
 
     def set_peer(self, peer: str, load: PeerLoad | None, now_s: float = 0.0) -> None:
@@ -396,9 +404,12 @@ class InstanceState:
             self._peer_loads[peer] = load
             if before is not None and self.streaming > 0:
                 # A peer that has begun to count anew has fewer.
-                self._interval.prompts += max(0.0, load.prompts - before.prompts)
-                more = load.prompt_tokens - before.prompt_tokens
-                self._interval.prompt_tokens += max(0.0, more)
+                interval = self._interval
+                interval.prompts += max(0.0, load.prompts - before.prompts)
+                more = max(0.0, load.prompt_tokens - before.prompt_tokens)
+                interval.prompt_tokens += more
+                if more > 0 and self.prefix.caching is not False:
+                    interval.add_untold(more, more)
         loads = self._peer_loads.values()
         had_seen = self.peers is not None and self.peers.modelled_s > 0
         if not loads:
@@ -445,16 +456,19 @@ class InstanceState:
         Sets the speed factor, and the step clock right. Returns the row that it was; None: none.
         """
         clock = self._read_clock(now_s)
-        interval, self._interval = self._interval, _Interval()
+        interval, self._interval = self._interval, Interval()
         streaming = self.streaming >= 1
         row = None
         if duration_s > 0 and (streaming or interval.streamed_s > 0):
+            if self.waiting and self.prefix.ratio is None:
+                # A prefill may be under way that counts in the next one, and is not known there.
+                interval.untold += 1
             # No step at all counts as well: that is an engine that hangs.
             row = self._step_row(steps, duration_s, interval)
             if self._keeps:
-                self.observations.add_steps(row)
-            if self.constants is not None:
-                modelled_s = sum(seconds(row.terms, self.constants))
+                self._keep_steps(row, interval)
+            modelled_s = self._modelled_s(row, interval)
+            if modelled_s is not None:
                 self._observe_speed(duration_s, modelled_s, now_s)
                 self._streams_seen_s = now_s
             if streaming:
@@ -468,11 +482,11 @@ class InstanceState:
         self._note()
         return row
 
-    def _step_row(self, steps: float, duration_s: float, interval: _Interval) -> StepRow:
+    def _step_row(self, steps: float, duration_s: float, interval: Interval) -> StepRow:
         streamed_s, share = interval.streamed_s, 1.0
         if streamed_s > 0:
             sequences, context = interval.sequences / streamed_s, interval.context / streamed_s
-            share = min(1.0, duration_s / streamed_s)
+            share = interval.shown = min(1.0, duration_s / streamed_s)
         else:
             peers = self.peers or NO_PEERS
             sequences, context = self.streaming + peers.streaming, self.context + peers.context
@@ -483,29 +497,123 @@ class InstanceState:
             context / sequences,
             share * interval.prompts,
             share * interval.prompt_tokens,
+            share * interval.hits(None),
         )
+
+    def _keep_steps(self, row: StepRow, interval: Interval) -> None:
+        number = self.observations.add_steps(row)
+        if row.known:
+            return
+        interval.row, interval.number = row, number
+        awaited = self._awaited
+        awaited.append(interval)
+        while awaited and (awaited[0].number < 0 or len(awaited) > _MOST_AWAITED):
+            awaited.popleft().number = -1
+
+    def _modelled_s(self, row: StepRow, interval: Interval) -> float | None:
+        """What the model has for a row, s; None: the row says nothing of the speed."""
+        c = self.constants
+        if c is None:
+            return None
+        if not row.known:
+            row = row._replace(hit_tokens=interval.shown * interval.hits(self.prefix.ratio))
+        if row.known:
+            return sum(seconds(row.terms, c))
+        # It is slower than believed even if all was prefilled, or faster even if nothing was; or
+        # nothing is learnt.
+        least_s = sum(seconds(row._replace(hit_tokens=row.prompt_tokens).terms, c))
+        waiting = self.waiting_prefill  # of which a part may have been prefilled by now
+        most_s = sum(seconds(row._replace(hit_tokens=0.0).terms, c))
+        most_s += c.p1 * waiting + c.p9 * attended_pairs(waiting)
+        believed_s = row.duration_s / self.speed
+        modelled_s = min(most_s, max(least_s, believed_s))
+        return None if modelled_s == believed_s else modelled_s
+
+    def _learn_hits(self, entry: Dispatch, usage: Usage | None) -> None:
+        """A request is over: what of its prompt was cached, if its answer told."""
+        prefix = self.prefix
+        entry.hit_tokens = _told_hits(entry, usage)
+        if entry.outcome is Outcome.COMPLETED:
+            prefix.end(entry)
+        interval, entry.interval = entry.interval, None
+        if interval is not None:
+            interval.end(entry)
+            if interval.untold == 0 and interval.number >= 0:
+                self.observations.complete(interval.number, interval.shown * interval.hit_tokens)
+                interval.number = -1
+        row, entry.first_token = entry.first_token, None
+        if row is not None:
+            hit_tokens = entry.hit_tokens
+            if hit_tokens is None:
+                # A share of many says nothing of one, unless it is none.
+                hit_tokens = 0.0 if prefix.none_hit else math.nan
+            self.observations.add_first_token(row._replace(hit_tokens=hit_tokens))
+
+    def observe_cache(
+        self, caching: bool | None, counters: tuple[float, float] | None, now_s: float
+    ) -> bool:
+        """The engine was scraped: whether it has a prefix cache, and the tokens that it looked for
+        and found there since it started; None: it does not say. Whether it was started anew.
+        """
+        prefix = self.prefix
+        prefix.caching = caching
+        renewed = prefix.count(counters, self._prompt_tokens, self._prefill_tokens, now_s)
+        ratio = prefix.scraped_ratio
+        spans: dict[float, list[Interval]] = {}  # by the scrape that ended them
+        for interval in self._awaited:
+            if interval.number < 0:
+                continue
+            if interval.ratio is None:
+                interval.ratio, interval.scraped_s = ratio, now_s
+            spans.setdefault(interval.scraped_s, []).append(interval)
+        self._awaited = deque()
+        for intervals in spans.values():
+            if prefix.answers_tell and any(interval.open for interval in intervals):
+                self._awaited += intervals  # their ends may tell
+            elif intervals[0].ratio is not None:
+                self._merge(intervals)
+        return renewed
+
+    def _merge(self, intervals: list[Interval]) -> None:
+        """What no answer told of these is known by the counters."""
+        rows, number = [], intervals[0].number
+        for interval in intervals:
+            assert interval.row is not None
+            hit_tokens = interval.shown * interval.hits(interval.ratio)
+            rows.append(interval.row._replace(hit_tokens=hit_tokens))
+            interval.number = -1
+        if len(rows) == 1:
+            self.observations.complete(number, rows[0].hit_tokens)
+        else:
+            self.observations.add_merged(rows)
 
     def _keep_first_token(
         self, entry: Dispatch, before: tuple[float, float, float, float, float], now_s: float
     ) -> None:
         placed_s, waiting, tokens, streaming, context = before
-        if now_s > placed_s:
-            self.observations.add_first_token(
-                FirstTokenRow(
-                    now_s - placed_s,
-                    entry.request.sequences,
-                    entry.prefill_tokens,
-                    waiting,
-                    tokens,
-                    streaming,
-                    context / streaming if streaming else 0.0,
-                )
-            )
+        if now_s <= placed_s:
+            return
+        row = FirstTokenRow(
+            now_s - placed_s,
+            entry.request.sequences,
+            entry.prompt_tokens,
+            waiting,
+            tokens,
+            streaming,
+            context / streaming if streaming else 0.0,
+        )
+        if self.prefix.caching is False:
+            self.observations.add_first_token(row)
+        else:
+            entry.first_token = row
 
-    def observe_answer(self, entry: Dispatch, output_tokens: float, now_s: float) -> None:
+    def observe_answer(
+        self, entry: Dispatch, output_tokens: float, now_s: float, usage: Usage | None = None
+    ) -> None:
         """A request whose tokens nobody saw is complete: its whole time, against the predicted.
 
-        To be told in front of ``settle``. Nothing is learnt where streams say it better.
+        To be told in front of ``settle``, with the ``usage`` of its answer, if it has one. Nothing
+        is learnt where streams say it better.
         """
         if (
             entry.outcome is not None
@@ -515,28 +623,67 @@ class InstanceState:
             or now_s - self._streams_seen_s < _STREAMS_SAY_S
         ):
             return
-        sent_s, ttft_s = entry.predicted_s
-        clock = self._read_clock(now_s)
-        made, streamed_s = clock - entry.joined, now_s - sent_s - ttft_s
-        if entry.streaming and made > 0 and streamed_s > 0:
-            # As many streamed as the clock knows; that is the mean step of all this time.
-            step_s = streamed_s / made
-        elif self.steps_per_s > 0:
-            step_s = 1 / self.steps_per_s
-        else:
-            c, prompt = self.constants, entry.prompt_tokens
-            step_s = self.speed * (c.p5 * prompt + c.p6 + c.p7 * prompt + c.p8)
+        took_s = now_s - entry.predicted_s[0]
         steps = min(max(0.0, output_tokens - 1), MOST_TOKENS)
-        predicted_s = ttft_s + steps * step_s
+        self._read_clock(now_s)
+        may_be_s = [
+            ttft_s + steps * self._mean_step_s(entry, took_s - ttft_s)
+            for ttft_s in self._ttfts_s(entry, entry.predicted_s[1], usage)
+        ]
+        predicted_s = min(max(may_be_s), max(min(may_be_s), took_s))
+        if len(may_be_s) > 1 and predicted_s == took_s:
+            return  # it may be as believed: nothing is learnt
         # All that run at a time say the same: together they weigh as much as the time they took.
         share = 1 / max(1, self.in_flight)
-        took_s = now_s - sent_s
         if took_s > 0 and predicted_s > 0:
             # One answer, whose length the engine says, is not believed beyond this.
             predicted_s = min(_MOST_MISS * took_s, max(took_s / _MOST_MISS, predicted_s))
             self._observe_speed(share * took_s, share * predicted_s / self.speed, now_s)
             self._set_rate()
             self._note()
+
+    def _mean_step_s(self, entry: Dispatch, streamed_s: float) -> float:
+        made = self._clock - entry.joined
+        if entry.streaming and made > 0 and streamed_s > 0:
+            # As many streamed as the clock knows; that is the mean step of all this time.
+            return streamed_s / made
+        if self.steps_per_s > 0:
+            return 1 / self.steps_per_s
+        c, prompt = self.constants, entry.prompt_tokens
+        assert c is not None
+        return self.speed * (c.p5 * prompt + c.p6 + c.p7 * prompt + c.p8)
+
+    def _ttfts_s(self, entry: Dispatch, ttft_s: float, usage: Usage | None) -> tuple[float, ...]:
+        """The time to a first token, s, as predicted, had it been known what was prefilled of its
+        prompt and of those in front of it; where that is not known, the most and the least.
+        """
+        if self.prefix.caching is False:
+            return (ttft_s,)
+        ratio, hits = self.prefix.ratio, _told_hits(entry, usage)
+        prompt, charged = entry.prompt_tokens, entry.prefill_tokens
+        if ratio is None:
+            least = 0.0 if hits is None else prompt - hits
+            most = charged if hits is None else least
+            return tuple(
+                max(0.0, ttft_s - self._spared_s(entry, new, of_others))
+                for new, of_others in ((most, 1.0), (least, 0.0))
+            )
+        new = min(float(prompt), ratio * charged) if hits is None else prompt - hits
+        return (max(0.0, ttft_s - self._spared_s(entry, new, ratio)),)
+
+    def _spared_s(self, entry: Dispatch, new_tokens: float, ratio: float) -> float:
+        """The time, s, by which a first token comes sooner than was charged, where so much of its
+        prompt was prefilled, and this part of what was to be in front of it.
+
+        Attention in front of it is taken as if all prompts were of this one's length.
+        """
+        c, prompt, charged = self.constants, entry.prompt_tokens, entry.prefill_tokens
+        assert c is not None
+        in_front = 0.0 if entry.before is None else entry.before[2]
+        pairs = attended_pairs(charged, prompt - charged)
+        pairs -= attended_pairs(new_tokens, prompt - new_tokens)
+        tokens = charged - new_tokens + (1 - ratio) * in_front
+        return self.speed * (c.p1 * tokens + c.p9 * (pairs + (1 - ratio) * in_front * prompt / 2))
 
     def _observe_speed(self, observed_s: float, modelled_s: float, now_s: float) -> None:
         self._estimate.observe(observed_s, modelled_s, now_s)
@@ -679,3 +826,11 @@ class InstanceState:
             context += peers.context
         step_s = c.p5 * context + c.p6 * batch + c.p7 * context / batch + c.p8
         self.steps_per_s = 1 / max(self.speed * step_s, 1e-6)
+
+
+def _told_hits(entry: Dispatch, usage: Usage | None) -> float | None:
+    """Cached tokens of a request's prompt, in the measure of its estimated length."""
+    if usage is None or usage.cached_tokens is None or entry.request.sequences != 1:
+        return None
+    whole = usage.prompt_tokens or entry.prompt_tokens
+    return entry.prompt_tokens * min(1.0, usage.cached_tokens / max(1, whole))

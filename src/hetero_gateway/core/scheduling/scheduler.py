@@ -57,6 +57,7 @@ from hetero_gateway.core.types import (
     Reject,
     RejectReason,
     Request,
+    Usage,
 )
 
 # Up to so many candidates, plain floats are faster than numpy (benchmarks/scheduling/pump.py).
@@ -576,12 +577,24 @@ class Scheduler:
         """A dispatch's first output token was seen. Only the first call counts."""
         dispatch.state.first_token(dispatch, now_s)
 
-    def settle(self, dispatch: Dispatch, outcome: Outcome, now_s: float = 0.0) -> bool:
+    def settle(
+        self,
+        dispatch: Dispatch,
+        outcome: Outcome,
+        now_s: float = 0.0,
+        usage: Usage | None = None,
+    ) -> bool:
         """Take a dispatch off, once. See ``InstanceState.settle``."""
         keys = dispatch.request.prefix
         if keys is not None and self.caches is not None and dispatch.outcome is None:
             self.caches.settled(dispatch, keys, outcome)
-        return dispatch.state.settle(dispatch, outcome, now_s)
+        state = dispatch.state
+        if not state.settle(dispatch, outcome, now_s, usage):
+            return False
+        if keys is not None and self.caches is not None and outcome is Outcome.COMPLETED:
+            if (hits := state.prefix.believed_hits(dispatch)) is not None:
+                self.caches.observe(dispatch, hits)
+        return True
 
     def observe_steps(
         self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
@@ -600,14 +613,16 @@ class Scheduler:
             self._members.table.spread_stand_in_speed()
         drift = self._members.drifts.get(instance_id)
         constants = constants_of(self._members.specs[instance_id])
+        seen = state.observations
+        first_tokens, steps_known, observed_s = seen.take_fresh(), seen.take_fresh_steps(), 0.0
         if drift is None or constants is None:
             return False
-        for first in state.observations.take_fresh():
+        for first in first_tokens:
             drift.observe(first.ttft_s, *seconds(first.terms, constants))
-        if row is None:
-            return False
-        drift.observe(row.duration_s, *seconds(row.terms, constants))
-        return drift.judge(row.duration_s, now_s)
+        for known in steps_known:
+            drift.observe(known.duration_s, *seconds(known.terms, constants))
+            observed_s += known.duration_s
+        return observed_s > 0 and drift.judge(observed_s, now_s)
 
     def observe_queue(
         self, instance_id: InstanceId, running: int, waiting: int, now_s: float
@@ -618,9 +633,33 @@ class Scheduler:
         """
         self._members.table[instance_id].observe_queue(running, waiting, now_s)
 
-    def observe_answer(self, dispatch: Dispatch, output_tokens: float, now_s: float) -> None:
+    def observe_cache(
+        self,
+        instance_id: InstanceId,
+        caching: bool | None,
+        counters: tuple[float, float] | None,
+        now_s: float,
+    ) -> None:
+        """An instance's engine says whether it has a prefix cache, and how many tokens it has
+        looked for there since it started, and found. KeyError: there is no such instance.
+
+        ``caching`` None: it does not say. ``counters`` None: they are not known (any more).
+        """
+        renewed = self._members.table[instance_id].observe_cache(caching, counters, now_s)
+        if self.caches is not None:
+            self.caches.switch(instance_id, on=caching is not False)
+            if renewed:
+                self.caches.forget(instance_id)
+
+    def observe_answer(
+        self,
+        dispatch: Dispatch,
+        output_tokens: float,
+        now_s: float,
+        usage: Usage | None = None,
+    ) -> None:
         """A request that does not stream is complete. To be told in front of ``settle``."""
-        dispatch.state.observe_answer(dispatch, output_tokens, now_s)
+        dispatch.state.observe_answer(dispatch, output_tokens, now_s, usage)
 
     def observe_output_tokens(self, model: str, output_tokens: float) -> None:
         """A sequence finished after so many output tokens."""

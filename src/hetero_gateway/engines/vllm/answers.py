@@ -27,6 +27,11 @@ CLOSING_EVENTS = 2
 _COUNT = rb"\s*:\s*(\d{1,15})(?!\d)"
 _USAGE_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"' + _COUNT)
 _USAGE_OUTPUT = re.compile(rb'"(?:completion|output)_tokens"' + _COUNT)
+# Of the prompt: in its details, or beside it on /v1/messages, where the tokens that were read from
+# the cache or written to it are not in ``input_tokens``. Details that are null match nothing.
+_USAGE_CACHED = re.compile(rb'"cached_tokens"' + _COUNT)
+_USAGE_READ = re.compile(rb'"cache_read_input_tokens"' + _COUNT)
+_USAGE_CREATED = re.compile(rb'"cache_creation_input_tokens"' + _COUNT)
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"' + _COUNT)
 _DELTA = re.compile(rb'"choices":\s*\[\s*\{')
 _FAILURES = (
@@ -45,14 +50,27 @@ _LONGEST_NAME = 256
 _MOST_WINDOW_DIGITS = 9
 
 
-def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
-    """(prompt tokens, output tokens) of the last ``usage`` object in a response's tail."""
+def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
+    """(prompt tokens, output tokens, cached prompt tokens) of the last ``usage`` object in a
+    response's tail; None: not told, which of cached tokens is not 0.
+    """
     start = tail.rfind(b'"usage"')
     if start < 0:
-        return None, None
-    prompt = _USAGE_PROMPT.search(tail, start)
-    output = _USAGE_OUTPUT.search(tail, start)
-    return int(prompt[1]) if prompt else None, int(output[1]) if output else None
+        return None, None, None
+    prompt_tokens = _count(_USAGE_PROMPT, tail, start)
+    output_tokens = _count(_USAGE_OUTPUT, tail, start)
+    cached_tokens = _count(_USAGE_CACHED, tail, start)
+    if cached_tokens is None and tail.find(b'_input_tokens"', start) >= 0:
+        cached_tokens = _count(_USAGE_READ, tail, start)
+        if prompt_tokens is not None:
+            created_tokens = _count(_USAGE_CREATED, tail, start)
+            prompt_tokens += (cached_tokens or 0) + (created_tokens or 0)
+    return prompt_tokens, output_tokens, cached_tokens
+
+
+def _count(pattern: re.Pattern[bytes], tail: bytes, start: int) -> int | None:
+    found = pattern.search(tail, start)
+    return None if found is None else int(found[1])
 
 
 def failed_in_tail(tail: bytes) -> bool:

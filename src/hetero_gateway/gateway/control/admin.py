@@ -234,7 +234,8 @@ async def explain(
 async def list_observations(request: Request, instance: str) -> Response:
     """What was seen of an instance, oldest first: rows that a profile can be fitted from.
 
-    Sums and means of many requests' tokens and times; no prompt and no request's id.
+    Sums and means of many requests' tokens and times; no prompt and no request's id. ``hit_tokens``
+    is null where it is not known (yet) how many of the prompts' tokens were cached.
     """
     gateway = _gateway(request)
     known = _known(gateway, instance)
@@ -250,6 +251,7 @@ async def list_observations(request: Request, instance: str) -> Response:
             "kv_capacity_tokens": known.engine_kv_capacity_tokens,
             "drift": _describe_drift(scheduler.snapshot(known.id)),
             "observed_s": observations.observed_s,
+            "prefix_caching": known.engine_prefix_caching,
             "step_fields": StepRow._fields,
             "steps": list(observations.steps),
             "first_token_fields": FirstTokenRow._fields,
@@ -402,6 +404,8 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "kv_usage": seen.kv_usage,
         "engine_kv_usage": instance.engine_kv_usage,
         "speed_factor": seen.speed_factor,
+        "prefix_caching": instance.engine_prefix_caching,
+        "cached_share": seen.hit_share,
         "learnt_max_num_seqs": seen.learnt_max_num_seqs,
         "waiting_first_token": seen.waiting_first_token,
         "connections": instance.pool.open_connections,

@@ -253,6 +253,12 @@ class Metrics(Collector):
             "Since the day that the instance's profile names.",
             labels=["instance"],
         )
+        cached = CounterMetricFamily(
+            PREFIX + "prompt_cached_tokens",
+            "Tokens of completed prompts that were in the engine's prefix cache: as predicted when "
+            "they were sent, and as the engine told.",
+            labels=("instance", "source"),
+        )
         for gauges in self._gauges():
             seen = gauges.snapshot
             name = seen.instance_id
@@ -260,6 +266,8 @@ class Metrics(Collector):
             ejected.add_metric([name], float(gauges.ejected))
             in_flight.add_metric([name], seen.in_flight)
             load.add_metric([name], seen.load_s)
+            cached.add_metric((name, "predicted"), seen.predicted_cached_tokens)
+            cached.add_metric((name, "engine"), seen.cached_tokens)
             for family, labels, value in (
                 (kv, (name, "estimated"), seen.kv_usage),
                 (kv, (name, "engine"), gauges.kv_usage_engine),
@@ -271,7 +279,7 @@ class Metrics(Collector):
             ):
                 if value is not None:
                     family.add_metric(labels, value)
-        yield from (up, ejected, in_flight, load, kv, speed, unseen, drift, age)
+        yield from (up, ejected, in_flight, load, kv, speed, unseen, drift, age, cached)
 
     def _gateway_families(self) -> Iterator[Metric]:
         yield _counter("routing_decisions", "Requests sent, by policy.", ("policy", "instance"),

@@ -295,13 +295,13 @@ class Placement:
         self, dispatch: Dispatch, outcome: Outcome, stream: WatchedStream | None = None
     ) -> None:
         """Take a dispatch off, and give its room to the next at the end of this turn."""
-        now_s = time.monotonic()
-        if dispatch.predicted_s is not None and outcome is Outcome.COMPLETED and stream is not None:
-            # Nobody saw its tokens: how long they took in all is what it says of the speed.
-            _, output_tokens = stream.usage()
-            if output_tokens:
-                self._scheduler.observe_answer(dispatch, output_tokens, now_s)
-        self._scheduler.settle(dispatch, outcome, now_s)
+        now_s, usage = time.monotonic(), None
+        if outcome is Outcome.COMPLETED and stream is not None:
+            usage = stream.usage()
+            if dispatch.predicted_s is not None and usage.output_tokens:
+                # Nobody saw its tokens: how long they took in all is what it says of the speed.
+                self._scheduler.observe_answer(dispatch, usage.output_tokens, now_s, usage)
+        self._scheduler.settle(dispatch, outcome, now_s, usage)
         if stream is not None:
             self._steps.discard(stream, now_s)
         self.pump_soon()

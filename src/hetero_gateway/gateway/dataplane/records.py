@@ -11,7 +11,7 @@ from typing import Protocol
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.lengths.estimates import BytesPerToken, can_hold
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
-from hetero_gateway.core.types import Outcome
+from hetero_gateway.core.types import Outcome, Usage
 from hetero_gateway.engines.vllm import Work, tokens_of_events
 from hetero_gateway.gateway.control.history import FinishedRequest, RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics, Series
@@ -33,8 +33,8 @@ _MOST_CONTEXT_TOKENS = 1 << 24
 class Answered(Protocol):
     """A response as far as it was seen: an ``Exchange``, or what another data plane reports.
 
-    ``status``: 0 before its head; ``first_body_at_s``: monotonic; ``usage``: (prompt, output)
-    tokens as its end stated them. None: not seen.
+    ``status``: 0 before its head; ``first_body_at_s``: monotonic; ``usage``: the tokens as its end
+    stated them. None: not seen.
     """
 
     @property
@@ -52,7 +52,7 @@ class Answered(Protocol):
     @property
     def empty(self) -> bool: ...
 
-    def usage(self) -> tuple[int | None, int | None]: ...
+    def usage(self) -> Usage: ...
 
 
 class Recorder:
@@ -195,7 +195,7 @@ class Recorder:
         request, parsed = job.request, job.parsed
         context = self._fleet.scheduler.spec(placed.instance.id).max_model_len
         context = context or _MOST_CONTEXT_TOKENS
-        prompt, output = exchange.usage()
+        prompt, output, _ = exchange.usage()
         if prompt is not None and (
             prompt > context * parsed.prompt_count
             or (

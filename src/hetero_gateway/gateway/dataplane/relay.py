@@ -14,6 +14,7 @@ import time
 from collections import deque
 from typing import Protocol
 
+from hetero_gateway.core.types import Usage
 from hetero_gateway.engines.vllm import failed_in_tail, usage_in_tail
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import TimeoutsConfig
@@ -99,6 +100,7 @@ class Exchange:
         "_pending",
         "_rechunk",
         "_tail",
+        "_usage",
         "_write",
         "active",
         "complete",
@@ -132,6 +134,7 @@ class Exchange:
         self._path = path
         self._extra_headers = extra_headers
         self._tail: deque[bytes] = deque(maxlen=_TAIL_READS)
+        self._usage: Usage | None = None  # once it is complete
         self._pending = b""
         self._decode = False
         self._rechunk = False
@@ -324,9 +327,14 @@ class Exchange:
         """The last bytes of the body, framing and all."""
         return b"".join(self._tail)[-_TAIL_BYTES:]
 
-    def usage(self) -> tuple[int | None, int | None]:
-        """(prompt tokens, output tokens) as the engine told them, where it did."""
-        return usage_in_tail(self.tail())
+    def usage(self) -> Usage:
+        """The tokens as the engine told them, where it did."""
+        usage = self._usage
+        if usage is None:
+            usage = Usage(*usage_in_tail(self.tail()))
+            if self.complete:
+                self._usage = usage
+        return usage
 
     def engine_failed(self) -> bool:
         """The HTTP response is complete, but it says that the engine broke off."""

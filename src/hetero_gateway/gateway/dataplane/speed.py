@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
-from hetero_gateway.core.types import InstanceId, Outcome, Request
+from hetero_gateway.core.types import InstanceId, Outcome, Request, Usage
 from hetero_gateway.engines.vllm import CLOSING_EVENTS
 from hetero_gateway.gateway.fleet.instances import Fleet
 
@@ -57,8 +57,8 @@ class WatchedStream(Protocol):
         """It came to its regular end."""
         ...
 
-    def usage(self) -> tuple[int | None, int | None]:
-        """(prompt tokens, output tokens) that its end stated."""
+    def usage(self) -> Usage:
+        """The tokens that its end stated."""
         ...
 
 
@@ -117,7 +117,7 @@ class StreamWatch:
         instance_id = begun.dispatch.instance_id
         events = stream.events - CLOSING_EVENTS
         if events >= _MANY_EVENTS and instance_id not in self._samples:
-            tokens = stream.usage()[1]
+            tokens = stream.usage().output_tokens
             if tokens is not None:
                 self._samples[instance_id] = events, tokens
         self._part(self._ended, begun, events, now_s)

@@ -162,13 +162,28 @@ class HealthMonitor:
 
     async def _scrape_metrics(self, instance: Instance, probe: Probe) -> str:
         body, problem = await _body(probe, paths.METRICS, _MOST_METRICS_BYTES)
-        if body is not None:
-            told = await _read_metrics(body)
+        told = None if body is None else await _read_metrics(body)
+        self._tell_cache(instance, told)
+        if told is not None:
             instance.engine_kv_usage = told.kv_usage
             self._tell_queue(instance, told)
             if told.cache.capacity_tokens is not None:
                 instance.engine_kv_capacity_tokens = told.cache.capacity_tokens
         return problem
+
+    def _tell_cache(self, instance: Instance, told: EngineMetrics | None) -> None:
+        """What its prefix cache has served; an engine that does not tell is not believed to have
+        none, nor to be as it was.
+        """
+        if self._fleet.instances.get(instance.id) is not instance:
+            return
+        caching, counters = instance.engine_prefix_caching, None
+        if told is not None:
+            caching = instance.engine_prefix_caching = told.cache.prefix_caching
+            queries, hits = told.prefix_cache_queries, told.prefix_cache_hits
+            if queries is not None and hits is not None:
+                counters = queries, hits
+        self._fleet.scheduler.observe_cache(instance.id, caching, counters, time.monotonic())
 
     def _tell_queue(self, instance: Instance, told: EngineMetrics) -> None:
         running, waiting = told.running, told.waiting

@@ -61,6 +61,7 @@ class Instance:
         # Read from the engine's /metrics; seconds old, shown, and never decides alone.
         self.engine_kv_usage: float | None = None
         self.engine_kv_capacity_tokens: int | None = None
+        self.engine_prefix_caching: bool | None = None
         # What came of its requests; from the fleet, when it is admitted.
         self.outcomes: Outcomes
 
@@ -145,6 +146,8 @@ class Fleet:
         self.instances[instance.id] = instance
         instance.outcomes = self.ejections.join(instance.id)
         self.scheduler.add(instance.spec())
+        # Not known, until its engine tells.
+        self.scheduler.observe_cache(instance.id, None, None, 0.0)
         self._changed()
 
     def remove(self, instance_id: InstanceId) -> int:

@@ -60,7 +60,7 @@ class Recalibration:
     def _fit(self, instance: Instance) -> None:
         scheduler, original = self._fleet.scheduler, instance.profile
         seen = scheduler.observations(instance.id)
-        steps = seen.steps.last(_MOST_ROWS)
+        steps = [row for row in seen.steps.last(_MOST_ROWS) if row.known]
         base = scheduler.stand_in(instance.id) if original is None else original.constants
         fitting = asyncio.get_running_loop().run_in_executor(
             None, refit, steps, seen.first_tokens.last(_MOST_ROWS), base

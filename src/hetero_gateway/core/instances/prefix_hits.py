@@ -1,0 +1,250 @@
+"""How much of the prompts an engine found in its prefix cache, and so did not prefill.
+
+vLLM keeps the KV blocks of prompts and skips what a new prompt shares with them. Time that counted
+those tokens as prefilled would make every machine with such a cache look faster than it is. Three
+sources say how many there were, and each has its limits:
+
+    source               what it says                            exact
+    -------------------  --------------------------------------  ----------------------------------
+    ``usage``            the cached tokens of one answer, at     for one sequence; of several, the
+                         its end                                 engine tells one's
+    counters             tokens queried and hit, of the whole    as a sum over a scrape's interval,
+                         engine, at each scrape                  of all its clients
+    caching is off       that there are none                     yes
+
+A prompt is prefilled when its request begins, and what of it was cached is known when that ends.
+So a row of observation (a second or so, ``observation.py``) is complete only when all whose prompts
+are in it have ended; until then it has no ``hit_tokens`` and is used for nothing. Rows with prompts
+whose end tells nothing are merged into one for each interval between two scrapes, with the share of
+that interval by the counters. That is right but for prompts that were counted on one side of a
+scrape and had their first token on the other, and for other clients of the engine. Without counters
+such rows stay as they are, for good: what nobody says is not believed.
+
+The speed factor cannot wait. It uses what has ended, and for all others ``ratio``: what was
+prefilled of each token that was charged as such, lately. That is right on average, and a single
+second with a long prompt of which nothing was cached may look slow.
+
+Prompts of other gateways (``PeerLoad``) are known by the counters alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hetero_gateway.core.instances.dispatch import Dispatch
+    from hetero_gateway.core.instances.observation import StepRow
+
+# Of the counters: long against a scrape, so that a prompt whose tokens are counted in one interval
+# and whose first token comes in the next does no harm; short against a change of traffic.
+_FORGET_S = 20.0
+# What an engine counted before it was first looked at is worth so many tokens.
+_PRIOR_TOKENS = 4096.0
+# Of answers, per answer.
+_KEEP = 0.98
+
+
+class PrefixHits:
+    """What is known of one engine's prefix cache. Nothing here reads a clock.
+
+    ``caching``: whether it has one; None: not known. ``predicted_tokens``, ``actual_tokens``: of
+    all prompts that were completed and are known of, since it was first seen: tokens that were
+    charged as cached, and that were.
+    """
+
+    __slots__ = (
+        "_charged",
+        "_counted",
+        "_hits",
+        "_lately",
+        "_prompts",
+        "_queries",
+        "_told_charged",
+        "_told_prefilled",
+        "actual_tokens",
+        "caching",
+        "predicted_tokens",
+    )
+
+    def __init__(self) -> None:
+        self.caching: bool | None = False  # as long as nobody says otherwise
+        self.predicted_tokens = 0.0
+        self.actual_tokens = 0.0
+        # The engine's counters (queries, hits), our own sums of prompt tokens, whole and charged,
+        # and when that was; None: it has none.
+        self._counted: tuple[float, float, float, float, float] | None = None
+        self._lately: float | None = None  # the ratio between the last two scrapes
+        # The same lately, forgetting.
+        self._queries = self._hits = self._prompts = self._charged = 0.0
+        # Of answers that told.
+        self._told_prefilled = self._told_charged = 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether the engine's counters are known."""
+        return self._counted is not None
+
+    @property
+    def share(self) -> float | None:
+        """Hits of all queried tokens lately, 0 to 1, by the counters; None: unknown."""
+        if self.caching is False:
+            return 0.0
+        if self._counted is None:
+            return None
+        return self._hits / self._queries if self._queries > 0 else 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """Tokens prefilled for each that was charged as such, lately; None: unknown."""
+        if self._counted is not None and self.caching is not False:
+            missed = 1.0 if self._queries <= 0 else 1 - self._hits / self._queries
+            return missed if self._charged <= 0 else missed * (self._prompts / self._charged)
+        if self.caching is False:
+            return 1.0
+        return self._told_prefilled / self._told_charged if self._told_charged > 0 else None
+
+    @property
+    def scraped_ratio(self) -> float | None:
+        """``ratio``, of what was between the last two scrapes; None: there are no counters."""
+        return None if self._counted is None else self._lately
+
+    @property
+    def answers_tell(self) -> bool:
+        """Whether any answer has told how much was cached."""
+        return self._told_charged > 0
+
+    @property
+    def none_hit(self) -> bool:
+        """By the counters nothing was found lately: no single prompt can have been cached."""
+        return self._counted is not None and self._hits == 0
+
+    def count(
+        self,
+        counters: tuple[float, float] | None,
+        prompt_tokens: float,
+        charged_tokens: float,
+        now_s: float,
+    ) -> bool:
+        """The engine was scraped; whether it was started anew since the last time.
+
+        Args:
+            counters: tokens queried and hit since it started; None: it does not tell.
+            prompt_tokens, charged_tokens: of prompts that we had prefilled, whole, and as charged;
+                both counted since the beginning.
+        """
+        if counters is None:
+            self._counted = None
+            return False
+        queries, hits = counters
+        known = self._counted
+        self._counted = (queries, hits, prompt_tokens, charged_tokens, now_s)
+        if known is None or queries < known[0] or hits < known[1]:
+            # The first look; or it was started anew, and its cache is empty.
+            worth = min(1.0, _PRIOR_TOKENS / queries) if queries > 0 else 0.0
+            self._queries, self._hits = worth * queries, worth * min(hits, queries)
+            self._prompts = self._charged = 0.0
+            if known is not None:
+                self._told_prefilled = self._told_charged = 0.0
+            self._lately = self.ratio
+            return known is not None
+        keep = math.exp(-max(0.0, now_s - known[4]) / _FORGET_S)
+        queried, prompts = queries - known[0], prompt_tokens - known[2]
+        found, charged = min(hits - known[1], queried), charged_tokens - known[3]
+        self._queries = keep * self._queries + queried
+        self._hits = keep * self._hits + found
+        self._prompts = keep * self._prompts + prompts
+        self._charged = keep * self._charged + charged
+        self._lately = self.ratio
+        if queried > 0 and charged > 0:
+            self._lately = (1 - found / queried) * (prompts / charged)
+        return False
+
+    def end(self, entry: Dispatch) -> None:
+        """A request was completed; ``entry.hit_tokens`` is what its answer told, if anything."""
+        prompt, charged, hits = entry.prompt_tokens, entry.prefill_tokens, entry.hit_tokens
+        if hits is not None:
+            self._told_prefilled = _KEEP * self._told_prefilled + (prompt - hits)
+            self._told_charged = _KEEP * self._told_charged + charged
+        hits = self.believed_hits(entry)
+        if hits is not None:
+            self.predicted_tokens += prompt - charged
+            self.actual_tokens += hits
+
+    def believed_hits(self, entry: Dispatch) -> float | None:
+        """Cached tokens of an ended request's prompt: as its answer told, else by the counters."""
+        if entry.hit_tokens is not None:
+            return entry.hit_tokens
+        if self._counted is None or (ratio := self.ratio) is None:
+            return None
+        return max(0.0, entry.prompt_tokens - ratio * entry.prefill_tokens)
+
+
+class Interval:
+    """What happened between two looks at an instance, for its row of steps.
+
+    ``open``: requests whose prefill was in it and that have not ended. ``untold``: prompts of which
+    no answer has told, those of ``open`` included, and their tokens, whole and as charged.
+    ``ratio``: the counters', between two scrapes of which the second came first after it, at
+    ``scraped_s``. ``row``: made of it, and ``number``, that row's; -1: there is none that waits.
+    ``shown``: the part of it that its row covers.
+    """
+
+    __slots__ = (
+        "context",
+        "hit_tokens",
+        "number",
+        "open",
+        "prompt_tokens",
+        "prompts",
+        "ratio",
+        "row",
+        "scraped_s",
+        "sequences",
+        "shown",
+        "streamed_s",
+        "untold",
+        "untold_charged",
+        "untold_tokens",
+    )
+
+    def __init__(self) -> None:
+        self.streamed_s = 0.0  # time in which anything streamed
+        self.sequences = 0.0  # ∫ of streaming sequences, and of their context, over that time
+        self.context = 0.0
+        # Whose prefill came between the decode steps.
+        self.prompts = 0.0
+        self.prompt_tokens = 0.0
+        self.hit_tokens = 0.0  # as told
+        self.open = 0
+        self.untold = 0
+        self.untold_tokens = 0.0
+        self.untold_charged = 0.0
+        self.ratio: float | None = None
+        self.scraped_s = 0.0
+        self.row: StepRow | None = None
+        self.number = -1
+        self.shown = 1.0
+
+    def add_untold(self, prompt_tokens: float, charged_tokens: float) -> None:
+        """Prompts were prefilled of which nobody has told yet; they are in the sums already."""
+        self.untold += 1
+        self.untold_tokens += prompt_tokens
+        self.untold_charged += charged_tokens
+
+    def end(self, entry: Dispatch) -> None:
+        """A request that is ``open`` here is over."""
+        self.open -= 1
+        if entry.hit_tokens is not None:
+            self.hit_tokens += entry.hit_tokens
+            self.untold -= 1
+            self.untold_tokens -= entry.prompt_tokens
+            self.untold_charged -= entry.prefill_tokens
+
+    def hits(self, ratio: float | None) -> float:
+        """Cached tokens of all its prompts, where those untold have this ratio; NaN: unknown."""
+        if self.untold == 0:
+            return self.hit_tokens
+        if ratio is None:
+            return math.nan
+        return self.hit_tokens + max(0.0, self.untold_tokens - ratio * self.untold_charged)
