@@ -19,6 +19,7 @@ from tests.fakes.vllm import fake_instances
 CHAT = "/v1/chat/completions"
 EXPECTED = {
     "profile_age_seconds",
+    "prompt_cached_tokens",
     "profile_drift_ratio",
     "requests", "request_duration_seconds", "time_to_first_token_seconds",
     "time_per_output_token_seconds", "input_tokens", "output_tokens", "in_flight_requests",

@@ -123,7 +123,7 @@ class PrefixCaches:
         keep = 1 - 1 / _MEAN_OVER_REQUESTS
         self._text_bytes = keep * self._text_bytes + keys.text_bytes
         self._prompt_tokens = keep * self._prompt_tokens + dispatch.prompt_tokens
-        if self._prompt_tokens > 0:
+        if self._prompt_tokens > 0 and self._text_bytes > 0:
             moved = self._text_bytes / self._prompt_tokens / self._bytes_per_token
             if not 1 / _MOVED < moved < _MOVED:
                 self._bytes_per_token *= moved
