@@ -305,11 +305,13 @@ class Shards(_Several):
         self._report(now_s)
         super().first_token(dispatch, now_s)
 
-    def settle(self, dispatch: Dispatch, outcome: Outcome, now_s: float) -> bool:
+    def settle(
+        self, dispatch: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
+    ) -> bool:
         self._report(now_s)
         if (added := self._added.pop(dispatch, None)) is not None:
             self._take_off(*added)
-        return super().settle(dispatch, outcome, now_s)
+        return super().settle(dispatch, outcome, now_s, usage)
 
     def observe_steps(
         self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
