@@ -209,6 +209,12 @@ class SharingConfig(StrictModel):
     interval_s: float = Field(
         0.05, ge=0.005, le=5, description="Between two exchanges, in seconds."
     )
+    news_s: float = Field(
+        0.005,
+        ge=0.001,
+        le=5,
+        description="Where a request went is said at once, then not again for so many seconds.",
+    )
     ttl_s: float = Field(
         3.0, ge=0.2, le=60, description="A gateway that is silent for so long is gone; seconds."
     )

@@ -3,7 +3,9 @@
 ``Replicas`` stands in a scheduler's place in ``cluster.simulate``: each replica has a scheduler and
 a queue of its own, sees its own requests exactly, and the others' through ``core.sharing``, as the
 gateway does. Every ``interval_s`` a replica says what it has and hears what the others have said;
-the replicas take turns within an interval. So what one sees of another is up to two intervals old.
+the replicas take turns within an interval. So what one sees of another is up to two intervals old,
+but for news: where a replica has placed a request, it says so at once, and then not again for
+``news_s``. News are ``NEWS_DELAY_S`` on their way.
 
 What is shared by all, since it is load that is compared: lengths that were learnt. What an engine
 does, every replica that has streams there sees.
@@ -17,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +27,6 @@ from numpy.typing import NDArray
 
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.policies.base import Jit
-from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.exchange import OTHERS, Exchange
@@ -36,6 +37,8 @@ from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject,
 Assumed = Literal["nothing", "alike-at-first", "alike"]
 _EXPECTED = "expected"
 _NEVER_S = 1e9
+# A turn of the event loop, Redis and a network.
+NEWS_DELAY_S = 0.001
 
 
 class _Several:
@@ -80,9 +83,7 @@ class _Several:
 
 
 class ReplicaScheduler(Scheduler):
-    """A scheduler that reports what it places, and what requests are to all its instances."""
-
-    placed: Callable[[InstanceId, float], None] | None = None
+    """A scheduler that reports what requests are to all its instances."""
 
     def drain_s(self, request: Request) -> float:
         """How long all its instances together take for one such request at full speed, s."""
@@ -91,12 +92,6 @@ class ReplicaScheduler(Scheduler):
             request.prompt_tokens, request.predicted_output_tokens, as_if_it_fitted=True
         )
         return request.sequences / float((1 / times_s).sum())
-
-    def dispatch(self, decision: Decision, now_s: float = 0.0) -> Dispatch:
-        dispatch = super().dispatch(decision, now_s)
-        if self.placed is not None:
-            self.placed(decision.instance_id, now_s)
-        return dispatch
 
 
 class Replicas(_Several):
@@ -107,14 +102,16 @@ class Replicas(_Several):
         replica_of: (N,) which of them each request comes to.
         interval_s: between two exchanges; None: nothing is ever exchanged.
         assumed: what a replica takes for the others' load that it has not heard of.
+        news_s: shortest time between news of a replica; None: there are none.
     """
 
     def __init__(
         self,
-        schedulers: Sequence[ReplicaScheduler],
+        schedulers: Sequence[Scheduler],
         replica_of: NDArray[np.int64],
         interval_s: float | None,
         assumed: Assumed = "nothing",
+        news_s: float | None = None,
     ) -> None:
         super().__init__(schedulers)
         self._replica_of = replica_of
@@ -123,9 +120,13 @@ class Replicas(_Several):
         self._exchanges = [
             Exchange(s, ttl_s=_NEVER_S, interval_s=interval_s or math.inf) for s in self.schedulers
         ]
-        if assumed != "nothing":
-            for replica, scheduler in enumerate(schedulers):
-                scheduler.placed = functools.partial(self._assume, replica)
+        self._news_s = news_s
+        self._placed: list[set[InstanceId]] = [set() for _ in schedulers]
+        # When each replica's news arrive next, and when they did last.
+        self._due_s = [math.inf] * len(schedulers)
+        self._told_s = [-math.inf] * len(schedulers)
+        for replica, scheduler in enumerate(schedulers):
+            scheduler.on_dispatch = functools.partial(self._on_dispatch, replica)
         self._instances: list[InstanceId] = []
         # The number of the next turn: replica ``turn % R`` exchanges at ``turn * interval / R``.
         # Phases begin at a half, so that what comes all at once at 0 is met unprepared.
@@ -158,8 +159,8 @@ class Replicas(_Several):
         told = super().next_wakeup_s()
         if self._interval_s is None:
             return told
-        turn_s = self._turn_s(self._next_turn)
-        return turn_s if told is None else min(told, turn_s)
+        next_s = min(self._turn_s(self._next_turn), *self._due_s)
+        return next_s if told is None else min(told, next_s)
 
     def first_token(self, dispatch: Dispatch, now_s: float) -> None:
         self._exchange(now_s)
@@ -192,6 +193,9 @@ class Replicas(_Several):
         if self._interval_s is None:
             return
         count = len(self.schedulers)
+        for replica, due_s in enumerate(self._due_s):
+            if due_s <= now_s:
+                self._tell(replica, due_s)
         last = math.floor(now_s * count / self._interval_s - 0.5)
         # Nothing has changed since the last event: two rounds say all of it.
         for turn in range(max(self._next_turn, last + 1 - 2 * count), last + 1):
@@ -207,13 +211,37 @@ class Replicas(_Several):
                 if other != replica:
                     # It lies there until the other one takes its turn.
                     others.hear(str(replica), message, now_s)
-        for change in exchange.changes(now_s):
-            scheduler.set_peer(change.instance_id, OTHERS, change.load, now_s)
+        self._bring_home(replica, now_s)
         self._heard.add(replica)
         if self._assumed != "nothing":
             for instance_id in self._instances:
                 scheduler.set_peer(instance_id, _EXPECTED, None, now_s)
                 self._base[replica, instance_id] = scheduler.own_load(instance_id, now_s)
+
+    def _bring_home(self, replica: int, now_s: float) -> None:
+        for change in self._exchanges[replica].changes(now_s):
+            self.schedulers[replica].set_peer(change.instance_id, OTHERS, change.load, now_s)
+
+    def _on_dispatch(self, replica: int, instance_id: InstanceId, now_s: float) -> None:
+        if self._assumed != "nothing":
+            self._assume(replica, instance_id, now_s)
+        if self._news_s is not None and self._interval_s is not None:
+            self._placed[replica].add(instance_id)
+            if self._due_s[replica] == math.inf:
+                due_s = max(now_s, self._told_s[replica] + self._news_s)
+                self._due_s[replica] = due_s + NEWS_DELAY_S
+
+    def _tell(self, replica: int, now_s: float) -> None:
+        """A replica's news arrive."""
+        self._due_s[replica], self._told_s[replica] = math.inf, now_s - NEWS_DELAY_S
+        message = self._exchanges[replica].say_news(self._placed[replica], now_s)
+        self._placed[replica].clear()
+        if message is None:
+            return
+        for other, exchange in enumerate(self._exchanges):
+            if other != replica:
+                exchange.hear(str(replica), message, now_s)
+                self._bring_home(other, now_s)
 
     def _assume(self, replica: int, instance_id: InstanceId, now_s: float) -> None:
         """The others place as this one does."""

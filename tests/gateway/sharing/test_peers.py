@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import httpx
 import pytest
 
 from hetero_gateway.core.sharing.exchange import Mode
+from hetero_gateway.core.sharing.message import Message, pack
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, Request
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
@@ -21,7 +23,7 @@ from hetero_gateway.gateway.sharing.store import RedisStore, StoreError
 from tests.fakes.running import FAST, SLOW, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
-TTL_S, INTERVAL_S, TIMEOUT_S = 3.0, 0.05, 0.05
+TTL_S, INTERVAL_S, TIMEOUT_S, NEWS_S = 3.0, 0.05, 0.05, 0.005
 
 
 class Memory:
@@ -31,6 +33,7 @@ class Memory:
         self.values: dict[str, tuple[bytes, float]] = {}
         self.fault = ""  # "hangs" or "refuses"
         self.tries: list[float] = []
+        self.listeners: dict[str, Callable[[str, bytes], None]] = {}
 
     def at(self, name: str) -> MemoryStore:
         return MemoryStore(self, name)
@@ -57,6 +60,23 @@ class MemoryStore:
             for name, (told, until_s) in memory.values.items()
             if name != self._name and until_s > now_s
         }
+
+    async def tell(self, news: bytes) -> None:
+        memory = self._memory
+        if memory.fault == "hangs":
+            await asyncio.sleep(TIMEOUT_S)
+        if memory.fault:
+            raise StoreError(f"it {memory.fault}")
+        for name, hear in memory.listeners.items():
+            if name != self._name:
+                hear(self._name, news)
+
+    async def listen(self, hear: Callable[[str, bytes], None]) -> None:
+        self._memory.listeners[self._name] = hear
+        try:
+            await asyncio.Event().wait()
+        finally:
+            del self._memory.listeners[self._name]
 
     async def leave(self) -> None:
         self._memory.values.pop(self._name, None)
@@ -134,6 +154,87 @@ async def test_a_load_is_seen_by_the_other_within_two_intervals_and_goes_as_fast
         assert second.sharing.describe()["others"] == {}
 
 
+async def test_where_a_request_went_is_news_at_once() -> None:
+    async with two() as (_, first, second):
+        await asyncio.sleep(2.5 * INTERVAL_S)  # both know of each other, and nothing is due
+        dispatch = first.place()
+        await asyncio.sleep(0.001)
+        assert second.seen() == first.seen() != {"fast": 0, "slow": 0}
+        assert (first.sharing.news["told"], second.sharing.news["heard"]) == (1, 1)
+        # Its end is no news: it comes with the next exchange, though nothing differs from the last.
+        first.settle(dispatch)
+        await asyncio.sleep(2.1 * INTERVAL_S)
+        assert second.seen() == {"fast": 0, "slow": 0}
+
+
+async def test_news_come_a_few_at_a_time() -> None:
+    async with two() as (_, first, second):
+        await asyncio.sleep(2.5 * INTERVAL_S)
+        for _ in range(100):
+            first.place()
+            await asyncio.sleep(NEWS_S / 20)
+        await asyncio.sleep(NEWS_S)
+        assert second.seen() == first.seen()
+        assert 3 <= first.sharing.news["told"] <= 6
+
+
+async def test_who_is_alone_has_nobody_to_tell() -> None:
+    async with two() as (memory, first, second):
+        await second.sharing.stop()
+        await asyncio.sleep(2.1 * INTERVAL_S)
+        first.place()
+        await asyncio.sleep(2.1 * INTERVAL_S)
+        assert not first.sharing.news
+        # Who has left is not heard any more, whatever is still on its way.
+        memory.listeners[first.sharing.name]("1" * 16, pack(message_of(first)))
+        await asyncio.sleep(2.1 * INTERVAL_S)
+        assert first.sharing.replicas == 0
+        assert not first.sharing.news
+
+
+def message_of(gateway: Gateway) -> Message:
+    news = gateway.sharing._exchange.say_news(gateway.fleet.instances, time.monotonic())
+    assert news is not None
+    return news
+
+
+async def test_news_that_make_no_sense_or_are_too_many_harm_nobody() -> None:
+    async with two() as (memory, first, second):
+        await asyncio.sleep(2.5 * INTERVAL_S)
+        hear = memory.listeners[second.sharing.name]
+        for _ in range(10_000):
+            hear(first.sharing.name, b"nonsense")
+        first.place()
+        await asyncio.sleep(3 * INTERVAL_S)
+        assert second.seen() == first.seen()
+        assert second.sharing.outcomes["rejected"] == 4096
+        assert second.sharing.mode is Mode.SHARED
+
+
+async def test_no_request_waits_for_a_redis_that_says_nothing() -> None:
+    """By virtual time, which passes only while somebody waits: a real client of a silent socket."""
+    async with fake_instances(2) as fakes:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+            # Tried all the time, and each try takes half a second.
+            sharing = {"interval_s": 0.01, "timeout_s": 0.5}
+            settings = config_for(fakes, scheduler={"shared": url, "sharing": sharing})
+            async with running_gateway(settings) as running:
+                async with httpx.AsyncClient(base_url=running.url) as client:
+                    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+                    waits_s = []
+                    for _ in range(40):
+                        began_s = time.monotonic()
+                        answer = await client.post("/v1/chat/completions", json=body)
+                        waits_s.append(time.monotonic() - began_s)
+                        assert answer.status_code == 200
+                        await asyncio.sleep(0.05)
+                    told = (await client.get("/admin/instances")).json()["sharing"]
+                    assert told["problem"] == "no answer in time"
+                assert max(waits_s) < 0.05, "tries took 0.5 s each, in a task of their own"
+                await eventually(running.settled)
+
+
 async def test_who_ends_in_order_takes_its_load_along() -> None:
     async with two() as (_, first, second):
         first.place()
@@ -149,8 +250,8 @@ async def test_who_is_killed_is_gone_with_its_lease() -> None:
     async with two() as (_, first, second):
         first.place()
         await asyncio.sleep(2.1 * INTERVAL_S)
-        assert first.sharing._task is not None
-        first.sharing._task.cancel()
+        for task in first.sharing._tasks:
+            task.cancel()
         await asyncio.sleep(TTL_S / 2)
         assert sum(second.seen().values()) == 1
         await asyncio.sleep(TTL_S / 2 + 2 * INTERVAL_S)
@@ -190,9 +291,10 @@ async def test_without_the_store_a_gateway_decides_alone_and_is_exact_again_afte
 
 async def test_a_store_that_swallows_a_cancellation_keeps_no_gateway_from_ending() -> None:
     class Stubborn(MemoryStore):
-        cancelled = 0
+        cancelled = entered = 0
 
         async def exchange(self, value: bytes | None) -> Mapping[str, bytes]:
+            self.entered += 1
             try:
                 await asyncio.sleep(0.01)
             except asyncio.CancelledError:
@@ -204,7 +306,8 @@ async def test_a_store_that_swallows_a_cancellation_keeps_no_gateway_from_ending
     gateway.sharing._store = store
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         await gateway.sharing.start(tasks)
-        await asyncio.sleep(INTERVAL_S + 0.005)
+        while store.entered < 2:  # noqa: ASYNC110 - it is asked for by nobody else
+            await asyncio.sleep(0.001)
         await gateway.sharing.stop()
     assert store.cancelled == 1
 

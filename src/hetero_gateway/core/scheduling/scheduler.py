@@ -118,6 +118,8 @@ class Scheduler:
         self._dispatched = 0
         self._probes = Probes(self._members, active=queues)
         self._pumped_s = -math.inf
+        # Called with (instance, now_s) when a request was sent there. It must not raise.
+        self.on_dispatch: Callable[[InstanceId, float], None] | None = None
 
     def __repr__(self) -> str:
         return f"<Scheduler {self.policy.name}: {self.queued} waiting; {self._members!r}>"
@@ -544,7 +546,7 @@ class Scheduler:
             dispatch = state.dispatch(
                 request, choice.charge, now_s, decision.kv_tokens, decision.prefill_tokens
             )
-            self._sent(dispatch, decision)
+            self._sent(dispatch, decision, now_s)
             if not request.streams and choice.ttft_s is not None:
                 self._dispatched += 1
                 dispatch.predicted_s = (now_s, choice.ttft_s)
@@ -559,12 +561,14 @@ class Scheduler:
             tracked=self._observes and request.streams,
             alone=state.in_flight == state.tracked,
         )
-        self._sent(dispatch, decision)
+        self._sent(dispatch, decision, now_s)
         return dispatch
 
-    def _sent(self, dispatch: Dispatch, decision: Decision) -> None:
+    def _sent(self, dispatch: Dispatch, decision: Decision, now_s: float) -> None:
         if self._restraints.by_id:
             self._restraints.sent(dispatch)
+        if self.on_dispatch is not None:
+            self.on_dispatch(dispatch.instance_id, now_s)
         keys = decision.request.prefix
         if keys is not None and self.caches is not None:
             if decision.prefix is not None:

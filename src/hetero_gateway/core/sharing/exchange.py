@@ -6,9 +6,14 @@ again. The gateway and the simulator (``sim/replicas.py``) drive this class; whe
 through is not known here.
 
     message = exchange.say(now_s)              # own rows, when they changed or a third of the lease
-    exchange.hear(replica, message, now_s)     # the latest of each of the others
+    message = exchange.say_news(ids, now_s)    # only these, between two of those
+    exchange.hear(replica, message, now_s)     # either, from each of the others
     exchange.forget(replica)                   # it has said good-bye
     for change in exchange.changes(now_s): ... # to Scheduler.set_peer
+
+**News**: what was placed in the last moments is what two gateways collide over, so where a request
+went is said at once, and everything every now and then. News are whole rows too: those that get
+lost, or come in front of an older whole, cost a moment's view and nothing else.
 
 **The lease**: a replica whose message has not changed for ``ttl_s`` is taken for gone, and its
 load with it. Every replica says something new every third of that, so one lost message, or two,
@@ -25,7 +30,7 @@ The mode says what the view is worth:
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +46,8 @@ SAYS_PER_LEASE = 3
 # An exchange is recent for so many intervals, and for this long at least: time-outs and pauses of
 # one are not worth a word.
 _RECENT_INTERVALS, _RECENT_S = 4, 0.25
+# News of more instances than any gateway has, and no whole in between: somebody else wrote them.
+_MOST_NEWS = 100_000
 # What was seen of an engine's speed counts for the others while it is fresh: the scheduler itself
 # forgets over so many seconds.
 _SPEED_FRESH_S = 5.0
@@ -68,13 +75,53 @@ class Change(NamedTuple):
 class _Replica:
     """What one of the others has said last, and when that was new."""
 
-    __slots__ = ("heard_s", "message", "positions", "rows")
+    __slots__ = ("heard_s", "keys", "news", "positions", "rows", "told", "whole")
 
     def __init__(self) -> None:
-        self.message = Message(0, np.empty(0, dtype=np.uint64), np.empty((0, FIELDS)))
+        self.whole = Message(0, np.empty(0, dtype=np.uint64), np.empty((0, FIELDS)))
+        # Rows that are newer than that, by instance, and what both come to.
+        self.news: dict[int, tuple[int, Rows]] = {}
+        self.keys, self.told = self.whole.keys, self.whole.rows
         self.heard_s = 0.0
+        # Those of them whose instances are here.
         self.positions: NDArray[np.intp] = np.empty(0, dtype=np.intp)
-        self.rows: Rows = np.empty((0, FIELDS))
+        self.rows: Rows = self.told
+
+    def take(self, message: Message) -> bool:
+        """Whether that is newer than what it has said."""
+        news, sequence = self.news, message.sequence
+        if sequence <= self.whole.sequence:
+            return False
+        if message.whole:
+            self.whole = message
+            self.news = {key: each for key, each in news.items() if each[0] > sequence}
+        else:
+            fresh = [
+                (key, row)
+                for key, row in zip(message.keys.tolist(), message.rows, strict=True)
+                if key not in news or news[key][0] < sequence
+            ]
+            if not fresh or len(news) + len(fresh) > _MOST_NEWS:
+                return False
+            news.update((key, (sequence, row)) for key, row in fresh)
+        self._add_up()
+        return True
+
+    def _add_up(self) -> None:
+        """In the order of the whole, which seldom changes; what is new to it comes behind."""
+        keys, rows = self.whole.keys, self.whole.rows
+        if self.news:
+            more = np.fromiter(self.news, np.uint64, len(self.news))
+            newer = np.array([row for _, row in self.news.values()])
+            if keys.size:
+                order = np.argsort(keys)
+                at = order[np.minimum(np.searchsorted(keys, more, sorter=order), keys.size - 1)]
+                there = keys[at] == more
+                rows = rows.copy()
+                rows[at[there]] = newer[there]
+                more, newer = more[~there], newer[~there]
+            keys, rows = np.concatenate((keys, more)), np.concatenate((rows, newer))
+        self.keys, self.told = keys, rows
 
 
 class Exchange:
@@ -93,6 +140,7 @@ class Exchange:
         self._ids: tuple[InstanceId, ...] = ()
         self._keys: Keys = np.empty(0, dtype=np.uint64)
         self._order: NDArray[np.intp] = np.empty(0, dtype=np.intp)
+        self._positions: dict[InstanceId, int] = {}
         self._said: Rows | None = None
         self._said_s = -np.inf
         self._pending: tuple[Rows, float] = (np.empty((0, FIELDS)), -np.inf)
@@ -112,6 +160,7 @@ class Exchange:
     def set_instances(self, instances: Sequence[tuple[InstanceId, str]]) -> None:
         """(id, base_url) of those that there are now, after each change. Begins all rows anew."""
         self._ids = tuple(instance_id for instance_id, _ in instances)
+        self._positions = {instance_id: i for i, instance_id in enumerate(self._ids)}
         keys = [instance_key(instance_id, base_url) for instance_id, base_url in instances]
         self._keys = np.array(keys, dtype=np.uint64)
         self._order = np.argsort(self._keys)
@@ -131,7 +180,7 @@ class Exchange:
 
         It counts as said only once ``said`` is called.
         """
-        rows = self._own_rows(now_s)
+        rows = self._own_rows(np.arange(len(self._ids)), now_s)
         young = now_s - self._said_s < self._ttl_s / SAYS_PER_LEASE
         if young and self._said is not None and np.array_equal(rows, self._said):
             return None
@@ -139,6 +188,21 @@ class Exchange:
         self._pending = (rows, now_s)
         told = rows.any(axis=1)
         return Message(self._sequence, self._keys[told], rows[told])
+
+    def say_news(self, ids: Collection[InstanceId], now_s: float) -> Message | None:
+        """The rows of these instances now; None: none of them is known.
+
+        The next whole is due then, even if all is as it was: who heard the news has to hear so.
+        """
+        positions = np.array(
+            [self._positions[i] for i in ids if i in self._positions], dtype=np.intp
+        )
+        if not positions.size:
+            return None
+        self._said = None
+        self._sequence += 1
+        rows = self._own_rows(positions, now_s)
+        return Message(self._sequence, self._keys[positions], rows, whole=False)
 
     def said(self) -> None:
         """The last message has arrived."""
@@ -148,14 +212,15 @@ class Exchange:
         """Nobody may know what was said: the next message is due at once."""
         self._said = None
 
-    def _own_rows(self, now_s: float) -> Rows:
-        own_load = self._scheduler.own_load
-        rows = np.array([own_load(i, now_s) for i in self._ids], dtype=float)
-        rows = rows.reshape(len(self._ids), FIELDS)
+    def _own_rows(self, positions: NDArray[np.intp], now_s: float) -> Rows:
+        own_load, ids = self._scheduler.own_load, self._ids
+        rows = np.array([own_load(ids[i], now_s) for i in positions.tolist()], dtype=float)
+        rows = rows.reshape(positions.size, FIELDS)
         speeds = rows[:, _OBSERVED_S : _MODELLED_S + 1]
-        self._speeds_s[(speeds != self._speeds).any(axis=1)] = now_s
-        self._speeds = speeds.copy()
-        speeds[now_s - self._speeds_s > _SPEED_FRESH_S] = 0.0
+        seen = (speeds != self._speeds[positions]).any(axis=1)
+        self._speeds_s[positions[seen]] = now_s
+        self._speeds[positions] = speeds
+        speeds[now_s - self._speeds_s[positions] > _SPEED_FRESH_S] = 0.0
         # Where nothing is and nothing was seen lately, what was once counted is of no interest.
         rows[~rows[:, :_PROMPTS].any(axis=1)] = 0.0
         # Of sums of floats a residue below 0 may be left.
@@ -165,19 +230,18 @@ class Exchange:
     # Hearing
 
     def hear(self, replica: str, message: Message, now_s: float) -> None:
-        """What a replica says now; the same as before counts for nothing."""
+        """What a replica says now; what is not newer than before counts for nothing."""
         known = self._replicas.get(replica)
         if known is None:
             known = self._replicas[replica] = _Replica()
-        elif known.message.sequence == message.sequence:
+        keys, positions, rows = known.keys, known.positions, known.rows
+        if not known.take(message):
             return
-        same = np.array_equal(known.message.keys, message.keys)
-        known.message, known.heard_s = message, now_s
-        positions, rows = known.positions, known.rows
-        if same and positions.size == message.keys.size:
+        known.heard_s = now_s
+        if positions.size == known.keys.size and np.array_equal(keys, known.keys):
             # The common case: the same instances as before, and all of them are here.
-            known.rows = message.rows
-            begun = message.rows[:, _PROMPTS:] - rows[:, _PROMPTS:]
+            known.rows = known.told
+            begun = known.rows[:, _PROMPTS:] - rows[:, _PROMPTS:]
             self._begun[positions] += np.maximum(begun, 0.0)
             return
         self._match(known)
@@ -193,7 +257,7 @@ class Exchange:
 
     def _match(self, replica: _Replica) -> None:
         """Whose rows they are here. Where nobody is named so, they are not counted."""
-        keys, rows = replica.message.keys, replica.message.rows
+        keys, rows = replica.keys, replica.told
         if not self._ids or not keys.size:
             replica.positions, replica.rows = np.empty(0, dtype=np.intp), rows[:0]
             return
@@ -248,7 +312,7 @@ class Exchange:
     @property
     def unmatched(self) -> int:
         """Rows of others that name no instance that is here."""
-        return sum(r.message.keys.size - r.positions.size for r in self._replicas.values())
+        return sum(r.keys.size - r.positions.size for r in self._replicas.values())
 
     def age_s(self, now_s: float) -> float | None:
         """Since the oldest message that counts was new, s; None: there is none."""

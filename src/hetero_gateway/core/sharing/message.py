@@ -7,10 +7,12 @@
     kind 1     rows       n keys of 8 bytes, then n × width doubles: the fields of ``PeerLoad`` in
                           their order. More fields than a reader knows are ignored, missing ones
                           are 0, so that replicas of neighbouring releases understand each other.
+                          All that the replica has: instances without a row have nothing.
+    kind 2     news       the same for some instances; what was said of the others holds on
 
 All is little-endian. A new version means: not to be understood by older readers at all. Rows that
-are all 0 are not sent. Doubles, since what is exact here has to be exact there: a load is a whole
-number of 2^-40 s. 112 bytes for each instance that has anything on it.
+are all 0 are sent as news only. Doubles, since what is exact here has to be exact there: a load is
+a whole number of 2^-40 s. 112 bytes for each instance that has anything on it.
 
 A message comes from the network. What does not hold together raises ``MessageError`` and harms
 nobody: no size is believed, and a number that no gateway could have counted is refused.
@@ -35,7 +37,7 @@ MOST_BYTES = 2**24
 _MAGIC = b"hgw\0"
 _HEADER = struct.Struct("<4sBxHQ")
 _SECTION = struct.Struct("<HHI")
-_ROWS = 1
+_ROWS, _NEWS = 1, 2
 # Far above any sum of tokens or seconds, and far below where doubles lose whole numbers.
 _MOST = 2.0**50
 
@@ -52,11 +54,13 @@ class Message(NamedTuple):
     sequence: counts a replica's messages, from 1.
     keys: (n,) of instances, all different; see ``instance_key``.
     rows: (n, FIELDS) what the replica has on each, finite and at least 0.
+    whole: these are all; else news of some.
     """
 
     sequence: int
     keys: Keys
     rows: Rows
+    whole: bool = True
 
 
 def instance_key(instance_id: str, base_url: str) -> int:
@@ -73,10 +77,11 @@ def instance_key(instance_id: str, base_url: str) -> int:
 
 def pack(message: Message) -> bytes:
     """The bytes of a message."""
+    kind = _ROWS if message.whole else _NEWS
     body = message.keys.astype("<u8").tobytes() + message.rows.astype("<f8").tobytes()
     return (
         _HEADER.pack(_MAGIC, VERSION, 1, message.sequence)
-        + _SECTION.pack(_ROWS, message.rows.shape[1], len(body))
+        + _SECTION.pack(kind, message.rows.shape[1], len(body))
         + body
     )
 
@@ -90,7 +95,7 @@ def unpack(data: bytes) -> Message:
         raise MessageError("not written by a gateway")
     if version != VERSION:
         raise MessageError(f"version {version}; this release reads {VERSION}")
-    keys, rows = np.empty(0, dtype=np.uint64), np.empty((0, FIELDS))
+    message = Message(sequence, np.empty(0, dtype=np.uint64), np.empty((0, FIELDS)))
     offset = _HEADER.size
     for _ in range(sections):
         if offset + _SECTION.size > len(data):
@@ -99,10 +104,11 @@ def unpack(data: bytes) -> Message:
         offset += _SECTION.size
         if size > len(data) - offset:
             raise MessageError("a section is cut short")
-        if kind == _ROWS:
+        if kind in (_ROWS, _NEWS):
             keys, rows = _rows(data, offset, width, size)
+            message = Message(sequence, keys, rows, kind == _ROWS)
         offset += size
-    return Message(sequence, keys, rows)
+    return message
 
 
 def _rows(data: bytes, offset: int, width: int, size: int) -> tuple[Keys, Rows]:

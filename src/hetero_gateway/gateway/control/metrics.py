@@ -97,6 +97,7 @@ class SharedView(Protocol):
     """The view of other gateways, as a scrape sees it."""
 
     outcomes: Counter[str]
+    news: Counter[str]
     exchange_s: Histogram
 
     @property
@@ -386,6 +387,8 @@ def _sharing_families(sharing: SharedView) -> Iterator[Metric]:
     yield unmatched
     yield _counter("sharing_exchanges", "Exchanges with the store, and messages rejected.",
                    ("outcome",), {(k,): v for k, v in sharing.outcomes.items()})  # fmt: skip
+    yield _counter("sharing_news", "News of where requests went: told, and heard of others.",
+                   ("direction",), {(k,): v for k, v in sharing.news.items()})  # fmt: skip
     yield _histogram(
         "sharing_exchange_seconds", "One exchange with the store.", (), {(): sharing.exchange_s}
     )

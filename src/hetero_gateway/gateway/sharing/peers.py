@@ -1,9 +1,11 @@
 """The others' load, kept up to date beside the traffic.
 
-One task exchanges messages with the store and brings what the others say to the scheduler. No
-request ever waits for it: a store that is slow, away or full of nonsense makes the view of the
-others old, then empty (``Mode``), and each gateway then decides by what it knows itself. When the
-store is back, the first exchange brings everything: messages are whole states, not differences.
+One task exchanges messages with the store and brings what the others say to the scheduler; another
+one listens for their news. Where a request was sent, the first task says at once, and then not
+again for ``news_s``. No request ever waits for either: a store that is slow, away or full of
+nonsense makes the view of the others old, then empty (``Mode``), and each gateway then decides by
+what it knows itself. When the store is back, the first exchange brings everything: messages are
+whole states, not differences.
 
 What an exchange computes grows with the instances; pauses grow with it, so that it never takes more
 than a twentieth of a core.
@@ -16,7 +18,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.sharing.breaker import Breaker
 from hetero_gateway.core.sharing.exchange import OTHERS, Exchange, Mode
 from hetero_gateway.core.sharing.message import MessageError, pack, unpack
+from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.gateway_config import SchedulerConfig
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.sharing.store import RedisStore, Store, StoreError
@@ -34,6 +37,8 @@ _log = logging.getLogger(__name__)
 _MOST_PAUSE_S = 1.0
 # Of a core, at most, for what is computed here.
 _MOST_SHARE = 1 / 20
+# News that wait to be heard: more are dropped, for the next exchange has it all.
+_MOST_NEWS = 4096
 # So many instances at a time: in between, streams go on.
 _SLICE = 256
 EXCHANGE_BOUNDS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
@@ -63,6 +68,7 @@ class Sharing:
         settings = config.sharing
         self.name = name
         self.outcomes: Counter[str] = Counter()
+        self.news: Counter[str] = Counter()
         self.exchange_s = Histogram(EXCHANGE_BOUNDS_S)
         self._settings = settings
         self._fleet = fleet
@@ -76,28 +82,66 @@ class Sharing:
         self._heard: dict[str, bytes] = {}
         self._computed_s = 0.0
         self._mode = Mode.LOCAL
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._placed: set[InstanceId] = set()  # where requests went since that was last said
+        self._news: list[tuple[str, bytes]] = []  # the others', not heard yet
+        self._wake = asyncio.Event()
+        self._due_s = 0.0  # the next exchange
         # Called when others may have made room.
         self.on_change: Callable[[], None] = lambda: None
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Exchange once, so that the first request finds a view, and go on in the background."""
         await self._turn()
-        self._task = tasks.create_task(self._loop())
+        self._fleet.scheduler.on_dispatch = self._on_dispatch
+        self._tasks = [tasks.create_task(self._loop()), tasks.create_task(self._listen())]
 
     async def stop(self) -> None:
         """Say good-bye, unless the store is away."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        self._fleet.scheduler.on_dispatch = None
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = []
         await self._store.leave()
 
-    async def _loop(self) -> None:
+    # What wakes the exchange
+
+    def _on_dispatch(self, instance_id: InstanceId, _now_s: float) -> None:
+        """On the path of each request: nothing but a note."""
+        if self._exchange.replicas:
+            self._placed.add(instance_id)
+            self._wake.set()
+
+    def _on_news(self, name: str, data: bytes) -> None:
+        if len(self._news) < _MOST_NEWS:
+            self._news.append((name, data))
+        self._wake.set()
+
+    async def _listen(self) -> None:
         task = asyncio.current_task()
+        while task is None or not task.cancelling():
+            try:
+                await self._store.listen(self._on_news)
+            except StoreError as error:
+                _log.info("scheduler.shared: no news of other gateways: %s", error)
+            except Exception:
+                # The background loop's boundary, as below.
+                _log.exception("listening for news of other gateways failed")
+            await asyncio.sleep(_MOST_PAUSE_S)
+
+    async def _loop(self) -> None:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
         # A library may swallow a cancellation on its way from the socket; the gateway ends all the
         # same.
         while task is None or not task.cancelling():
-            await asyncio.sleep(max(self._settings.interval_s, self._computed_s / _MOST_SHARE))
+            await asyncio.sleep(max(self._settings.news_s, self._computed_s / _MOST_SHARE))
+            wait_s = self._due_s - time.monotonic()
+            timer = loop.call_later(max(0.0, wait_s), self._wake.set)
+            try:
+                await self._wake.wait()
+            finally:
+                timer.cancel()
+            self._wake.clear()
             try:
                 await self._turn()
             except Exception:
@@ -105,31 +149,36 @@ class Sharing:
                 _log.exception("exchanging loads with other gateways failed")
 
     async def _turn(self) -> None:
+        """Exchange what is due, all or news, and bring it home."""
+        self._computed_s = 0.0
         now_s = time.monotonic()
-        if not self._breaker.pause_s(now_s):
-            await self._talk(now_s)
+        if now_s >= self._due_s:
+            self._due_s = now_s + self._settings.interval_s
+            if not self._breaker.pause_s(now_s):
+                await self._talk(now_s)
+        elif self._placed and not self._breaker.pause_s(now_s):
+            await self._tell(now_s)
+        self._hear_news()
         await self._bring_home()
+
+    # Saying and hearing
 
     async def _talk(self, now_s: float) -> None:
         exchange = self._exchange
+        begun_s = time.process_time()
         instances = tuple(self._fleet.instances.values())
         if instances != self._instances:
             self._instances = instances
             exchange.set_instances([(i.id, i.config.base_url) for i in instances])
+        self._placed.clear()
         message = exchange.say(now_s)
         value = None if message is None else pack(message)
+        self._computed_s += time.process_time() - begun_s
         said_s = time.monotonic()
         try:
             values = await self._store.exchange(value)
         except StoreError as error:
-            self.outcomes["failed"] += 1
-            # It may have lost what was said, or be another one next time.
-            exchange.unsaid()
-            self._problem = str(error)
-            if self._breaker.failed(time.monotonic()):
-                _log.warning(
-                    "scheduler.shared: %s; deciding by what this gateway knows itself", error
-                )
+            self._failed(error)
             return
         heard_s = time.monotonic()
         self.outcomes["ok"] += 1
@@ -140,38 +189,76 @@ class Sharing:
         if message is not None:
             exchange.said()
         exchange.exchanged_s = heard_s
+        begun_s = time.process_time()
         self._hear(values, heard_s)
-        self._computed_s = said_s - now_s + time.monotonic() - heard_s
+        self._computed_s += time.process_time() - begun_s
 
-    def _hear(self, values: Any, now_s: float) -> None:
+    async def _tell(self, now_s: float) -> None:
+        begun_s = time.process_time()
+        message = self._exchange.say_news(self._placed, now_s)
+        self._placed.clear()
+        if message is None:
+            return
+        news = pack(message)
+        self._computed_s += time.process_time() - begun_s
+        try:
+            await self._store.tell(news)
+        except StoreError as error:
+            self._failed(error)
+            return
+        self.news["told"] += 1
+
+    def _failed(self, error: StoreError) -> None:
+        self.outcomes["failed"] += 1
+        # It may have lost what was said, or be another one next time.
+        self._exchange.unsaid()
+        self._problem = str(error)
+        if self._breaker.failed(time.monotonic()):
+            _log.warning("scheduler.shared: %s; deciding by what this gateway knows itself", error)
+
+    def _hear(self, values: Mapping[str, bytes], now_s: float) -> None:
         for name, data in values.items():
-            if self._heard.get(name) == data:
-                continue
-            try:
-                self._exchange.hear(name, unpack(data), now_s)
-            except MessageError as error:
-                if not self.outcomes["rejected"]:
-                    _log.warning(
-                        "scheduler.shared: the message of replica %s is left out: %s; further "
-                        "ones are only counted",
-                        name,
-                        error,
-                    )
-                self.outcomes["rejected"] += 1
+            if self._heard.get(name) != data:
+                self._hear_one(name, data, now_s)
         for name in self._heard.keys() - values.keys():
             self._exchange.forget(name)
         self._heard = dict(values)
 
+    def _hear_news(self) -> None:
+        if not self._news:
+            return
+        begun_s, now_s = time.process_time(), time.monotonic()
+        news, self._news = self._news, []
+        for name, data in news:
+            # Who has left may be heard for a moment still.
+            if name in self._heard:
+                self.news["heard"] += 1
+                self._hear_one(name, data, now_s)
+        self._computed_s += time.process_time() - begun_s
+
+    def _hear_one(self, name: str, data: bytes, now_s: float) -> None:
+        try:
+            self._exchange.hear(name, unpack(data), now_s)
+        except MessageError as error:
+            if not self.outcomes["rejected"]:
+                _log.warning(
+                    "scheduler.shared: the message of replica %s is left out: %s; further "
+                    "ones are only counted",
+                    name,
+                    error,
+                )
+            self.outcomes["rejected"] += 1
+
     async def _bring_home(self) -> None:
         """What is new to the scheduler; also without the store, since leases run out."""
-        begun_s = now_s = time.monotonic()
+        begun_s, now_s = time.process_time(), time.monotonic()
         scheduler, count = self._fleet.scheduler, 0
         for count, (instance_id, load) in enumerate(self._exchange.changes(now_s), 1):
             if instance_id in self._fleet.instances:
                 scheduler.set_peer(instance_id, OTHERS, load, now_s)
             if count % _SLICE == 0:
                 await asyncio.sleep(0)
-        self._computed_s += time.monotonic() - begun_s
+        self._computed_s += time.process_time() - begun_s
         if count:
             self.on_change()
         mode = self._exchange.mode(now_s)
@@ -208,6 +295,7 @@ class Sharing:
             "oldest_message_s": self.age_s(),
             "unmatched_instances": self.unmatched,
             "problem": self._problem or None,
+            "news": dict(self.news),
             "interval_s": self._settings.interval_s,
             "ttl_s": self._settings.ttl_s,
             "others": {

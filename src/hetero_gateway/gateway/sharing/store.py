@@ -2,6 +2,10 @@
 
     {GROUP}:replicas   a set of names; everybody adds itself at each turn
     {GROUP}:NAME       a replica's latest message; its time to live is the lease
+    {GROUP}:news       a channel: a replica's name and its news, in front of the next message
+
+Nothing depends on the channel. News that are lost, or that an access list forbids, are a view that
+is older by an exchange.
 
 The braces are Redis Cluster's: all keys of a group lie in one slot, so on one node, and one
 connection to that node is enough. Another node answers MOVED, which is followed.
@@ -16,11 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from hetero_gateway.core.sharing.message import MOST_BYTES
@@ -30,6 +35,11 @@ from hetero_gateway.files.gateway_config import SchedulerConfig, password
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NAME_BYTES = 16
 _NAME = re.compile(rb"[0-9a-f]{16}")
 _MOST_REPLICAS = 256
 _DEFAULT_PORT = 6379
@@ -48,6 +58,14 @@ class Store(Protocol):
 
         Raises StoreError.
         """
+        ...
+
+    async def tell(self, news: bytes) -> None:
+        """Have those who listen hear this now. Raises StoreError."""
+        ...
+
+    async def listen(self, hear: Callable[[str, bytes], None]) -> None:
+        """Hear the others' news, until that fails. Raises StoreError."""
         ...
 
     async def leave(self) -> None:
@@ -70,7 +88,7 @@ class RedisStore:
     def __init__(self, config: SchedulerConfig, base_dir: Path, name: str) -> None:
         try:
             import redis.asyncio as redis
-            from redis.exceptions import MovedError
+            from redis.exceptions import MovedError, NoPermissionError
         except ImportError as error:
             raise ConfigError(
                 "scheduler.shared: needs the package redis: pip install hetero-gateway[redis]"
@@ -78,6 +96,7 @@ class RedisStore:
         assert config.shared is not None
         self._redis = redis
         self._moved = MovedError
+        self._no_permission = NoPermissionError
         sharing = config.sharing
         parts = urlsplit(config.shared)
         self._address = (parts.hostname or "localhost", parts.port or _DEFAULT_PORT)
@@ -87,6 +106,8 @@ class RedisStore:
         tag = f"{{{sharing.group}}}"
         self._index = f"{tag}:replicas"
         self._prefix = f"{tag}:".encode()
+        self._channel = f"{tag}:news".encode()
+        self._may_tell = True
         self._options: dict[str, Any] = {
             "db": int(parts.path.strip("/") or 0),
             "username": parts.username,
@@ -110,11 +131,19 @@ class RedisStore:
         self._empty_since_s: dict[bytes, float] = {}
 
     async def exchange(self, value: bytes | None) -> Mapping[str, bytes]:
+        return await self._in_time(lambda: self._turn(value))
+
+    async def tell(self, news: bytes) -> None:
+        if self._may_tell:
+            await self._in_time(lambda: self._publish(self._name + news))
+
+    async def _in_time(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do this in time, on the node that it is for; or drop the connection: StoreError."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 for _ in range(_MOST_MOVES):
                     try:
-                        return await self._turn(value)
+                        return await work()
                     except self._redis.RedisError as error:
                         if not self._follow(error):
                             raise
@@ -128,11 +157,58 @@ class RedisStore:
             await self._drop()
             raise
 
-    async def _turn(self, value: bytes | None) -> Mapping[str, bytes]:
+    def _connected(self) -> Redis:
         if self._client is None:
             host, port = self._address
             self._client = self._redis.Redis(host=host, port=port, **self._options)
-        pipe = self._client.pipeline(transaction=False)
+        return self._client
+
+    async def _publish(self, news: bytes) -> None:
+        try:
+            await self._connected().publish(self._channel, news)
+        except self._no_permission:
+            self._may_tell = False
+            _log.warning(
+                "scheduler.shared: this user may not publish on %s: others hear of requests late; "
+                "grant it the channel",
+                self._channel.decode(),
+            )
+
+    async def listen(self, hear: Callable[[str, bytes], None]) -> None:
+        host, port = self._address
+        # A connection of its own, since one that listens can do nothing else.
+        client = self._redis.Redis(host=host, port=port, **self._options | {"socket_timeout": None})
+        connection: Any = client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await connection.connect()
+                await connection.send_command("SUBSCRIBE", self._channel)
+            alive = True
+            while True:
+                try:
+                    async with asyncio.timeout(self._ttl_s):
+                        told = await connection.read_response(disconnect_on_error=False)
+                except TimeoutError:
+                    # A connection that was cut in silence stays silent.
+                    if not alive:
+                        raise
+                    alive = False
+                    await connection.send_command("PING")
+                    continue
+                alive = True
+                if told[0] == b"message":
+                    name, data = told[2][:_NAME_BYTES], told[2][_NAME_BYTES:]
+                    if name != self._name and _NAME.fullmatch(name):
+                        hear(name.decode(), data)
+        except (TimeoutError, OSError, self._redis.RedisError, ValueError) as error:
+            raise StoreError(_in_words(error)) from error
+        finally:
+            with contextlib.suppress(Exception):
+                await connection.disconnect(nowait=True)
+
+    async def _turn(self, value: bytes | None) -> Mapping[str, bytes]:
+        client = self._connected()
+        pipe = client.pipeline(transaction=False)
         if value is not None:
             pipe.set(self._prefix + self._name, value, px=round(1000 * self._ttl_s))
         pipe.sadd(self._index, self._name)
@@ -146,7 +222,7 @@ class RedisStore:
         there = {n for n in told if _NAME.fullmatch(n)} - {self._name}
         values = dict(zip(known, answers[len(answers) - len(known) :], strict=True))
         if fresh := there.difference(known):
-            pipe = self._client.pipeline(transaction=False)
+            pipe = client.pipeline(transaction=False)
             for name in fresh:
                 pipe.getrange(self._prefix + name, 0, MOST_BYTES)
             values |= zip(fresh, await pipe.execute(), strict=True)
