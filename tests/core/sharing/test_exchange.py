@@ -137,6 +137,99 @@ def test_a_replica_that_says_good_bye_is_gone_at_once() -> None:
     assert g.candidates(0.0) == idle
 
 
+A, B = INSTANCES[0][0], INSTANCES[1][0]
+
+
+def test_news_are_of_some_instances_and_leave_the_others_as_they_were() -> None:
+    g, other = Gateway(), Gateway()
+    other.place(0.0)  # on a, the fast one
+    on_b = other.scheduler._members.table[B].dispatch(request(), 1.0, 0.0)
+    g.exchange.hear("him", told(other.say(0.0)), 0.0)
+    g.apply(0.0)
+    other.scheduler.settle(on_b, Outcome.COMPLETED, 0.0)
+    before = dict(g.exchange.totals())
+    dispatch = other.scheduler._members.table[A].dispatch(request(), 1.0, 0.0)
+    news = told(other.exchange.say_news({A}, 0.0))
+    assert news.keys.size == 1
+    g.exchange.hear("him", unpack(pack(news)), 0.0)
+    g.apply(0.0)
+    after = dict(g.exchange.totals())
+    assert after[A].in_flight == before[A].in_flight + 1
+    assert after[B] == before[B], "that something ended there was not said"
+    # What ended in between differs in nothing from what was said last: it is said all the same.
+    other.scheduler.settle(dispatch, Outcome.COMPLETED, 0.0)
+    g.exchange.hear("him", told(other.say(0.0)), 0.0)
+    g.apply(0.0)
+    assert g.exchange.totals() == [(A, other.scheduler.own_load(A, 0.0))]
+
+
+def test_news_of_what_nobody_knows_are_none() -> None:
+    g = Gateway()
+    assert g.exchange.say_news({InstanceId("gone")}, 0.0) is None
+    assert g.exchange.say_news((), 0.0) is None
+
+
+def told(message: Message | None) -> Message:
+    assert message is not None
+    return message
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_is_lost_or_late_the_next_whole_makes_it_exact(seed: int) -> None:
+    """News and wholes that are dropped, doubled and swapped at random, and never a row too old."""
+    rng = np.random.default_rng(seed)
+    g, other = Gateway(), Gateway()
+    outstanding: list[object] = []
+    late: list[Message] = []
+    newest: dict[int, float] = {}
+    for step in range(60):
+        now_s = 0.01 * step
+        if outstanding and rng.random() < 0.4:
+            other.scheduler.settle(
+                outstanding.pop(int(rng.integers(len(outstanding)))),  # type: ignore[arg-type]
+                Outcome.COMPLETED,
+                now_s,
+            )
+        else:
+            state = other.scheduler._members.table[(A, B)[step % 2]]
+            outstanding.append(state.dispatch(request(prompt_tokens=10 + step), 1.0, now_s))
+        message = (
+            other.exchange.say_news([A, B][: int(rng.integers(1, 3))], now_s)
+            if rng.random() < 0.7
+            else other.exchange.say(now_s)
+        )
+        if message is not None and rng.random() < 0.8:
+            late.append(message)
+        while late and rng.random() < 0.6:
+            arrived = late.pop(int(rng.integers(len(late))))
+            for _ in range(int(rng.integers(1, 3))):
+                g.exchange.hear("him", unpack(pack(arrived)), now_s)
+            heard = g.exchange._replicas["him"]
+            for key, (sequence, _) in heard.news.items():
+                assert sequence >= newest.get(key, 0), "never back"
+                newest[key] = sequence
+            g.apply(now_s)
+    g.exchange.hear("him", told(other.say(1.0)), 1.0)
+    g.apply(1.0)
+    for late_one in late:
+        g.exchange.hear("him", late_one, 1.0)
+    g.apply(1.0)
+    want = {i: other.scheduler.own_load(i, 1.0) for i in (A, B)}
+    for instance_id, load in g.exchange.totals():
+        # Counts of prompts are relative to when the other was heard first.
+        assert load[:9] == want[instance_id][:9]
+
+
+def test_news_of_more_instances_than_there_can_be_are_not_kept() -> None:
+    g = Gateway()
+    many = np.arange(60_000, dtype=np.uint64)
+    rows = np.ones((many.size, 13))
+    for sequence in (1, 2, 3):
+        keys = many + np.uint64(sequence * 10**6)
+        g.exchange.hear("him", Message(sequence, keys, rows, whole=False), 0.0)
+    assert g.exchange.unmatched == many.size
+
+
 def test_rows_of_instances_that_are_not_here_are_counted_and_charged_to_nobody() -> None:
     g = Gateway()
     other = Gateway([(InstanceId("a"), "http://elsewhere"), (InstanceId("c"), "http://c")])

@@ -47,6 +47,36 @@ def test_sections_that_nobody_knows_are_skipped() -> None:
     assert same(unpack(header + more + data[HEADER_BYTES:]), message())
 
 
+def section(kind: int, body: bytes, width: int = 0) -> bytes:
+    return struct.pack("<HHI", kind, width, len(body)) + body
+
+
+def test_what_is_shared_later_is_skipped_by_readers_of_today() -> None:
+    """Limits by key and prefix entries will be sections of their own, in the same version."""
+    told = message(5)
+    data = pack(told)
+    limits = section(3, bytes(range(256)) * 64, width=2)
+    prefixes = section(4, b"\xff" * 2**20, width=16)  # as a row it would be nonsense
+    nothing = section(2**16 - 1, b"")
+    sections = (nothing, limits, data[HEADER_BYTES:], prefixes, nothing)
+    header = data[:6] + struct.pack("<H", len(sections)) + data[8:HEADER_BYTES]
+    assert same(unpack(header + b"".join(sections)), told)
+    # A message without rows says nothing of instances.
+    assert unpack(header[:6] + struct.pack("<H", 1) + header[8:] + limits).keys.size == 0
+    # A later section that is cut short is no reason to believe the rest.
+    with pytest.raises(MessageError, match="cut short"):
+        unpack((header + b"".join(sections))[:-9])
+
+
+def test_news_are_told_from_all_that_there_is() -> None:
+    told = message()._replace(whole=False)
+    got = unpack(pack(told))
+    assert same(got, told)
+    assert (got.whole, unpack(pack(message())).whole) == (False, True)
+    # A reader that knows no news skips them, as any section: this is where their kind stands.
+    assert pack(told)[HEADER_BYTES] != pack(message())[HEADER_BYTES]
+
+
 def test_fields_of_a_later_release_are_ignored_and_missing_ones_are_0() -> None:
     told = message(2)
     wide = told._replace(rows=np.concatenate((told.rows, np.ones((2, 3))), axis=1))
