@@ -1,4 +1,4 @@
-"""What the picker answers the data plane, as bytes on the wire.
+"""What the picker answers the data plane: gRPC messages, as bytes on the wire.
 
 What does not depend on the request is made once: per process or per instance, so that a usual
 request serialises nothing.
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.wire.headers import CREDENTIALS
 from hetero_gateway.gateway.wire.openai import error_body
+from hetero_gateway.picker.http2.frames import MESSAGE_HEAD_BYTES, message
 from hetero_gateway.picker.protocol.messages_pb2 import (
     CommonResponse,
     HeaderMutation,
@@ -33,11 +34,16 @@ _OVERWRITE = 2  # OVERWRITE_IF_EXISTS_OR_ADD
 # As ext_proc recommends for one message of a streamed body.
 _CHUNK_BYTES = 62 * 1024
 
-GO_ON_TO_BODY = ProcessingResponse(request_headers=PartResponse()).SerializeToString()
-REQUEST_TRAILERS = ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString()
-RESPONSE_TRAILERS = ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString()
-RESPONSE_HEADERS = ProcessingResponse(response_headers=PartResponse()).SerializeToString()
-RESPONSE_BODY = ProcessingResponse(response_body=PartResponse()).SerializeToString()
+
+def _message(answer: ProcessingResponse) -> bytes:
+    return message(answer.SerializeToString())
+
+
+GO_ON_TO_BODY = _message(ProcessingResponse(request_headers=PartResponse()))
+REQUEST_TRAILERS = _message(ProcessingResponse(request_trailers=TrailersResponse()))
+RESPONSE_TRAILERS = _message(ProcessingResponse(response_trailers=TrailersResponse()))
+RESPONSE_HEADERS = _message(ProcessingResponse(response_headers=PartResponse()))
+RESPONSE_BODY = _message(ProcessingResponse(response_body=PartResponse()))
 
 
 class Destination:
@@ -65,38 +71,36 @@ class Destination:
         self.in_headers = _with_metadata(ProcessingResponse(request_headers=part), endpoint)
         self.in_body = _with_metadata(ProcessingResponse(request_body=part), endpoint)
         named = HeaderMutation(set_headers=[_header("x-hetero-gateway-instance", instance_id)])
-        self.served = ProcessingResponse(
-            response_headers=PartResponse(response=CommonResponse(header_mutation=named))
-        ).SerializeToString()
+        self.served = _message(
+            ProcessingResponse(
+                response_headers=PartResponse(response=CommonResponse(header_mutation=named))
+            )
+        )
 
 
 def with_path(answer: bytes, path: bytes) -> bytes:
     """A destination's answer that changes the request's path, too."""
-    changed = ProcessingResponse.FromString(answer)
+    changed = ProcessingResponse.FromString(answer[MESSAGE_HEAD_BYTES:])
     part = getattr(changed, changed.WhichOneof("response") or "")
     part.response.header_mutation.set_headers.append(_header(":path", path))
-    return changed.SerializeToString()
+    return _message(changed)
 
 
-def streamed(body: Iterable[bytes], *, ends: bool, of_request: bool) -> Iterable[bytes]:
+def streamed(body: bytes, *, ends: bool, of_request: bool) -> Iterable[bytes]:
     """A body given back piece by piece, as FULL_DUPLEX_STREAMED wants it.
 
     Args:
         ends: no trailers follow.
     """
-    pieces = [
-        chunk[at : at + _CHUNK_BYTES] for chunk in body for at in range(0, len(chunk), _CHUNK_BYTES)
-    ] or [b""]
-    last = len(pieces) - 1
-    for i, piece in enumerate(pieces):
+    for at in range(0, len(body) or 1, _CHUNK_BYTES):
         part = PartResponse()
         streamed_response = part.response.body_mutation.streamed_response
-        streamed_response.body = piece
-        streamed_response.end_of_stream = ends and i == last
+        streamed_response.body = body[at : at + _CHUNK_BYTES]
+        streamed_response.end_of_stream = ends and at + _CHUNK_BYTES >= len(body)
         if of_request:
-            yield ProcessingResponse(request_body=part).SerializeToString()
+            yield _message(ProcessingResponse(request_body=part))
         else:
-            yield ProcessingResponse(response_body=part).SerializeToString()
+            yield _message(ProcessingResponse(response_body=part))
 
 
 def refused(refusal: Refusal, path: str, request_id: bytes) -> bytes:
@@ -118,20 +122,20 @@ def immediate(
     answer.headers.set_headers.append(_header("content-type", "application/json"))
     for name, value in headers:
         answer.headers.set_headers.append(_header(name, value))
-    return ProcessingResponse(immediate_response=answer).SerializeToString()
+    return _message(ProcessingResponse(immediate_response=answer))
 
 
 def wait_longer(timeout_s: float) -> bytes:
     """Asks the data plane to wait this long for the answer proper."""
     answer = ProcessingResponse()
     answer.override_message_timeout.FromNanoseconds(round(timeout_s * 1e9))
-    return answer.SerializeToString()
+    return _message(answer)
 
 
 def _with_metadata(answer: ProcessingResponse, endpoint: str) -> bytes:
     """Header and metadata must be equal: a data plane may look at either."""
     answer.dynamic_metadata.update({LB_NAMESPACE: {DESTINATION: endpoint}})
-    return answer.SerializeToString()
+    return _message(answer)
 
 
 def _header(name: str, value: str | bytes) -> HeaderValueOption:

@@ -1,17 +1,17 @@
-"""The gRPC services: ext_proc, and grpc.health.v1 for whoever balances between pickers."""
+"""What data planes call: ext_proc, and grpc.health.v1 for whoever balances between pickers."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import ssl
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import grpc
 import msgspec
+from google.protobuf.message import DecodeError
 
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
-from hetero_gateway.errors import ConfigError, HeteroGatewayError, Refusal
+from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.gateway_config import PickerConfig
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.app import model_list
@@ -22,6 +22,9 @@ from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.picker import answers
 from hetero_gateway.picker.endpoints import Endpoints
+from hetero_gateway.picker.http2.calls import Call
+from hetero_gateway.picker.http2.frames import Status, message
+from hetero_gateway.picker.http2.server import Methods, Server
 from hetero_gateway.picker.protocol.messages_pb2 import (
     HealthCheckRequest,
     HealthCheckResponse,
@@ -36,14 +39,12 @@ _ALIVE = ("", "liveness")
 _READY = ("readiness", EXT_PROC, "inference-extension")
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 _WATCH_S = 0.5
-# A body travels in one message where it is buffered.
+# Of a message, besides the body in it.
 _MESSAGE_MARGIN_BYTES = 2**20
-
-_log = logging.getLogger(__name__)
 
 
 class Rooms(NamedTuple):
-    """What every request passes through."""
+    """What every request passes through. ``reading``: one long body is read at a time."""
 
     admission: Admission
     intake: Intake
@@ -52,6 +53,7 @@ class Rooms(NamedTuple):
     decisions: DecisionLog
     metrics: Metrics
     total_timeout_s: float
+    reading: asyncio.Lock
 
 
 class Picker:
@@ -65,9 +67,10 @@ class Picker:
     def __init__(self, gateway: Gateway, config: PickerConfig, base_dir: Path = Path()) -> None:
         self._gateway = gateway
         self._config = config
-        self._credentials = _credentials(config, base_dir)
-        self._servers: list[Any] = []
+        self._tls = _tls(config, base_dir)
+        self._servers: list[Server] = []
         self._following: asyncio.Task[None] | None = None
+        self._serving = False
         self.extends_timeout = config.extend_timeouts
         self.queue_timeout_s = gateway.config.scheduler.queue.timeout_s
         self.endpoints = Endpoints(
@@ -79,12 +82,11 @@ class Picker:
     @property
     def ready(self) -> bool:
         """Whether requests may be sent here. Without an instance, too: it says so itself."""
-        return bool(self._servers) and not self._gateway.draining
+        return self._serving and not self._gateway.draining
 
     async def start(self) -> None:
         """Listen. Raises HeteroGatewayError: a port cannot be used."""
-        config = self._config
-        dataplane = self._gateway.dataplane
+        config, dataplane = self._config, self._gateway.dataplane
         self.rooms = Rooms(
             dataplane.rooms.admission,
             dataplane.intake,
@@ -93,60 +95,41 @@ class Picker:
             dataplane.decisions,
             self._gateway.metrics,
             dataplane.rooms.total_timeout_s,
+            dataplane.rooms.reading,
         )
         self.name = dataplane.name
+        self.body_limits = dataplane.body_limits
         await self.endpoints.look()
         self._following = asyncio.get_running_loop().create_task(self.endpoints.follow())
-        main = self._server((_ext_proc(self), _health(self)))
-        self.port = _listen(main, config.host, config.port, self._credentials)
-        servers = [main]
+        health = {
+            f"/{HEALTH}/Check": lambda call: HealthCall(self, call, watches=False),
+            f"/{HEALTH}/Watch": lambda call: HealthCall(self, call, watches=True),
+        }
+        ext_proc = {f"/{EXT_PROC}/Process": lambda call: Stream(self, call)}
+        main = self._server({**ext_proc, **health})
+        self.port = await main.listen(config.host, config.port, self._tls)
         if config.health_port is not None:
-            plain = self._server((_health(self),))
-            _listen(plain, config.host, config.health_port, None)
-            servers.append(plain)
-        for server in servers:
-            await server.start()
-        self._servers = servers
+            await self._server(health).listen(config.host, config.health_port)
+        self._serving = True
 
-    def _server(self, handlers: tuple[Any, ...]) -> Any:
-        limit = self.rooms.intake.max_body_bytes + _MESSAGE_MARGIN_BYTES
-        return grpc.aio.server(
-            handlers=handlers,
-            options=[
-                ("grpc.max_receive_message_length", limit),
-                ("grpc.max_send_message_length", limit),
-                # Two pickers on one port would each see a part of the streams by chance.
-                ("grpc.so_reuseport", 0),
-                # Data planes keep their connection alive as they like.
-                ("grpc.http2.min_ping_interval_without_data_ms", 1000),
-                ("grpc.keepalive_permit_without_calls", 1),
-            ],
-        )
+    def _server(self, methods: Methods) -> Server:
+        server = Server(methods, self.body_limits, _MESSAGE_MARGIN_BYTES, self.count_bug)
+        self._servers.append(server)
+        return server
 
     async def stop(self) -> None:
         """Turn unready, give the data planes time to see it, and let open streams end."""
-        servers, self._servers = self._servers, []
-        if servers and self.open:
+        if self._serving and self.open:
+            self._serving = False
             await asyncio.sleep(self._config.drain_s)
+        self._serving = False
         grace_s = self._gateway.config.server.shutdown_timeout_s
-        await asyncio.gather(*(server.stop(grace_s) for server in servers))
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         if self._following is not None:
             self._following.cancel()
 
-    async def process(self, _: Any, context: Any) -> None:
-        """One stream of ext_proc, which is one request."""
-        stream = Stream(self, context)
-        self.open += 1
-        try:
-            await stream.run()
-        except Exception:
-            # The boundary of a request: a bug costs the one that met it.
-            _log.exception("%r failed inside the picker", stream)
-            self.rooms.metrics.series("", "").outcomes["internal_error"] += 1
-            raise
-        finally:
-            self.open -= 1
-            stream.release()
+    def count_bug(self) -> None:
+        self.rooms.metrics.series("", "").outcomes["internal_error"] += 1
 
     def other_request(self, method_and_path: str, head: HttpHeaders) -> bytes:
         """The answer to what is no POST on an engine's path."""
@@ -159,25 +142,8 @@ class Picker:
             return answers.immediate(200, msgspec.json.encode(model_list(self._gateway)))
         raise Refusal(404, "not_found", f"there is no {method_and_path}"[:200])
 
-    async def check(self, data: bytes, context: Any) -> bytes:
-        """grpc.health.v1.Health/Check."""
-        status = self._status(data)
-        if status == _UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
-        return HealthCheckResponse(status=status).SerializeToString()
-
-    async def watch(self, data: bytes, context: Any) -> None:
-        """grpc.health.v1.Health/Watch."""
-        last = None
-        while True:
-            status = self._status(data)
-            if status != last:
-                await context.write(HealthCheckResponse(status=status).SerializeToString())
-                last = status
-            await asyncio.sleep(_WATCH_S)
-
-    def _status(self, data: bytes) -> int:
-        service = HealthCheckRequest.FromString(data).service
+    def health(self, service: str) -> int:
+        """As grpc.health.v1 has it."""
         if service in _ALIVE:
             return _SERVING
         if service in _READY:
@@ -185,40 +151,65 @@ class Picker:
         return _UNKNOWN
 
 
-def _ext_proc(picker: Picker) -> Any:
-    # No serialisers: messages come and go as bytes, most of them ready-made.
-    method = grpc.stream_stream_rpc_method_handler(picker.process)
-    return grpc.method_handlers_generic_handler(EXT_PROC, {"Process": method})
+class HealthCall:
+    """Check and Watch of grpc.health.v1.Health: a ``Receiver``."""
+
+    def __init__(self, picker: Picker, call: Call, *, watches: bool) -> None:
+        self._picker = picker
+        self._call = call
+        self._watches = watches
+        self._service: str | None = None
+        self._last: int | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def message(self, data: bytes) -> None:
+        if self._service is not None:
+            return
+        try:
+            self._service = HealthCheckRequest.FromString(data).service
+        except DecodeError:
+            self._call.finish(Status.INVALID_ARGUMENT, "this is no HealthCheckRequest")
+            return
+        if self._watches:
+            self._look(self._service)
+            return
+        status = self._picker.health(self._service)
+        if status == _UNKNOWN:
+            self._call.finish(Status.NOT_FOUND, "unknown service")
+        else:
+            self._say(status)
+            self._call.finish()
+
+    def _look(self, service: str) -> None:
+        status = self._picker.health(service)
+        if status != self._last:
+            self._last = status
+            self._say(status)
+        self._timer = asyncio.get_running_loop().call_later(_WATCH_S, self._look, service)
+
+    def _say(self, status: int) -> None:
+        self._call.send(message(HealthCheckResponse(status=status).SerializeToString()))
+
+    def refuse(self, refusal: Refusal) -> None:
+        self._call.finish(Status.RESOURCE_EXHAUSTED, "the message is too long")
+
+    def half_closed(self) -> None:
+        if self._service is None:
+            self._call.finish(Status.INVALID_ARGUMENT, "there was no message")
+
+    def lost(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
-def _health(picker: Picker) -> Any:
-    return grpc.method_handlers_generic_handler(
-        HEALTH,
-        {
-            "Check": grpc.unary_unary_rpc_method_handler(picker.check),
-            "Watch": grpc.unary_stream_rpc_method_handler(picker.watch),
-        },
-    )
-
-
-def _credentials(config: PickerConfig, base_dir: Path) -> Any:
+def _tls(config: PickerConfig, base_dir: Path) -> ssl.SSLContext | None:
     if config.certificate_file is None or config.key_file is None:
         return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])
     try:
-        certificate = (base_dir / config.certificate_file).read_bytes()
-        key = (base_dir / config.key_file).read_bytes()
-    except OSError as error:
+        context.load_cert_chain(base_dir / config.certificate_file, base_dir / config.key_file)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigError(f"picker.certificate_file, picker.key_file: {error}") from error
-    return grpc.ssl_server_credentials([(key, certificate)])
-
-
-def _listen(server: Any, host: str, port: int, credentials: Any) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        if credentials is None:
-            bound: int = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise HeteroGatewayError(f"cannot listen on {address} (is the port taken?)") from error
-    return bound
+    return context

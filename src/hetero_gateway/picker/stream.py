@@ -1,22 +1,26 @@
 """One ext_proc stream: one request behind the data plane, from its head to its end.
 
-    event              head        body         waiting      answering
-    -----------------  ----------  -----------  -----------  ----------------------------
-    request's head     body        –            –            –
-    request's body     –           placed, so   –            –
-                                   answering;
-                                   or waiting
-    refused            over: an ImmediateResponse            –
-    placed             –           –            answering    –
-    response's head    –           –            –            the load goes to who served it
-    other messages     –           –            –            answered, and without meaning
-    the stream's end   over        over         leaves the   settled; over
-                                                queue; over
+    event              HEAD          BODY         PLACING      ANSWERING
+    -----------------  ------------  -----------  -----------  ----------------------------
+    request's head     BODY, or as   –            –            –
+                       with its body
+    request's body     –             ANSWERING,   –            –
+                                     or PLACING
+    refused            an ImmediateResponse, ANSWERING         –
+    placed             –             ANSWERING    ANSWERING    –
+    response's head    –             –            –            the load goes to who served it
+    response's end     –             –            –            settled; OVER
+    other messages     –             –            –            answered, and without meaning
+    the stream's end   OVER          OVER         leaves the   settled; OVER
+                                                  queue; OVER
+
+Everything happens in callbacks of the call; a task exists only where something has to wait: for a
+long body to be read, for the tokenizer, for room on an instance.
 
 The end of the stream is the end of the request: the data plane keeps it open until the response's
-last byte (``response_trailer_mode: SEND``). It surfaces here as EOF or as a cancellation, and in
-both cases ``release`` runs, once. What ends a response, its last byte or a client that leaves, the
-data plane does not say.
+last byte (``response_trailer_mode: SEND``). ``release`` runs whatever ended it, and settles once.
+Whether a stream that ended without the response's end did so because its client left, the data
+plane does not say.
 
 Response bodies are not asked for. Where the data plane sends them all the same, they go back as
 they came.
@@ -25,23 +29,36 @@ they came.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import grpc
+from google.protobuf.message import DecodeError
 
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request, Usage
 from hetero_gateway.engines.vllm import work_of_path
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.dataplane.answers import rejection, too_large
+from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.dataplane.answers import rejection
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed, SleeperGone
 from hetero_gateway.gateway.failures import Failure, InstanceError
+from hetero_gateway.gateway.wire.bodies import BodyBuffer
+from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps, advance
 from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.picker import answers
-from hetero_gateway.picker.protocol.messages_pb2 import HttpHeaders, Metadata, ProcessingRequest
+from hetero_gateway.picker.http2.calls import Call
+from hetero_gateway.picker.http2.frames import Status
+from hetero_gateway.picker.protocol.messages_pb2 import (
+    HttpBody,
+    HttpHeaders,
+    Metadata,
+    ProcessingRequest,
+)
 
 if TYPE_CHECKING:
     from hetero_gateway.picker.service import Picker
@@ -52,16 +69,26 @@ _log = logging.getLogger(__name__)
 _BUFFERED = 2
 _FULL_DUPLEX = 4
 
-_EOF = grpc.aio.EOF
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
 _CODE_DETAILS = "response.code_details"
 _FROM_INSTANCE = "via_upstream"
 # What the data plane is given beyond the queue's own limit.
 _GRACE_S = 10.0
+# How long the reading of a body may hold the event loop at a time.
+_STEP_S = 0.001
+# Of each end of a long body, once it is not needed any more.
+_LEFT_BYTES = 1024
 
 
-class StreamGone(Exception):
-    """The data plane has ended the stream."""
+class _State(enum.Enum):
+    HEAD = "head"
+    BODY = "body"
+    PLACING = "placing"
+    ANSWERING = "answering"
+    OVER = "over"
+
+
+_HEAD, _BODY, _PLACING, _ANSWERING, _OVER = _State
 
 
 class SeenAnswer(NamedTuple):
@@ -78,166 +105,249 @@ class SeenAnswer(NamedTuple):
 
 
 class Stream:
-    """The life of one request; a ``Sleeper``."""
+    """The life of one request: a ``Receiver`` of its call, and a ``Sleeper``."""
 
     __slots__ = (
-        "_awake",
         "_body_mode",
-        "_context",
+        "_buffer",
+        "_call",
+        "_client",
+        "_ended",
         "_error",
+        "_has_body",
         "_inbound",
         "_job",
         "_picker",
         "_placed",
-        "_reading",
         "_response_mode",
+        "_state",
         "_status",
+        "_subset",
+        "_task",
+        "_waited",
         "_woken",
         "gone",
     )
 
-    def __init__(self, picker: Picker, context: Any) -> None:
+    def __init__(self, picker: Picker, call: Call) -> None:
         self._picker = picker
-        self._context = context
+        self._call = call
+        self._state = _HEAD
         self._inbound: Inbound | None = None
+        self._client: Client | None = None
+        self._buffer: BodyBuffer | None = None
+        self._subset: list[str] | None = None
+        self._has_body = True
+        self._ended = True  # the body; no trailers follow
         self._job: Job | None = None
         self._placed: Placed | None = None  # and not settled
-        self._reading: asyncio.Future[bytes] | None = None  # a read that was begun to see the end
-        self._woken: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._woken: asyncio.Event | None = None
+        self._waited = False
         self._body_mode = _BUFFERED
         self._response_mode = 0
         self._status = 0
-        self._awake = False
         self._error: InstanceError | None = None
         self.gone = False
+        picker.open += 1
 
     def __repr__(self) -> str:
-        return f"<Stream {self._inbound!r} on {self._placed and self._placed.instance.id}>"
+        where = self._placed and self._placed.instance.id
+        return f"<Stream {self._inbound!r}: {self._state.value} on {where}>"
 
-    async def run(self) -> None:
-        """Serve the stream to its end."""
+    # A Receiver
+
+    def message(self, data: bytes) -> None:
         try:
-            try:
-                answer = await self._pick()
-            except Refusal as refusal:
-                inbound = self._inbound
-                path, request_id = (
-                    ("", b"") if inbound is None else (inbound.path, inbound.request_id)
-                )
-                answer = answers.refused(refusal, path, request_id)
-            if answer is not None:
-                await self._write(answer)
-            await self._attend()
-        except StreamGone:
-            pass
+            message = ProcessingRequest.FromString(data)
+        except DecodeError:
+            self._call.finish(Status.INVALID_ARGUMENT, "this is no ProcessingRequest")
+            self.lost()
+            return
+        kind = message.WhichOneof("request")
+        state = self._state
+        if state is _ANSWERING:
+            self._attend(kind, message)
+            return
+        try:
+            if state is _HEAD:
+                if kind != "request_headers":
+                    raise _misconfigured("request_header_mode must be SEND")
+                self._begin(message)
+            elif state is _BODY:
+                if kind == "request_body":
+                    self._take_body(message.request_body)
+                else:
+                    self._ended = False
+                    self._read()
+        except Refusal as refusal:
+            self._refuse(refusal)
+
+    def refuse(self, refusal: Refusal) -> None:
+        if self._state is _BODY:
+            self._refuse(refusal)
+
+    def half_closed(self) -> None:
+        self.lost()
+        self._call.finish()
+
+    def lost(self) -> None:
+        self.gone = True
+        self.wake()
+        self.release()
 
     # The request
 
-    async def _pick(self) -> bytes | None:
-        """Place the request and say where; an answer that ends the request, or None.
-
-        Raises:
-            Refusal: what the client is to be told instead.
-        """
-        first = await self._read()
-        if not first.HasField("request_headers"):
-            raise _misconfigured("request_header_mode must be SEND")
-        if first.HasField("protocol_config"):
-            self._body_mode = first.protocol_config.request_body_mode
-            self._response_mode = first.protocol_config.response_body_mode
-        head = first.request_headers
+    def _begin(self, message: ProcessingRequest) -> None:
+        """The request's head. Raises Refusal: what the client gets instead."""
+        if message.HasField("protocol_config"):
+            self._body_mode = message.protocol_config.request_body_mode
+            self._response_mode = message.protocol_config.response_body_mode
+        head = message.request_headers
         method, inbound = _inbound(head)
+        picker = self._picker
         if inbound is None:
-            return self._picker.other_request(method, head)
+            self._state = _ANSWERING
+            self._call.send(picker.other_request(method, head))
+            return
         self._inbound = inbound
-        self._picker.name(inbound)
-        rooms = self._picker.rooms
-        try:
-            client = rooms.admission.admit(inbound)
-            rooms.intake.check_size(inbound.content_length)
-            body, ended = await self._body(ends=head.end_of_stream)
-            inbound.body = b"".join(body)
-            inbound.received_s = time.monotonic()
-            parsed = rooms.intake.read(inbound)
-            counted = None
-            if rooms.intake.counts(inbound, parsed):
-                counted = await rooms.intake.count(inbound)
-        except Refusal:
-            rooms.metrics.series("unknown", "").outcomes["rejected"] += 1
-            raise
-        job = self._job = rooms.intake.describe(inbound, client, parsed, counted)
-        # Its first token is not seen: a stream's head comes before it, and its body never.
-        request = job.request._replace(streams=False)
-        placed = await self._place(job, request, _subset(first.metadata_context))
-        await self._send_there(placed, body, ended=ended, no_body=head.end_of_stream)
-        return None
-
-    async def _body(self, *, ends: bool) -> tuple[list[bytes], bool]:
-        """(the body's pieces, whether no trailers follow)."""
-        if ends:
-            return [], True
-        limit = self._picker.rooms.intake.max_body_bytes
+        picker.name(inbound)
+        rooms = picker.rooms
+        self._subset = _subset(message.metadata_context)
+        self._client = rooms.admission.admit(inbound)
+        rooms.intake.check_size(inbound.content_length)
+        if head.end_of_stream:
+            self._has_body = False
+            self._read()
+            return
         if self._body_mode == _BUFFERED:
-            await self._write(answers.GO_ON_TO_BODY)
+            self._call.send(answers.GO_ON_TO_BODY)
         elif self._body_mode != _FULL_DUPLEX:
             raise _misconfigured("request_body_mode must be BUFFERED or FULL_DUPLEX_STREAMED")
-        pieces: list[bytes] = []
-        size = 0
-        while True:
-            message = await self._read()
-            if not message.HasField("request_body"):
-                return pieces, False  # trailers
-            part = message.request_body
-            pieces.append(part.body)
-            size += len(part.body)
-            if size > limit:
-                raise too_large(limit)
-            # What is buffered comes whole; trailers that follow it are a message of their own.
-            if part.end_of_stream or self._body_mode == _BUFFERED:
-                return pieces, True
+        self._buffer = BodyBuffer(picker.body_limits)
+        self._state = _BODY
 
-    async def _place(self, job: Job, request: Request, subset: list[str] | None) -> Placed:
-        """The request's place. Raises Refusal, or StreamGone."""
-        picker, rooms = self._picker, self._picker.rooms
+    def _take_body(self, part: HttpBody) -> None:
+        assert self._buffer is not None
+        self._buffer.add(part.body)
+        # What is buffered comes whole; trailers that follow it are a message of their own.
+        if part.end_of_stream or self._body_mode == _BUFFERED:
+            self._read()
+
+    def _read(self) -> None:
+        """The body is here: understand the request. Raises Refusal."""
+        self._state = _PLACING
+        inbound, intake = self._inbound, self._picker.rooms.intake
+        assert inbound is not None
+        if self._buffer is not None:
+            inbound.body = self._buffer.take()
+        inbound.received_s = time.monotonic()
+        if len(inbound.body) < LEAST_BYTES:
+            self._understand(intake.read(inbound))
+            return
+        steps = intake.read_in_steps(inbound)
+        parsed = advance(steps, _STEP_S)
+        if parsed is not None:
+            self._understand(parsed)
+        else:
+            self._start(self._read_on(steps))
+
+    async def _read_on(self, steps: Steps[ParsedRequest]) -> None:
+        """Read the rest of a long body, while the event loop has its turns."""
+        parsed = None
+        async with self._picker.rooms.reading:
+            while parsed is None and not self.gone:
+                await asyncio.sleep(0)
+                parsed = advance(steps, _STEP_S)
+        if parsed is not None and not self.gone:
+            assert self._inbound is not None
+            if self._picker.rooms.intake.counts(self._inbound, parsed):
+                await self._count(parsed)
+            else:
+                self._describe(parsed, None)
+
+    def _understand(self, parsed: ParsedRequest) -> None:
+        assert self._inbound is not None
+        if self._picker.rooms.intake.counts(self._inbound, parsed):
+            self._start(self._count(parsed))
+        else:
+            self._describe(parsed, None)
+
+    async def _count(self, parsed: ParsedRequest) -> None:
+        assert self._inbound is not None
+        counted = await self._picker.rooms.intake.count(self._inbound)
+        if not self.gone:
+            self._describe(parsed, counted)
+
+    def _describe(self, parsed: ParsedRequest, counted: int | None) -> None:
+        inbound, client = self._inbound, self._client
+        assert inbound is not None
+        assert client is not None
+        job = self._picker.rooms.intake.describe(inbound, client, parsed, counted)
+        self._job = job
+        # Its first token is not seen: a stream's head comes before it, and its body never.
+        self._place(job.request._replace(streams=False))
+
+    # Placing
+
+    def _place(self, request: Request) -> None:
+        """Find the request its place. Raises Refusal."""
+        picker, job = self._picker, self._job
+        assert job is not None
         exclude: tuple[InstanceId, ...] = picker.endpoints.unresolved
-        if subset is not None:
-            exclude = (*exclude, *picker.endpoints.outside(subset))
+        if self._subset is not None:
+            exclude = (*exclude, *picker.endpoints.outside(self._subset))
         try:
-            place = rooms.placement.submit(request, exclude, waits=job.waits, first=False)
-            if isinstance(place, Ticket):
-                deadline_s = job.inbound.received_s + rooms.total_timeout_s
-                self._reading = asyncio.ensure_future(self._context.read())
-                self._reading.add_done_callback(self._read_while_waiting)
-                place = await rooms.placement.wait(place, self, deadline_s)
+            place = picker.rooms.placement.submit(request, exclude, waits=job.waits, first=False)
+        except Refusal:
+            self._note("unavailable")
+            raise
+        if isinstance(place, Ticket):
+            self._woken = asyncio.Event()
+            self._start(self._wait(place, request))
+        else:
+            self._take(place, request)
+
+    async def _wait(self, ticket: Ticket, request: Request) -> None:
+        rooms = self._picker.rooms
+        assert self._inbound is not None
+        deadline_s = self._inbound.received_s + rooms.total_timeout_s
+        try:
+            place = await rooms.placement.wait(ticket, self, deadline_s)
         except SleeperGone:
             self._note("client_disconnected")
-            raise StreamGone from None
+            return
         except Refusal as refusal:
             self._note("timed_out" if refusal.status == 504 else "unavailable")
             raise
+        self._take(place, request)
+
+    def _take(self, place: Placed | Reject, request: Request) -> None:
+        """Send the request where it was placed. Raises Refusal: it was not."""
+        job = self._job
+        assert job is not None
         if isinstance(place, Placed):
             self._placed = place
-            return place
+            self._send_there(place)
+            return
         if (
             place.reason is RejectReason.FITS_NO_INSTANCE
             and job.parsed.exact_prompt_tokens is None
             and request.prompt_tokens == job.request.prompt_tokens > 1
         ):
             # The length is an estimate: when half of it fits, the engine is to judge.
-            half = request._replace(prompt_tokens=-(-request.prompt_tokens // 2))
-            return await self._place(job, half, subset)
+            self._place(request._replace(prompt_tokens=-(-request.prompt_tokens // 2)))
+            return
         ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
         self._note("unavailable" if ours else "rejected")
-        if ours and subset is not None:
+        if ours and self._subset is not None:
             place = Reject(place.reason, "none of the endpoints that were hinted at is available")
         raise rejection(place, None, job.inbound.path)
 
-    async def _send_there(
-        self, placed: Placed, body: list[bytes], *, ended: bool, no_body: bool
-    ) -> None:
+    def _send_there(self, placed: Placed) -> None:
         """Say where the request goes."""
         picker, rooms, instance = self._picker, self._picker.rooms, placed.instance
-        inbound = self._inbound
+        inbound, call = self._inbound, self._call
         assert inbound is not None
         rooms.metrics.decisions[instance.id] += 1
         rooms.decisions.append(time.time(), inbound.request_id, placed.decision, placed.waited_s)
@@ -250,42 +360,63 @@ class Stream:
                 kind="server_error",
                 retry_after_s=2,
             )
-        buffered = self._body_mode == _BUFFERED and not no_body
+        self._state = _ANSWERING
+        buffered = self._has_body and self._body_mode == _BUFFERED
         answer = destination.in_body if buffered else destination.in_headers
         if prefix := picker.endpoints.path_prefix(instance):
             answer = answers.with_path(answer, prefix + inbound.target)
         overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
         rooms.metrics.overhead_s.observe(overhead_s)
-        await self._write(answer)
-        if not buffered and not no_body:
-            for piece in answers.streamed(body, ends=ended, of_request=True):
-                await self._write(piece)
-            if not ended:
-                await self._write(answers.REQUEST_TRAILERS)
+        call.send(answer)
+        if self._has_body and not buffered:
+            for piece in answers.streamed(inbound.body, ends=self._ended, of_request=True):
+                call.send(piece)
+            if not self._ended:
+                call.send(answers.REQUEST_TRAILERS)
+        self._let_go_of_body()
+
+    def _let_go_of_body(self) -> None:
+        """A long one: the data plane has it. What is left is enough to tell it from others."""
+        buffer, inbound, job = self._buffer, self._inbound, self._job
+        self._buffer = None
+        if buffer is None or inbound is None or not buffer.holds:
+            return
+        inbound.body = inbound.body[:_LEFT_BYTES] + inbound.body[-_LEFT_BYTES:]
+        if job is not None and job.features is not None:
+            job.features.body = inbound.body
+        buffer.release()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """An ImmediateResponse in place of any instance's."""
+        if self._job is None and self._inbound is not None:
+            self._picker.rooms.metrics.series("unknown", "").outcomes["rejected"] += 1
+        inbound, path, request_id = self._inbound, "", b""
+        if inbound is not None:
+            path, request_id = inbound.path, inbound.request_id
+        self._state = _ANSWERING
+        self._call.send(answers.refused(refusal, path, request_id))
+        self._let_go_of_body()
 
     # The response
 
-    async def _attend(self) -> None:
-        """Follow what comes until the end of the stream."""
-        while True:
-            message = await self._read()
-            kind = message.WhichOneof("request")
-            if kind == "response_headers":
-                await self._write(self._answered(message))
-            elif kind == "response_body":
-                part = message.response_body
-                if self._response_mode == _FULL_DUPLEX:
-                    pieces = answers.streamed(
-                        [part.body], ends=part.end_of_stream, of_request=False
-                    )
-                    for piece in pieces:
-                        await self._write(piece)
-                else:
-                    await self._write(answers.RESPONSE_BODY)
-            elif kind == "request_trailers":
-                await self._write(answers.REQUEST_TRAILERS)
-            elif kind == "response_trailers":
-                await self._write(answers.RESPONSE_TRAILERS)
+    def _attend(self, kind: str | None, message: ProcessingRequest) -> None:
+        call = self._call
+        if kind == "response_headers":
+            call.send(self._answered(message))
+        elif kind == "response_trailers":
+            # That is the response's end, and everything else's.
+            call.send(answers.RESPONSE_TRAILERS)
+            call.finish()
+            self.release()
+        elif kind == "response_body":
+            part = message.response_body
+            if self._response_mode == _FULL_DUPLEX:
+                for piece in answers.streamed(part.body, ends=part.end_of_stream, of_request=False):
+                    call.send(piece)
+            else:
+                call.send(answers.RESPONSE_BODY)
+        elif kind == "request_trailers":
+            call.send(answers.REQUEST_TRAILERS)
 
     def _answered(self, message: ProcessingRequest) -> bytes:
         """The response's head is here: what it says, and who served it."""
@@ -336,9 +467,12 @@ class Stream:
     # The end
 
     def release(self) -> None:
-        """The stream is over: settle what was placed. To be called once, whatever happened."""
-        if self._reading is not None:
-            self._reading.cancel()
+        """The request is over: settle what was placed. Once, whatever happened."""
+        if self._state is _OVER:
+            return
+        self._state = _OVER
+        self._picker.open -= 1
+        self._let_go_of_body()
         if self._placed is None:
             return
         error = self._error
@@ -368,35 +502,34 @@ class Stream:
     # A Sleeper
 
     def wake(self) -> None:
-        self._awake = True
-        if self._woken is not None and not self._woken.done():
-            self._woken.set_result(None)
+        if self._woken is not None:
+            self._woken.set()
 
     async def wait(self) -> None:
-        if self._woken is None and self._picker.extends_timeout:
+        if not self._waited and self._picker.extends_timeout:
             # Here, where the placement gives the ticket back whatever happens.
-            await self._write(answers.wait_longer(self._picker.queue_timeout_s + _GRACE_S))
-        if not (self._awake or self.gone):
-            self._woken = asyncio.get_running_loop().create_future()
-            await self._woken
-        self._awake = False
+            self._call.send(answers.wait_longer(self._picker.queue_timeout_s + _GRACE_S))
+        self._waited = True
+        assert self._woken is not None
+        await self._woken.wait()
+        self._woken.clear()
 
-    def _read_while_waiting(self, reading: asyncio.Future[bytes]) -> None:
-        if reading.cancelled() or reading.exception() is not None or reading.result() is _EOF:
-            self.gone = True
-            self.wake()
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what has to wait. At most one runs at a time, and none is ever cancelled here."""
+        self._task = asyncio.get_running_loop().create_task(self._guarded(work))
 
-    # The wire
-
-    async def _read(self) -> ProcessingRequest:
-        reading, self._reading = self._reading, None
-        data = await (self._context.read() if reading is None else reading)
-        if data is _EOF:
-            raise StreamGone
-        return ProcessingRequest.FromString(data)
-
-    async def _write(self, data: bytes) -> None:
-        await self._context.write(data)
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Refusal as refusal:
+            if not self.gone:
+                self._refuse(refusal)
+        except Exception:
+            # The boundary of a request: a bug costs the one that met it.
+            _log.exception("%r failed inside the picker", self)
+            self._picker.count_bug()
+            self._call.finish(Status.INTERNAL, "the picker failed")
+            self.lost()
 
 
 def _inbound(head: HttpHeaders) -> tuple[str, Inbound | None]:
