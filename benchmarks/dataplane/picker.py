@@ -45,8 +45,10 @@ class Setup:
 
     def __init__(self, rig: Rig, body_mode: str) -> None:
         self.pids: dict[str, int] = {}
+        self.http_ports: dict[str, int] = {}
         self.ports: dict[str, int] = {"envoy": free_port(), "gateway": free_port()}
         grpc_port, http_port, admin_port = free_port(), free_port(), free_port()
+        self.http_ports = {"envoy": http_port, "gateway": self.ports["gateway"]}
         config = rig.workdir / "gateway.yaml"
         instances = [
             {"id": f"mock-{i}", "base_url": url, "model": "bench", "profile": PROFILES[i]}
@@ -89,6 +91,17 @@ class Setup:
     def cpu_s(self) -> dict[str, float]:
         return {name: tree_cpu_s(pid) for name, pid in self.pids.items()}
 
+    def waited(self, target: str) -> int:
+        """How many requests have waited in the scheduler's queue for 1 ms or more."""
+        seen = {}
+        text = _get(f":{self.http_ports[target]}/metrics") or ""
+        for line in text.splitlines():
+            if line.startswith("hetero_gateway_queue_wait_seconds"):
+                name, _, value = line.rpartition(" ")
+                seen[name] = float(value)
+        prefix = "hetero_gateway_queue_wait_seconds_"
+        return round(seen[f"{prefix}count"] - seen[f'{prefix}bucket{{le="0.001"}}'])
+
 
 def _get(rest: str) -> str | None:
     try:
@@ -125,6 +138,7 @@ def measure(
         chunks=chunks,
     )
     time.sleep(SETTLE_S)
+    waited = setup.waited(target)
     before, started_s = setup.cpu_s(), time.monotonic()
     run.go()
     load = run.wait()
@@ -136,7 +150,8 @@ def measure(
     cpu = {
         name: (after[name] - before[name] - idle[name] * elapsed_s) / count for name in setup.pids
     }
-    return {"cpu_s": cpu, "load": load.result}
+    waited = setup.waited(target) - waited
+    return {"cpu_s": cpu, "waited": waited / count, "load": load.result}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -164,6 +179,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         row: dict[str, Any] = {"kind": kind, "through": target, "idle_cores": idle}
         for name in names:
             row[f"{name}_cpu_us"] = 1e6 * statistics.median(r["cpu_s"][name] for r in results)
+        row["waited_share"] = statistics.median(r["waited"] for r in results)
         row["load"] = results[-1]["load"]
         rows.append(row)
     return {"chunks": args.chunks, "body_mode": args.body_mode, "results": rows}
@@ -193,7 +209,8 @@ def main() -> None:
         return
     for row in document["results"]:
         cpu = ", ".join(f"{k[:-7]} {v:.0f} µs" for k, v in row.items() if k.endswith("_cpu_us"))
-        print(f"{row['kind']:8} through {row['through']:8} {cpu}")
+        waited = f"{100 * row['waited_share']:.0f} % waited for an instance"
+        print(f"{row['kind']:8} through {row['through']:8} {cpu}; {waited}")
 
 
 if __name__ == "__main__":

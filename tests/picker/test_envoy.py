@@ -140,7 +140,8 @@ async def one_request(port: int, rng: random.Random) -> str:
         chat(
             model=rng.choice(["m"] * 9 + ["nope"]),
             stream=rng.random() < 0.6,
-            prompt=[1] * rng.choice([10, 3000]),
+            # None of them cached.
+            prompt=[rng.randrange(10**6)] * rng.choice([10, 3000]),
             max_tokens=rng.randrange(1, 1000),
             fake=rng.choice(FAULTS),
         )
@@ -522,6 +523,25 @@ async def test_grpc_health_answers_for_life_readiness_and_the_service(tmp_path):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await status("something else")
                 assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_http_port_has_the_gateways_limits_and_serves_no_engine_path():
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes, picker={"port": 0, "drain_s": 0})
+        async with (
+            running_picker(config) as picker,
+            httpx.AsyncClient(base_url=picker.url) as client,
+        ):
+            answer = await client.post(CHAT, json=chat())
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+            assert (await client.get("/readyz")).status_code == 200
+            answer = await client.get("/metrics", headers={"x-long": "x" * 300_000})
+            assert answer.status_code == 431
+            reader, writer = await asyncio.open_connection("127.0.0.1", picker.ports[1])
+            writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\nx: 1\r\n y: folded\r\n\r\n")
+            assert (await reader.readline()).split()[1] == b"400"
+            writer.close()
+        assert fakes[0].requests == 0
 
 
 async def test_an_instances_name_is_resolved_and_without_an_address_it_gets_nothing(tmp_path):

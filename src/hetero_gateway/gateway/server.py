@@ -84,10 +84,10 @@ class DrainingServer(uvicorn.Server):
             ) from error
 
 
-class GatewayServer(DrainingServer):
-    """The gateway's: our protocol, and a long listen backlog."""
+class ProtocolServer(DrainingServer):
+    """With our protocol, its limits for clients, and a long listen backlog."""
 
-    def __init__(self, app: App, on_ready: Callable[[str], None]) -> None:
+    def __init__(self, app: App) -> None:
         gateway = app.gateway
         metrics = gateway.metrics
         self.watch = Watch(
@@ -96,6 +96,13 @@ class GatewayServer(DrainingServer):
         metrics.client_connections = self.watch.__len__
         protocol = engine_protocol(app, self.watch)
         super().__init__(app, gateway, http=protocol, backlog=_BACKLOG)
+
+
+class GatewayServer(ProtocolServer):
+    """The gateway's."""
+
+    def __init__(self, app: App, on_ready: Callable[[str], None]) -> None:
+        super().__init__(app)
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

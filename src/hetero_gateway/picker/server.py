@@ -6,14 +6,51 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.app import create_app
-from hetero_gateway.gateway.server import DrainingServer, freeze_what_start_made, url_host
+from hetero_gateway.gateway.app import App, create_app
+from hetero_gateway.gateway.dataplane.answers import answer
+from hetero_gateway.gateway.server import (
+    ProtocolServer,
+    freeze_what_start_made,
+    url_host,
+)
+from hetero_gateway.gateway.wire.clients import raise_descriptor_limit
+from hetero_gateway.gateway.wire.downstream import Downstream, Listener
+from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.picker.service import Picker
 
+_ELSEWHERE = Refusal(404, "not_found", "This is the picker: engine paths are served by Envoy.")
 
-class PickerServer(DrainingServer):
-    """The control paths over HTTP; the gRPC server lives within its start and its end.
+
+class ControlApp(App):
+    """The control paths alone: no engine path is served here."""
+
+    def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
+        self.gateway.dataplane.name(inbound)
+        answer(downstream, _ELSEWHERE, inbound.path, inbound.request_id)
+        return _NOBODY
+
+
+class _Nobody:
+    """Of a request that was answered at once."""
+
+    over = True
+
+    def begin(self, body: bytes) -> None: ...
+
+    def refuse(self, refusal: Refusal) -> None: ...
+
+    def caught_up(self) -> None: ...
+
+    def client_gone(self) -> None: ...
+
+
+_NOBODY: Listener = _Nobody()
+
+
+class PickerServer(ProtocolServer):
+    """The control paths over HTTP; what serves ext_proc lives within its start and its end.
 
     Args:
         on_ready: called with the address of ext_proc, and the URL of the control paths.
@@ -26,8 +63,7 @@ class PickerServer(DrainingServer):
         on_ready: Callable[[str, str], None],
     ) -> None:
         app = create_app(config, config_path)
-        # No data plane: engine paths are not served here.
-        super().__init__(app.control, app.gateway)
+        super().__init__(ControlApp(app.gateway, app.control))
         base_dir = config_path.parent if config_path else Path()
         self.picker = Picker(app.gateway, config.picker, base_dir)
         self._grpc_host = config.picker.host
@@ -55,4 +91,5 @@ def run(
         freeze_what_start_made()
         on_ready(address, url)
 
+    raise_descriptor_limit()
     PickerServer(config, config_path, ready).serve_until_signal()

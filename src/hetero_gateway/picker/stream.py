@@ -48,6 +48,7 @@ from hetero_gateway.gateway.dataplane.placement import Placed, SleeperGone
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.bodies import BodyBuffer
 from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps, advance
+from hetero_gateway.gateway.wire.headers import CREDENTIALS
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.picker import answers
@@ -69,6 +70,14 @@ _log = logging.getLogger(__name__)
 _BUFFERED = 2
 _FULL_DUPLEX = 4
 
+# Of a request's head: all others are the data plane's business.
+_READ_FIELDS = {
+    name.decode(): name
+    for name in (
+        *(b":method", b":path", b"content-length", b"content-type", b"x-request-id"),
+        *CREDENTIALS,
+    )
+}
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
 _CODE_DETAILS = "response.code_details"
 _FROM_INSTANCE = "via_upstream"
@@ -537,14 +546,16 @@ def _inbound(head: HttpHeaders) -> tuple[str, Inbound | None]:
     method = target = b""
     headers: list[tuple[bytes, bytes]] = []
     for field in head.headers.headers:
-        name = field.key.encode()
+        name = _READ_FIELDS.get(field.key)
+        if name is None:
+            continue
         value = field.raw_value or field.value.encode()
-        if name[:1] != b":":
-            headers.append((name, value))
-        elif name == b":method":
+        if name == b":method":
             method = value
         elif name == b":path":
             target = value
+        else:
+            headers.append((name, value))
     path = target.partition(b"?")[0].decode("utf-8", "replace")
     work = work_of_path(path) if method == b"POST" else None
     if work is None:
