@@ -35,6 +35,7 @@ class Request(NamedTuple):
         only: the one instance that can take it (what it continues lives there); None: any.
         certain_tokens: of one sequence, what it needs whatever the estimates say: it is refused for
             no more than these; None: for all of its tokens, as where nothing is estimated.
+        session: which conversation or user it belongs to, as a hash of 64 bits; None: not known.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Request(NamedTuple):
     prefix: PrefixKeys | None = None
     only: InstanceId | None = None
     certain_tokens: int | None = None
+    session: int | None = None
 
     @property
     def kv_tokens(self) -> int:

@@ -34,6 +34,8 @@ PolicyName = Literal[
     "capacity-weighted",
     "least-work",
     "power-of-two",
+    "prefix-affinity",
+    "session",
 ]
 BUILTIN_PREDICTORS = ("bucket-mean", "constant", "normal", "trained")
 # Packages that bring a predictor of their own register it here; docs/predictors.md.

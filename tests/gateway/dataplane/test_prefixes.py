@@ -175,3 +175,31 @@ async def test_without_isolation_bodies_go_as_they_came(fakes: list[FakeInstance
     async with running_gateway(config_for(fakes)) as running:
         await ask(running, [body], authorization="Bearer one")
     assert fakes[0].bodies == [body]
+
+
+async def test_a_session_is_named_by_header_or_body(fakes: list[FakeInstance]) -> None:
+    named: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"user": "u"}, {}),
+        ({"user": "u", "prompt_cache_key": "k"}, {}),
+        ({"user": "other", "prompt_cache_key": "k"}, {}),
+        ({"user": "u", "prompt_cache_key": "k"}, {"x_session_id": "s"}),
+        ({}, {"x_session_id": "s"}),
+        ({"user": None}, {}),
+        ({"user": ""}, {}),
+        ({"user": {"a": 1}}, {}),
+        ({"user": "u" * 100_000}, {}),
+        ({}, {}),
+    ]
+    seen = []
+    for policy in ("session", "min-max"):
+        async with running_gateway(config_for(fakes, scheduler={"policy": policy})) as running:
+            spied = placed(running)
+            for fields, headers in named:
+                await ask(running, [chat("hello", **fields)], **headers)
+            seen.append([request.session for request in spied])
+    by_user, by_key, same_key, by_header, same_header, *others = seen[0]
+    assert by_key == same_key
+    assert by_header == same_header
+    assert len({by_user, by_key, by_header, *others[2:4]}) == 5
+    assert (others[0], others[1], others[4]) == (None, None, None)
+    assert seen[1] == [None] * len(named)

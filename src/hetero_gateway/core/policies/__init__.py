@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hetero_gateway.core.policies.affinity import PrefixAffinity, Session
 from hetero_gateway.core.policies.base import DefaultPredictor, Policy, PolicyOptions, View
 from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
 from hetero_gateway.core.policies.finish_time import FinishTime
@@ -24,6 +25,8 @@ _POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
     "least-requests": lambda _: LeastRequests(),
     "capacity-weighted": lambda _: CapacityWeighted(),
     "power-of-two": lambda _: PowerOfTwo(),
+    "prefix-affinity": lambda _: PrefixAffinity(),
+    "session": lambda _: Session(),
     "round-robin": RoundRobin,
     "weighted-round-robin": WeightedRoundRobin,
     "single-instance": SingleInstance,

@@ -11,7 +11,7 @@ import sys
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
-from hetero_gateway.core.prefixes.keys import seed_of
+from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.types import Request
 from hetero_gateway.engines.vllm import Work, starts_with_a_token
 from hetero_gateway.errors import Refusal
@@ -30,6 +30,9 @@ from hetero_gateway.gateway.wire.openai import (
     prompt_text,
 )
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+
+_SESSION_HEADER = b"x-session-id"
+_NO_SESSION = (b"", b"null", b'""')
 
 
 class Job:
@@ -92,6 +95,7 @@ class Intake:
         self._bytes_per_token = bytes_per_token
         self._tokenizer = tokenizer
         self._seed = seed_of(prefix_secret) if config.scheduler.prefix_cache else None
+        self._sessions = config.scheduler.policy == "session"
         self._tenants = Tenants(prefix_secret) if config.scheduler.isolate_clients else None
 
     def check_size(self, size_bytes: int) -> None:
@@ -134,6 +138,15 @@ class Intake:
         raise Refusal(
             400, "missing_required_parameter", "you must provide a model parameter", param="model"
         )
+
+    def _session(self, inbound: Inbound, parsed: ParsedRequest) -> int | None:
+        """What it belongs to: the same in every gateway, so that each finds the same instance."""
+        if not self._sessions:
+            return None
+        for name, value in inbound.headers:
+            if name == _SESSION_HEADER and value:
+                return namespace(0, value)
+        return namespace(0, parsed.session) if parsed.session not in _NO_SESSION else None
 
     def counts(self, inbound: Inbound, parsed: ParsedRequest) -> bool:
         """Whether the prompt is to be counted by the tokenizer."""
@@ -186,5 +199,6 @@ class Intake:
         request = Request(
             model, prompt_tokens, output_tokens, parsed.sequences, streams, client.name,
             prefix=parsed.prefix, certain_tokens=certain_tokens + exact,
+            session=self._session(inbound, parsed),
         )  # fmt: skip
         return Job(inbound, client, parsed, request, features)

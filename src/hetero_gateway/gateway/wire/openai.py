@@ -62,6 +62,8 @@ _ABOVE_NUMBERS = b":"[0]
 _QUOTE, _COMMA, _OPENING, _CLOSING = b'",[]'
 # A longer name is not of any model, and an error message would repeat it.
 _MOST_MODEL_BYTES = 4096
+# OpenAI's own limit is 64 characters.
+_MOST_SESSION_BYTES = 512
 # Of so many parts the types are looked at, and what follows is taken to be alike.
 _MOST_PARTS = 4096
 # Python's json makes objects of all that it reads: 0.3 ms for so much.
@@ -103,6 +105,9 @@ class _Body(msgspec.Struct):
     previous_response_id: msgspec.Raw = _NONE
     reasoning: msgspec.Raw = _NONE
     reasoning_effort: msgspec.Raw = _NONE
+    # Which session it belongs to:
+    prompt_cache_key: msgspec.Raw = _NONE
+    user: msgspec.Raw = _NONE
 
 
 _PLAIN = _Body.__struct_fields__[:7]
@@ -124,6 +129,7 @@ class ParsedRequest:
     ``truncates``: the engine cuts the prompt down to a length that the client gives. ``prefix``:
     the keys of its prompt; None where nobody asked, or its beginning is not in the body.
     ``cache_salt``: its JSON, with which the client keeps caches apart; b"" without one.
+    ``session``: JSON that names a conversation, or else a user: its beginning; b"" without one.
     """
 
     model: str | None
@@ -137,6 +143,7 @@ class ParsedRequest:
     truncates: bool = False
     prefix: PrefixKeys | None = None
     cache_salt: bytes = b""
+    session: bytes = b""
 
 
 def parse_body(
@@ -215,6 +222,7 @@ def _describe(fields: _Body, extent: Callable[[msgspec.Raw], Extent], path: str)
     if fields.cache_salt:
         data, start, end = extent(fields.cache_salt)
         salt = bytes(data[start:end])
+    session = fields.prompt_cache_key or fields.user
     n, limit = _counts(fields, path)
     return ParsedRequest(
         model=model,
@@ -227,7 +235,12 @@ def _describe(fields: _Body, extent: Callable[[msgspec.Raw], Extent], path: str)
         prompt_count=prompts,
         truncates=fields.truncate_prompt_tokens is not None,
         cache_salt=salt,
+        session=_beginning(*extent(session)) if session else b"",
     )
+
+
+def _beginning(data: bytes | bytearray, start: int, end: int) -> bytes:
+    return bytes(data[start : min(end, start + _MOST_SESSION_BYTES)])
 
 
 def prompt_field(body: bytes | bytearray) -> bytes:
