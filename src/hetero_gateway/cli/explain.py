@@ -10,7 +10,13 @@ from hetero_gateway.load.admin import printable
 from hetero_gateway.reports.columns import figure, percent, print_table
 
 # finish-time's; without any profile its cost has no unit.
-_ESTIMATES = (("latency_s", " s"), ("delay_s", " s"), ("memory_price_s", " s"), ("cost_s", ""))
+_ESTIMATES = (
+    ("ttft_s", " s"),
+    ("latency_s", " s"),
+    ("delay_s", " s"),
+    ("memory_price_s", " s"),
+    ("cost_s", ""),
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -64,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         estimated = any("cost_s" in c for c in document["candidates"])
         heads = ("INSTANCE", "T", "KV", "W", "LOAD", "LOAD AFTER", "IN FLIGHT")
         print_table(
-            (*heads, *(("LATENCY", "DELAY", "MEMORY", "COST") if estimated else ()), ""),
+            (*heads, *(("TTFT", "LATENCY", "DELAY", "MEMORY", "COST") if estimated else ()), ""),
             [_row(c, document["chosen"], best, estimated) for c in document["candidates"]],
         )
     return 0
@@ -76,7 +82,7 @@ def _row(
     note = best if candidate["instance"] == chosen else candidate["excluded"] or ""
     if estimated and candidate["room"] is False:
         note += ", no room" if note else "no room"
-    estimates = [figure(candidate[n], unit) for n, unit in _ESTIMATES] if estimated else []
+    estimates = [figure(candidate.get(n), unit) for n, unit in _ESTIMATES] if estimated else []
     return (
         candidate["instance"],
         figure(candidate["request_time_s"], " s"),

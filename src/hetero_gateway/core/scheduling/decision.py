@@ -66,7 +66,7 @@ class Decision(NamedTuple):
         w = workloads(times, usage, self.theta)
         estimates = [
             (name, figures.column(name))
-            for name in ("latency_s", "delay_s", "memory_price_s", "cost_s")
+            for name in ("ttft_s", "latency_s", "delay_s", "memory_price_s", "cost_s")
             if name in figures
         ]
         room = figures.column("room") > 0 if "room" in figures else None

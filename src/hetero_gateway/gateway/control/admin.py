@@ -41,7 +41,7 @@ from hetero_gateway.gateway.wiring import Gateway
 _MOST_TOKENS = 10**8
 _MAX_BODY_BYTES = 2**20
 # What finish-time tells of a candidate beside the figures that every policy has.
-_ESTIMATES = ("latency_s", "delay_s", "memory_price_s", "cost_s", "room")
+_ESTIMATES = ("ttft_s", "latency_s", "delay_s", "memory_price_s", "cost_s", "room")
 
 
 class InstancePatch(BaseModel):

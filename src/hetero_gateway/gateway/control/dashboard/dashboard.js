@@ -266,12 +266,20 @@ const shown = new Map(); // decision key -> its <details>
 
 const COLUMNS = ["Instance", "", "T, s", "KV", "w", "Load before", "Load after", "", "In flight"];
 // What a policy that estimates (finish-time) tells beside, where it does.
-const ESTIMATES = [["Latency, s", "latency_s"], ["Delay, s", "delay_s"], ["Memory, s", "memory_price_s"], ["Cost", "cost_s"]];
+const ESTIMATES = [["First token, s", "ttft_s"], ["Latency, s", "latency_s"], ["Delay, s", "delay_s"], ["Memory, s", "memory_price_s"], ["Cost", "cost_s"]];
+
+/** What an instance should have cached of a prompt: the match with what it was sent, times trust. */
+function cachedPart(prefix) {
+  if (!prefix) return "–";
+  const match = grouped.format(Math.round(prefix.match_tokens));
+  return prefix.trust === 1 || !prefix.match_tokens ? match : `${match} × ${percent(prefix.trust)}`;
+}
 
 /** Every candidate of a decision as a table; the chosen one and the excluded ones are marked. */
 function candidateTable(candidates, chosen, waits = false) {
   const top = Math.max(0, ...candidates.map((candidate) => candidate.load_after ?? 0));
   const estimates = candidates.some((candidate) => "cost_s" in candidate) ? ESTIMATES : [];
+  const cached = candidates.some((candidate) => candidate.prefix);
   const body = make("tbody");
   for (const candidate of candidates) {
     const isChosen = candidate.instance === chosen;
@@ -294,9 +302,10 @@ function candidateTable(candidates, chosen, waits = false) {
       make("td", {}, figure(candidate.load_after)),
       make("td", { className: "load-bar" }, ...(candidate.excluded === null ? [bar] : [])),
       make("td", {}, candidate.in_flight === null ? "–" : grouped.format(candidate.in_flight)),
-      ...estimates.map(([, key]) => make("td", {}, figure(candidate[key])))));
+      ...estimates.map(([, key]) => make("td", {}, figure(candidate[key]))),
+      ...(cached ? [make("td", {}, cachedPart(candidate.prefix))] : [])));
   }
-  const names = [...COLUMNS, ...estimates.map(([name]) => name)];
+  const names = [...COLUMNS, ...estimates.map(([name]) => name), ...(cached ? ["Cached, tokens"] : [])];
   const head = make("tr", {}, ...names.map((name) => make(name ? "th" : "td", name ? { scope: "col" } : {}, name)));
   const region = make("div", { className: "scroll", tabIndex: 0 }, make("table", {}, make("thead", {}, head), body));
   region.setAttribute("role", "region");
