@@ -24,7 +24,7 @@ LENGTHS = LogNormalLengths(100, 1.0)
 
 
 def answer(limit=200, seed=1, **asked):
-    return make_answer(Ask(prompt_tokens=(5,), **asked), limit, LENGTHS, Random(seed))
+    return make_answer(Ask(prompts=(b"word" * 5,), **asked), limit, LENGTHS, Random(seed))
 
 
 def test_log_normal_lengths_have_the_mean_and_spread_asked_for():

@@ -193,7 +193,7 @@ def test_metrics_have_vllms_series_and_bounds(emulate):
         assert label in text
     told = read_metrics(text)
     assert told == EngineMetrics(
-        0, 0, 0, 50, 5, 0, 0, 0, CacheFacts(4800, 16, None, "auto", prefix_caching=False)
+        0, 0, 0, 50, 5, 0, 50, 0, CacheFacts(4800, 16, None, "auto", prefix_caching=True)
     )
     assert instance.metric("vllm:prompt_tokens_total") == 50
     assert instance.metric("vllm:generation_tokens_total") == 5

@@ -19,6 +19,8 @@ example:
 
 Prompts are counted as 4 bytes per token (exactly when given as token ids). The same body gets the
 same answer on every instance of one seed. Times are those of the profile, divided by the scale.
+What was computed stays in the KV cache until the room is needed, as in vLLM, and a prompt that
+begins like it is computed from there; POST /reset_prefix_cache forgets it.
 POST /emulator/slowdown with {"factor": 2} makes every further step take twice as long.
 """
 
@@ -64,6 +66,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=["chunked", "prefill-first"],
         default="chunked",
         help="vLLM V1's or V0's (default: %(default)s)",
+    )
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the KV blocks of what was computed (default: as vLLM, it does)",
+    )
+    add(
+        "--enable-prompt-tokens-details",
+        action="store_true",
+        help="say in usage how many prompt tokens were cached",
+    )
+    add(
+        "--lora-modules",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="serve these names as adapters, which share no cached prefix (also NAME=PATH)",
     )
     add("--max-num-queued-reqs", type=int, metavar="N", help="answer 503 when N are waiting")
     add("--api-key", metavar="KEY", help="require it on /v1/*")
@@ -131,6 +151,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         lengths=_lengths(args),
         seed=args.seed,
         slowdown=args.slowdown,
+        prefix_caching=args.enable_prefix_caching,
+        prompt_tokens_details=args.enable_prompt_tokens_details,
+        lora_modules=tuple(name.partition("=")[0] for name in args.lora_modules),
     )
 
 

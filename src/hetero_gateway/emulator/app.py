@@ -23,9 +23,10 @@ from hetero_gateway.emulator.errors import ApiError, bad_shape, bad_value, valid
 from hetero_gateway.emulator.loop import EngineLoop
 from hetero_gateway.emulator.openai import ChatReply, CompletionReply
 from hetero_gateway.emulator.other_apis import EmbeddingsReply, MessagesReply, ResponsesReply
+from hetero_gateway.emulator.prefixes import answer_tokens, block_keys, chat_tokens
 from hetero_gateway.emulator.reply import JSON, Reply, Send
 from hetero_gateway.emulator.settings import Settings
-from hetero_gateway.emulator.text import count_chat_tokens, token_text, tokenize
+from hetero_gateway.emulator.text import BYTES_PER_TOKEN, token_text, tokenize
 from hetero_gateway.engines.vllm import paths
 
 VERSION = "0.32.0+emulated"  # the vLLM whose behaviour is emulated
@@ -76,6 +77,10 @@ class EmulatedVLLM:
             paths.DETOKENIZE: self._detokenize,
             "/emulator/slowdown": self._slow_down,
         }
+        self._actions: dict[str, Callable[[], Json]] = {
+            # A real vLLM has it in its development mode only.
+            paths.RESET_PREFIX_CACHE: lambda: {"success": self.loop.engine.reset_prefix_cache()},
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -102,6 +107,8 @@ class EmulatedVLLM:
             if scope["method"] == "GET" or path == paths.PING:
                 content_type, body = self._pages[path]()
                 await _respond(send, 200, body, content_type)
+            elif path in self._actions:
+                await _respond(send, 200, msgspec.json.encode(self._actions[path]()))
             elif path in self._forms:
                 form = self._forms[path](_decode(await _read(receive), scope))
                 await _respond(send, 200, msgspec.json.encode(form))
@@ -130,7 +137,7 @@ class EmulatedVLLM:
             return
         if path in self._pages:
             allowed = "GET"
-        elif path in self._replies or path in self._forms:
+        elif path in self._replies or path in self._forms or path in self._actions:
             allowed = "POST"
         else:
             raise DetailError(404, "Not Found")
@@ -217,9 +224,17 @@ class EmulatedVLLM:
         limits = [self._limit(ask, prompt_tokens) for prompt_tokens in ask.prompt_tokens]
         digest = hashlib.blake2b(context.raw, digest_size=8, key=b"%d" % self.settings.seed)
         rng = Random(digest.digest())
-        for prompt_tokens, limit in zip(ask.prompt_tokens, limits, strict=True):
+        settings = self.settings
+        adapter = reply.model if reply.model in settings.lora_modules else None
+        reply.says_cached = settings.prompt_tokens_details
+        for prompt, limit in zip(ask.prompts, limits, strict=True):
             for _ in range(ask.n):
-                reply.add(prompt_tokens, make_answer(ask, limit, self.settings.lengths, rng))
+                answer = make_answer(ask, limit, settings.lengths, rng)
+                keys = []
+                if settings.prefix_caching:
+                    tokens = prompt + answer_tokens(answer.pieces)
+                    keys = block_keys(tokens, (adapter, ask.cache_salt))
+                reply.add(len(prompt) // BYTES_PER_TOKEN, answer, keys)
         return reply
 
     def _limit(self, ask: Ask, prompt_tokens: int) -> int:
@@ -288,7 +303,7 @@ class EmulatedVLLM:
                 "created": self._started,
                 "owned_by": "vllm",
                 "root": self.settings.profile.model,
-                "parent": None,
+                "parent": names[0] if name in self.settings.lora_modules else None,
                 "max_model_len": self.settings.context_tokens,
                 "permission": [permission],
             }
@@ -302,10 +317,10 @@ class EmulatedVLLM:
         if request.messages is None:
             tokens = tokenize(request.prompt or "")
         else:
-            texts = bodies.message_texts(request.messages, model)
-            tokens = tokenize("".join(texts))
+            messages = bodies.role_texts(request.messages, model)
+            tokens = tokenize("".join(text for _, text in messages))
             # The template's tokens are only counted; any id stands for them.
-            tokens += [0] * (count_chat_tokens(texts, None) - len(tokens))
+            tokens += [0] * (len(chat_tokens(messages)) // BYTES_PER_TOKEN - len(tokens))
         texts_of = [token_text(t).decode("utf-8", "replace") for t in tokens]
         return {
             "count": len(tokens),

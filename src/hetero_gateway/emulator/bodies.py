@@ -12,13 +12,8 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_gateway.emulator.errors import ApiError, bad_value, validate
-from hetero_gateway.emulator.text import (
-    Json,
-    SchemaError,
-    count_chat_tokens,
-    count_tokens,
-    sample_json,
-)
+from hetero_gateway.emulator.prefixes import chat_tokens, id_tokens, text_tokens
+from hetero_gateway.emulator.text import BYTES_PER_TOKEN, Json, SchemaError, sample_json
 
 MAX_N = 16384  # vllm.envs.VLLM_MAX_N_SEQUENCES
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, which vLLM keeps for /v1/completions only
@@ -28,11 +23,12 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, which vLLM keeps for /v1/completions
 class Ask:
     """What a request wants of the engine, whatever its endpoint.
 
-    ``max_tokens`` None means to the end of the context window. ``forced_text`` is what must come
-    out (a tool's arguments, a JSON document); ``tool`` is the called function's name.
+    ``prompts`` are their tokens (``prefixes``). ``max_tokens`` None means to the end of the context
+    window. ``forced_text`` is what must come out (a tool's arguments, a JSON document); ``tool`` is
+    the called function's name. Requests with different ``cache_salt`` share no cached prefix.
     """
 
-    prompt_tokens: tuple[int, ...]
+    prompts: tuple[bytes, ...]
     prompts_are_ids: bool = False
     n: int = 1
     max_tokens: int | None = None
@@ -46,11 +42,18 @@ class Ask:
     forced_text: str | None = None
     tool: str | None = None
     tool_finish: str = "stop"
+    cache_salt: str | None = None
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """Tokens of each prompt."""
+        return tuple(len(prompt) // BYTES_PER_TOKEN for prompt in self.prompts)
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="ignore")
     model: str | None = None
+    cache_salt: str | None = None
 
 
 class _StreamOptions(BaseModel):
@@ -113,6 +116,7 @@ class _Sampling(_Body):
         options = self.stream_options
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return {
+            "cache_salt": self.cache_salt,
             "n": self.n or 1,
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
@@ -185,7 +189,7 @@ def chat_ask(body: Json, model: str) -> Ask:
         )
     tool = _called_tool(chat)
     return Ask(
-        prompt_tokens=(count_chat_tokens(message_texts(chat.messages, model), chat.tools),),
+        prompts=(chat_tokens(role_texts(chat.messages, model), chat.tools),),
         max_tokens=limit,
         max_tokens_name=name,
         forced_text=_forced_text(chat, tool),
@@ -200,9 +204,9 @@ def completion_ask(body: Json) -> Ask:
     """/v1/completions. Raises ApiError."""
     completion = validate(_CompletionBody, body)
     completion.check(completion.max_tokens)
-    counts, are_ids = _prompt_tokens(completion.prompt)
+    prompts, are_ids = _prompts(completion.prompt)
     return Ask(
-        prompt_tokens=counts,
+        prompts=prompts,
         prompts_are_ids=are_ids,
         max_tokens=completion.max_tokens,
         forced_text=_forced_json(completion.response_format),
@@ -214,18 +218,19 @@ def responses_ask(body: Json, model: str) -> Ask:
     """/v1/responses, text in and text out. Raises ApiError."""
     request = validate(_ResponsesBody, body)
     if isinstance(request.input, str):
-        texts = [request.input]
+        messages = [("user", request.input)]
     else:
-        texts = message_texts(request.input, model)
+        messages = role_texts(request.input, model)
     if request.instructions:
-        texts.append(request.instructions)
+        messages.insert(0, ("system", request.instructions))
     limit = request.max_output_tokens
     if limit is not None and limit < 1:
         raise bad_value(
             f"max_output_tokens must be at least 1, got {limit}.", "max_output_tokens", limit
         )
     return Ask(
-        prompt_tokens=(count_chat_tokens(texts, None),),
+        prompts=(chat_tokens(messages),),
+        cache_salt=request.cache_salt,
         max_tokens=limit,
         max_tokens_name="max_output_tokens",
         ignore_eos=request.ignore_eos,
@@ -236,9 +241,9 @@ def responses_ask(body: Json, model: str) -> Ask:
 def messages_ask(body: Json, model: str) -> Ask:
     """/v1/messages (Anthropic's API), text only. Raises ApiError."""
     request = validate(_MessagesBody, body)
-    texts = message_texts(request.messages, model)
+    messages = role_texts(request.messages, model)
     if request.system:
-        texts.append(_content_text(request.system, model))
+        messages.insert(0, ("system", _content_text(request.system, model)))
     if request.max_tokens < 1:
         raise bad_value(
             f"max_tokens must be at least 1, got {request.max_tokens}.",
@@ -246,7 +251,8 @@ def messages_ask(body: Json, model: str) -> Ask:
             request.max_tokens,
         )
     return Ask(
-        prompt_tokens=(count_chat_tokens(texts, request.tools),),
+        prompts=(chat_tokens(messages, request.tools),),
+        cache_salt=request.cache_salt,
         max_tokens=request.max_tokens,
         ignore_eos=request.ignore_eos,
         stop=tuple(text for text in request.stop_sequences or () if text),
@@ -257,18 +263,21 @@ def messages_ask(body: Json, model: str) -> Ask:
 def embedding_ask(body: Json) -> tuple[Ask, bool]:
     """/v1/embeddings: one prefill per input; and whether base64 is wanted. Raises ApiError."""
     request = validate(_EmbeddingBody, body)
-    counts, are_ids = _prompt_tokens(request.input)
-    ask = Ask(prompt_tokens=counts, prompts_are_ids=are_ids, max_tokens=1, ignore_eos=True)
+    prompts, are_ids = _prompts(request.input)
+    ask = Ask(prompts=prompts, prompts_are_ids=are_ids, max_tokens=1, ignore_eos=True)
     return ask, request.encoding_format == "base64"
 
 
-def message_texts(messages: list[dict[str, Any]], model: str) -> list[str]:
-    """The text of each message.
+def role_texts(messages: list[dict[str, Any]], model: str) -> list[tuple[str, str]]:
+    """The role and the text of each message.
 
     Raises:
         ApiError: a part that is not text: the emulated model reads nothing else.
     """
-    return [_content_text(message.get("content"), model) for message in messages]
+    return [
+        (str(message.get("role")), _content_text(message.get("content"), model))
+        for message in messages
+    ]
 
 
 def _content_text(content: Json, model: str) -> str:
@@ -285,8 +294,8 @@ def _content_text(content: Json, model: str) -> str:
     return "".join(texts)
 
 
-def _prompt_tokens(prompt: Json) -> tuple[tuple[int, ...], bool]:
-    """Tokens of every prompt, and whether they were given as ids."""
+def _prompts(prompt: Json) -> tuple[tuple[bytes, ...], bool]:
+    """Every prompt's tokens, and whether they were given as ids."""
     if isinstance(prompt, str):
         prompt = [prompt]
     elif prompt and isinstance(prompt[0], int):
@@ -297,10 +306,10 @@ def _prompt_tokens(prompt: Json) -> tuple[tuple[int, ...], bool]:
             param="prompt",
         )
     if isinstance(prompt[0], str):
-        return tuple(count_tokens(text) for text in prompt), False
+        return tuple(text_tokens(text) for text in prompt), False
     if (lowest := min(min(ids) for ids in prompt)) < 0:
         raise ApiError(f"Token id {lowest} is out of vocabulary")
-    return tuple(len(ids) for ids in prompt), True
+    return tuple(id_tokens(ids) for ids in prompt), True
 
 
 def _called_tool(chat: _ChatBody) -> str | None:

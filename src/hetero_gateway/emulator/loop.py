@@ -40,6 +40,7 @@ def make_engine(settings: Settings) -> Engine[Choice]:
             block_tokens=BLOCK_TOKENS,
             max_batched_tokens=budget,
             slowdown=settings.slowdown,
+            prefix_caching=settings.prefix_caching,
         )
     except ValueError as error:
         raise ConfigError(f"--max-num-batched-tokens: {error}") from error

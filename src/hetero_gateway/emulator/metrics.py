@@ -6,6 +6,7 @@ Times are wall-clock seconds, as whoever scrapes this instance would measure the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -95,6 +96,7 @@ class Metrics(Collector):
         )
         # vLLM counts no client's disconnect under "abort" (seen on 0.32).
         self._finished = {"stop": 0, "length": 0, ABORT: 0, "error": 0}
+        self._started_s = time.time()
         self.rejections = 0
         self.lost_s = 0.0
         self._registry = CollectorRegistry(auto_describe=False)
@@ -165,7 +167,7 @@ class Metrics(Collector):
         info = {
             "block_size": str(BLOCK_TOKENS),
             "cache_dtype": "auto",
-            "enable_prefix_caching": "False",
+            "enable_prefix_caching": str(engine.prefix_caching),
             "engine": "0",
             "kv_cache_size_tokens": str(blocks * BLOCK_TOKENS),
             "num_cpu_blocks": "None",
@@ -177,6 +179,12 @@ class Metrics(Collector):
         )
         cache.add_metric(list(info.values()), 1.0)
         yield cache
+        started = GaugeMetricFamily(
+            "process_start_time_seconds",
+            "Start time of the process since unix epoch in seconds.",
+        )
+        started.add_metric([], self._started_s)
+        yield started
 
     def _counters(self) -> Iterator[Metric]:
         engine = self._engine
@@ -196,16 +204,21 @@ class Metrics(Collector):
                 "Number of generation tokens processed.",
                 engine.generation_tokens_total,
             ),
-            # No prefix cache is emulated; a real engine without one counts 0 as well.
+            (
+                series.PREFIX + "prompt_tokens_cached",
+                "Number of cached prompt tokens (local + external).",
+                engine.prefix_hits_total,
+            ),
+            # An engine without a prefix cache counts 0.
             (
                 series.PREFIX_CACHE_QUERIES,
                 "Prefix cache queries, in terms of number of queried tokens.",
-                0,
+                engine.prefix_queries_total,
             ),
             (
                 series.PREFIX_CACHE_HITS,
                 "Prefix cache hits, in terms of number of cached tokens.",
-                0,
+                engine.prefix_hits_total,
             ),
         ):
             counter = CounterMetricFamily(name, text, labels=["engine", "model_name"])

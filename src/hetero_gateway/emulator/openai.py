@@ -11,7 +11,6 @@ from hetero_gateway.emulator.reply import FINGERPRINT, Choice, Reply
 from hetero_gateway.engines.vllm import DONE
 
 _FINGERPRINT = b',"system_fingerprint":"%b"' % FINGERPRINT.encode()
-_NO_DETAILS = b',"prompt_tokens_details":null,"completion_tokens_details":null}'
 
 
 def quoted(text: str | None) -> bytes:
@@ -43,6 +42,16 @@ class _OpenAIReply(Reply):
             completion_tokens,
         )
 
+    def _details(self) -> bytes:
+        """What ends the usage of an answer that is not streamed."""
+        details = b"null"
+        if self.says_cached:
+            details = (
+                b'{"cached_tokens":%d,"created_cache_tokens":null,"multimodal_tokens":null}'
+                % self.cached_tokens
+            )
+        return b',"prompt_tokens_details":%b,"completion_tokens_details":null}' % details
+
     def _continuous(self, completion_tokens: int) -> bytes:
         if not self.ask.continuous_usage:
             return b""
@@ -66,6 +75,8 @@ class _OpenAIReply(Reply):
         if not self.ask.include_usage:
             return DONE
         usage = self._usage(self.completion_tokens)
+        if self.says_cached:
+            usage += b',"prompt_tokens_details":{"cached_tokens":%d}' % self.cached_tokens
         return b"%b,%b}%b}\n\n%b" % (self._chunk(b""), usage, _FINGERPRINT, DONE)
 
     def _end(self, choice: Choice) -> bytes:
@@ -112,7 +123,7 @@ class CompletionReply(_OpenAIReply):
             self._chunk(choices).removeprefix(b"data: "),
             b',"service_tier":null' + _FINGERPRINT,
             self._usage(self.completion_tokens),
-            _NO_DETAILS,
+            self._details(),
             b',"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}',
         )
 
@@ -181,7 +192,7 @@ class ChatReply(_OpenAIReply):
             start.replace(b'"chat.completion.chunk"', b'"chat.completion"', 1),
             b',"service_tier":null' + _FINGERPRINT,
             self._usage(self.completion_tokens),
-            _NO_DETAILS,
+            self._details(),
             b',"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null,'
             b'"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}',
         )

@@ -55,7 +55,10 @@ class ResponsesReply(Reply):
         cut = complete and choice.finish_reason == "length"
         usage = {
             "input_tokens": self.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": self.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": choice.emitted,
             "output_tokens_details": {"reasoning_tokens": 0, "tool_output_tokens": 0},
             "total_tokens": self.prompt_tokens + choice.emitted,

@@ -39,8 +39,10 @@ class Choice(Sequence):
         "tail",
     )
 
-    def __init__(self, reply: Reply, index: int, prompt_tokens: int, answer: Answer) -> None:
-        super().__init__(prompt_tokens, len(answer.pieces))
+    def __init__(
+        self, reply: Reply, index: int, prompt_tokens: int, answer: Answer, keys: list[int]
+    ) -> None:
+        super().__init__(prompt_tokens, len(answer.pieces), keys)
         self.reply = reply
         self.index = index
         self.pieces = answer.pieces
@@ -126,16 +128,23 @@ class Reply:
         self.streamed = ask.stream
         self.choices: list[Choice] = []
         self.unfinished = 0
+        self.says_cached = False  # whether its usage says how many prompt tokens were cached
         self._opened = False
         self.outlet: Outlet | None = None
 
-    def add(self, prompt_tokens: int, answer: Answer) -> None:
-        self.choices.append(Choice(self, len(self.choices), prompt_tokens, answer))
+    def add(self, prompt_tokens: int, answer: Answer, keys: list[int]) -> None:
+        """One more sequence; ``keys`` of its blocks, none where there is no prefix cache."""
+        self.choices.append(Choice(self, len(self.choices), prompt_tokens, answer, keys))
         self.unfinished += 1
 
     @property
     def prompt_tokens(self) -> int:
         return sum(self.ask.prompt_tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were cached, over every prompt, as its first sequence found them."""
+        return sum(choice.cached_tokens for choice in self.choices[:: self.ask.n])
 
     @property
     def completion_tokens(self) -> int:

@@ -30,6 +30,9 @@ class Settings:
         api_key: guards /v1/*; None means open.
         lengths: how long an answer is when the client does not force it.
         seed: of texts, lengths and ids.
+        prefix_caching: keep the KV blocks of what was computed, as vLLM does by default.
+        prompt_tokens_details: say in ``usage`` how many prompt tokens were cached.
+        lora_modules: further names, each an adapter that shares no cached prefix with others.
 
     Raises:
         ConfigError: naming the option that cannot be.
@@ -48,6 +51,9 @@ class Settings:
     lengths: OutputLengths = field(default_factory=LogNormalLengths)
     seed: int = 0
     slowdown: float = 1.0
+    prefix_caching: bool = True
+    prompt_tokens_details: bool = False
+    lora_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("time_scale", "slowdown"):
@@ -80,7 +86,8 @@ class Settings:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return self.models or (self.profile.model,)
+        """Every name that is served; the base model's first."""
+        return (self.models or (self.profile.model,)) + self.lora_modules
 
     @property
     def context_tokens(self) -> int:

@@ -15,15 +15,16 @@ from typing import Any
 import msgspec
 
 BYTES_PER_TOKEN = 4
-MESSAGE_TOKENS = 4
-ANSWER_HEADER_TOKENS = 3
+TEMPLATE_HEADER_TOKENS = 3
+MESSAGE_TOKENS = TEMPLATE_HEADER_TOKENS + 1
+ANSWER_HEADER_TOKENS = TEMPLATE_HEADER_TOKENS
 
+# Of 3 letters, so that with its space a word is a token by the rule: an answer that comes back in
+# the next turn's prompt is the same tokens again.
 _WORDS = (
-    "the of and to in is that it for as with on be by this at from or an are not one all can was "
-    "has but more when which time each than other into some could them then these two may part "
-    "over new after also well way many must before line right too means old any same boy came "
-    "want show form three small set put end does another large big even such because turn here "
-    "why ask went men read need land home us move try kind hand picture again change off play"
+    "the and for are not one all can was has but may two new way too old any boy set put end big "
+    "why ask men try off day get him his how man now see who did its let say she use out her our "
+    "far few run own yet sea sun car dog air eat red hot low top led cut job law act age ago add"
 ).split()
 _TABLE_SIZE = 4096
 # Fixed, so that a text depends on the request's own seed alone.
@@ -35,14 +36,6 @@ Json = Any  # a decoded JSON value
 def count_tokens(text: str) -> int:
     """Tokens of a text by the rule above; 0 for an empty one."""
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
-
-
-def count_chat_tokens(texts: list[str], tools: Json) -> int:
-    """Tokens of a chat whose messages have these texts."""
-    tokens = ANSWER_HEADER_TOKENS + sum(MESSAGE_TOKENS + count_tokens(text) for text in texts)
-    if tools:
-        tokens += count_tokens(msgspec.json.encode(tools).decode())
-    return tokens
 
 
 def words(offset: int, count: int) -> list[bytes]:

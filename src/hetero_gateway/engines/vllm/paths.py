@@ -26,6 +26,9 @@ INVOCATIONS = "/invocations"  # a chat or a completion, by its body
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 
+# What concerns an engine and no request. Only with VLLM_SERVER_DEV_MODE=1.
+RESET_PREFIX_CACHE = "/reset_prefix_cache"
+
 
 class Work(enum.Enum):
     """What a path makes the engine do."""
