@@ -79,4 +79,5 @@ class FakeSimulate:
             finish_s[i] = free_s[position[i]] = start_s + step_s * int(workload.output_tokens[i])
         finish_s[self._refuse + self._lose] = np.nan
         first_s[self._refuse] = np.nan
-        return Records(position, first_s.copy(), first_s, finish_s, np.zeros(n, np.int64))
+        none = np.zeros(n, np.int64)
+        return Records(position, first_s.copy(), first_s, finish_s, none, none)

@@ -59,3 +59,9 @@ def test_prompts_differ_early_so_that_no_prefix_is_shared(kind: PromptKind) -> N
     bodies = [decode(maker, k, 64, 1) for k in range(200)]
     starts = {str(b.get("prompt") or b["messages"][0]["content"])[:32] for b in bodies}
     assert len(starts) == 200
+
+
+def test_no_two_token_id_prompts_begin_alike() -> None:
+    maker = make(PromptKind.TOKEN_IDS)
+    beginnings = {tuple(decode(maker, i, 16, 9)["prompt"]) for i in range(0, 200_000, 500)}
+    assert len(beginnings) == 400

@@ -35,18 +35,20 @@ async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
     """Requests of many lengths, now few and now many at a time."""
     rng = np.random.default_rng(0)
 
-    async def one() -> None:
+    async def one(first: int) -> None:
         body = {
             "model": "m", "stream": True, "ignore_eos": True,
-            "prompt": [7] * int(rng.integers(20, 1500)), "max_tokens": int(rng.integers(10, 120)),
+            # No two begin alike: nothing is cached.
+            "prompt": [first] * int(rng.integers(20, 1500)),
+            "max_tokens": int(rng.integers(10, 120)),
         }  # fmt: skip
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
 
     async with asyncio.TaskGroup() as tasks:
         for k in range(round(seconds / 0.2)):
-            for _ in range(1 if k % 30 < 18 else 2):
-                tasks.create_task(one())
+            for copy in range(1 if k % 30 < 18 else 2):
+                tasks.create_task(one(300 + 2 * k + copy))
             await asyncio.sleep(0.5 if k % 30 < 4 else 0.2)
 
 

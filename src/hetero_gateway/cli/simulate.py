@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hetero_gateway.files.cluster_config import Cluster
     from hetero_gateway.files.trace import TraceRequest
     from hetero_gateway.sim.experiment import Bound, Experiment, Moments, Rate
+    from hetero_gateway.sim.prefixes import Prefixes
     from hetero_gateway.sim.result import Cell
     from hetero_gateway.sim.workload import Lengths
 
@@ -38,8 +39,9 @@ examples:
   hetero-gateway simulate -c cluster.yaml --requests trace.csv --load 0.8 --report report.html
 
 A cluster is a YAML file: instances: [{profile: V100-32GB-NVLink2/Llama-3-8B/tp4, count: 1}, ...].
-A trace is a CSV file with the header arrival_s,input_tokens,output_tokens; without --requests a
-synthetic mix of chat lengths is sent. docs/simulator.md says what the columns mean.
+A trace is a CSV file with the header arrival_s,input_tokens,output_tokens, or JSON lines that say
+which prompts begin alike (.jsonl, .jsonl.gz); without --requests a synthetic mix of chat lengths is
+sent. docs/simulator.md has the forms, and says what the columns mean.
 """
 
 
@@ -77,7 +79,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="rates as a share of what the instances can do together (default without --rate: "
         "0.7,0.9 and --rate inf; or the times of a trace that has them)",
     )
-    parser.add_argument("--requests", type=Path, metavar="TRACE.csv", help="lengths and times")
+    parser.add_argument("--requests", type=Path, metavar="TRACE", help="lengths and times")
+    parser.add_argument(
+        "--prefix-cache",
+        choices=("on", "off"),
+        default="on",
+        help="whether the scheduler knows what engines have cached, with a trace that says which "
+        "prompts begin alike; the engines have their caches either way (default: on)",
+    )
     parser.add_argument(
         "--in-order",
         action="store_true",
@@ -208,11 +217,14 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
                 )
     path = args.requests or cluster.trace
     rows = _trace(path)
+    texts = any(row.text is not None for row in rows)
     own_times = args.arrivals == "trace" or (
         args.arrivals is None
-        and not (args.rate or args.load)
+        and (texts or not (args.rate or args.load))
         and any(row.arrival_s is not None for row in rows)
     )
+    if texts and args.count is not None and args.count > len(rows):
+        raise ConfigError(f"--count {args.count}: {path} has {len(rows)} requests, each sent once")
     if own_times:
         if not rows:
             raise ConfigError("--arrivals trace: there is no trace; give --requests")
@@ -221,8 +233,8 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         rows = sorted(rows, key=lambda row: row.arrival_s or 0.0)[: args.count]
     return Experiment(
         instances=cluster.instances,
-        lengths=_lengths(rows, cluster, in_order=args.in_order or own_times),
-        count=len(rows) if own_times else args.count or DEFAULT_COUNT,
+        lengths=_lengths(rows, cluster, in_order=args.in_order or own_times or texts),
+        count=len(rows) if own_times else args.count or (len(rows) if texts else DEFAULT_COUNT),
         slo=Slo(args.slo_ttft, args.slo_tpot),
         arrival_cv=cluster.workload.arrival_cv,
         trace_arrival_s=np.array([row.arrival_s for row in rows], float) if own_times else None,
@@ -233,6 +245,22 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         randomised=args.randomised,
         objective=args.objective,
         length_model=_length_model(args),
+        prefixes=_prefixes(rows) if texts else None,
+        prefix_cache=args.prefix_cache == "on",
+    )
+
+
+def _prefixes(rows: list[TraceRequest]) -> Prefixes:
+    import numpy as np
+
+    from hetero_gateway.sim.prefixes import KnownText, Prefixes, Run
+
+    texts = [row.text for row in rows if row.text is not None]
+    return Prefixes(
+        [KnownText(tuple(Run(*run) for run in text.runs)) for text in texts],
+        np.array([row.input_tokens for row in rows], np.int64),
+        np.array([row.output_tokens for row in rows], np.int64),
+        texts[0].block_tokens,
     )
 
 

@@ -42,6 +42,9 @@ class ClusterInstanceConfig(StrictModel):
         description="Name in tables; several get -0, -1, ...; default: from the profile.",
     )
     weight: float = Field(1.0, ge=1e-3, le=1e3, description="For weighted-round-robin.")
+    prefix_caching: bool = Field(
+        True, description="Whether its engine has a prefix cache; only with a trace that has texts."
+    )
     max_num_seqs: int | None = Field(
         None, ge=1, le=2**16, description="Most sequences in one step; default: the profile's."
     )
@@ -219,6 +222,7 @@ def _instances(
                     profile,
                     believed if entry.profiled else None,
                     entry.weight,
+                    entry.prefix_caching,
                 )
             )
     return tuple(result)

@@ -2,7 +2,8 @@
 
 A trace is a CSV file with the header ``arrival_s,input_tokens,output_tokens``; ``arrival_s`` may be
 absent. ``model`` and ``max_tokens`` are read where they are there, as in the gateway's own
-/admin/requests; further columns are ignored. Nothing here knows about HTTP.
+/admin/requests; further columns are ignored. A file of JSON lines is one whose prompts' texts are
+known (``prefix_trace``). Nothing here knows about HTTP.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.prefix_trace import TracedText, is_prefix_trace, read_prefix_trace
 
 _REQUIRED = ("input_tokens", "output_tokens")
 
@@ -25,7 +27,8 @@ _REQUIRED = ("input_tokens", "output_tokens")
 class TraceRequest:
     """One row: lengths in tokens, at least 1; ``arrival_s`` is None where the trace has none.
 
-    ``model`` is "" and ``max_tokens``, the client's limit, None where the trace does not tell.
+    ``model`` is "" and ``max_tokens``, the client's limit, None where the trace does not tell;
+    ``text`` is None but in a trace with prefixes.
     """
 
     arrival_s: float | None
@@ -33,6 +36,7 @@ class TraceRequest:
     output_tokens: int
     model: str = ""
     max_tokens: int | None = None
+    text: TracedText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class LoadRequest:
     due_s: float
     input_tokens: int
     output_tokens: int
+    text: TracedText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,9 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
         ConfigError: one line with the file and, where it is a row's fault, the row (the header is
             row 1).
     """
+    if is_prefix_trace(path):
+        rows = read_prefix_trace(path, limit)
+        return [TraceRequest(*row[:3], text=row.text) for row in rows]
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             return _parse_trace(lines, str(path), limit)
@@ -136,7 +144,7 @@ def schedule(
         )
     else:
         pairs = zip([0.0] * len(trace), trace, strict=True)
-    requests = [LoadRequest(due, r.input_tokens, r.output_tokens) for due, r in pairs]
+    requests = [LoadRequest(due, r.input_tokens, r.output_tokens, r.text) for due, r in pairs]
     return sorted(requests, key=lambda request: request.due_s)
 
 

@@ -48,6 +48,8 @@ class EmulatedCluster:
         instance_options: further options of ``emulate``, the same for all.
         gateway_config: what the gateway's configuration has beside its instances.
         described: the gateway is given profiles and the model's name; or else addresses alone.
+        prefix_caching: of the instances. Without: who sends the same requests again, to compare
+            what serves them, finds nothing cached.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class EmulatedCluster:
         instance_options: Sequence[str] = (),
         gateway_config: Mapping[str, Any] | None = None,
         described: bool = True,
+        prefix_caching: bool = False,
     ) -> None:
         self._instances = tuple(instances)
         self._model = model
@@ -70,7 +73,8 @@ class EmulatedCluster:
         self._url = ""
         self._folder = folder
         self._children = children
-        self._instance_options = tuple(instance_options)
+        caching = "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching"
+        self._instance_options = (caching, *instance_options)
         self._gateway_config = dict(gateway_config or {})
         self._described = described
         self.instance_urls: dict[str, str] = {}

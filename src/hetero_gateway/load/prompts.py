@@ -79,9 +79,10 @@ class BodyMaker:
         if self.cache_salt is not None:
             document["cache_salt"] = self.cache_salt
         if self.kind is PromptKind.TOKEN_IDS:
-            document["prompt"] = [
-                _FIRST_TOKEN_ID + (index * 31 + k) % _TOKEN_IDS for k in range(input_tokens)
-            ]
+            # The first two say which request it is.
+            number = [index % _TOKEN_IDS, index // _TOKEN_IDS % _TOKEN_IDS]
+            ids = number + [(index * 31 + k) % _TOKEN_IDS for k in range(2, input_tokens)]
+            document["prompt"] = [_FIRST_TOKEN_ID + k for k in ids[:input_tokens]]
         elif self.kind is PromptKind.COMPLETION:
             document["prompt"] = self._text(index, input_tokens)
         else:

@@ -70,6 +70,8 @@ COLUMNS = (
     Column("in SLO", 6, _share(lambda run: run.slo_share)),
     Column("done, s", 10, _done),
     Column("spread", 7, _share(lambda run: run.completion_spread)),
+    # Shown where there is any.
+    Column("cached", 4, _share(lambda run: run.cached_share)),
     Column("evicted", 11, _count(lambda run: run.preemptions)),
     # Ranked before the others where there are any, and else left out of the terminal's tables.
     Column("refused", None, _count(lambda run: run.refused)),
@@ -109,6 +111,7 @@ def document(
         "scheduling": experiment.scheduling,
         "predictor": experiment.predictor,
         "objective": experiment.objective,
+        "prefix_cache": experiment.prefix_cache and experiment.prefixes is not None,
         "faults": len(experiment.faults),
         "slo": {"ttft_s": experiment.slo.ttft_s, "tpot_s": experiment.slo.tpot_s},
         "caution": short_runs(cells),
@@ -209,6 +212,8 @@ def _digits(value: float) -> int:
 def _shown(column: Column, group: Sequence[Cell]) -> bool:
     if column.name in ("refused", "lost"):
         return any(column.text(cell) != "0" for cell in group)
+    if column.name == "cached":
+        return any(run.cached_share for cell in group for run in cell.runs)
     return column.rank is not None
 
 

@@ -222,8 +222,9 @@ def _empty_records(size: int) -> Records:
         return np.full(size, math.nan)
 
     return Records(
-        np.zeros(size, np.int64), np.zeros(size), times(), times(), np.zeros(size, np.int64)
-    )
+        np.zeros(size, np.int64), np.zeros(size), times(), times(), np.zeros(size, np.int64),
+        np.zeros(size, np.int64),
+    )  # fmt: skip
 
 
 def stride(records: Records, half_done: int) -> tuple[float, float] | None:

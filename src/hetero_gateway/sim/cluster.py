@@ -38,9 +38,14 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.policies.base import Jit
+from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request
-from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
+from hetero_gateway.sim.engine import (
+    DEFAULT_BLOCK_TOKENS,
+    DEFAULT_MAX_BATCHED_TOKENS,
+    Scheduling,
+)
 from hetero_gateway.sim.fleet import Fleet, can_compile, jit
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
@@ -61,12 +66,14 @@ class SimulatedInstance:
         profile: what its engine runs.
         believed: what the scheduler thinks that it runs; None: it is unprofiled.
         weight: as ``InstanceSpec``.
+        prefix_caching: whether its engine keeps the blocks of what it has computed.
     """
 
     instance_id: InstanceId
     profile: Profile
     believed: Profile | None
     weight: float = 1.0
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,7 @@ class Records:
     ``instance``: position of the (last) one it was placed on; -1: never placed. ``placed_s``: when
     it was; nan: never. ``first_token_s``: nan: none. ``finish_s``: nan where it was refused, or
     lost in mid-stream with a dead instance. ``preemptions``: how often an engine evicted it.
+    ``cached_tokens``: of its prompt, what its engine had in its prefix cache.
     """
 
     instance: NDArray[np.int64]
@@ -83,6 +91,7 @@ class Records:
     first_token_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]
     preemptions: NDArray[np.int64]
+    cached_tokens: NDArray[np.int64]
 
 
 class Gateways(Protocol):
@@ -90,6 +99,8 @@ class Gateways(Protocol):
 
     @property
     def queued(self) -> int: ...
+    @property
+    def caches(self) -> PrefixCaches | None: ...
     def compile(self, jit: Jit) -> None: ...
     def add(self, spec: InstanceSpec) -> None: ...
     def replace(self, spec: InstanceSpec) -> None: ...
@@ -138,11 +149,14 @@ def simulate(
     """
     if compiled is None:
         compiled = len(workload.arrival_s) >= _WORTH_COMPILING and can_compile()
+    prefixes = workload.prefixes
     fleet = Fleet(
         [instance.profile for instance in instances],
         scheduling=scheduling,
         max_batched_tokens=max_batched_tokens,
         compiled=compiled,
+        prefix_caching=[i.prefix_caching and prefixes is not None for i in instances],
+        most_blocks=0 if prefixes is None else prefixes.most_tokens // DEFAULT_BLOCK_TOKENS + 1,
     )
     if compiled:
         scheduler.compile(jit)
@@ -184,6 +198,7 @@ class _Run:
             np.full(size, math.nan),
             np.full(size, math.nan),
             np.zeros(size, dtype=np.int64),
+            np.zeros(size, dtype=np.int64),
         )
         # Reading and writing single numbers of an array goes faster through a memoryview.
         self._arrival_s = _view(workload.arrival_s)
@@ -195,6 +210,8 @@ class _Run:
         self._first_token_s = _view(self._records.first_token_s)
         self._finish_s = _view(self._records.finish_s)
         self._preemptions = _view(self._records.preemptions)
+        self._cached_tokens = _view(self._records.cached_tokens)
+        self._prefixes = workload.prefixes
         # By the fleet's slot: who has it.
         self._requests: list[int] = []
         self._dispatches: list[Dispatch | None] = []
@@ -273,8 +290,14 @@ class _Run:
             predicted = self._predictor.predict(LengthFeatures(self._model, prompt_tokens))
         else:
             predicted = self._predictions[request]
+        keys = None
+        if self._prefixes is not None and self._scheduler.caches is not None:
+            keys = self._prefixes.gateway_keys(request)
         ticket = self._scheduler.submit(
-            Request(self._model, prompt_tokens, predicted), self._now_s, owner=request, first=first
+            Request(self._model, prompt_tokens, predicted, prefix=keys),
+            self._now_s,
+            owner=request,
+            first=first,
         )
         return not isinstance(ticket, Reject)
 
@@ -308,8 +331,14 @@ class _Run:
         self._requests[slot] = request
         self._dispatches[slot] = dispatch
         self._in_flight += 1
-        self._fleet.submit(position, slot, prompt_tokens, output_tokens, self._now_s)
+        keys = () if self._prefixes is None else self._engine_keys(request)
+        self._fleet.submit(position, slot, prompt_tokens, output_tokens, self._now_s, keys)
         return True
+
+    def _engine_keys(self, request: int) -> Any:
+        assert self._prefixes is not None
+        keys = self._prefixes.engine_keys(request, DEFAULT_BLOCK_TOKENS)
+        return keys if self._fleet.compiled else keys.tolist()
 
     def _tell(self) -> None:
         """Pass on what the engines have logged."""
@@ -324,6 +353,8 @@ class _Run:
             elif kind == FINISHED:
                 self._finish_s[request] = log_s[k]
                 output_tokens = self._output_tokens[request]
+                if self._prefixes is not None:
+                    self._observe_cached(request, dispatch, self._fleet.cached_tokens(slot))
                 features = LengthFeatures(self._model, self._prompt_tokens[request])
                 self._predictor.observe(features, output_tokens)
                 scheduler.observe_output_tokens(self._model, output_tokens)
@@ -334,6 +365,11 @@ class _Run:
         if scheduler.queued:
             self._now_s = log_s[log[0]]
             self._pump()
+
+    def _observe_cached(self, request: int, dispatch: Dispatch, cached_tokens: int) -> None:
+        self._cached_tokens[request] = cached_tokens
+        if self._scheduler.caches is not None:
+            self._scheduler.caches.observe(dispatch, cached_tokens)
 
     def _release(self, slot: int) -> None:
         self._dispatches[slot] = None

@@ -33,6 +33,7 @@ from hetero_gateway.sim import cluster
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
+from hetero_gateway.sim.prefixes import Prefixes
 from hetero_gateway.sim.result import Cell, RunResult, Slo, summarise
 from hetero_gateway.sim.workload import (
     EvenLengths,
@@ -94,9 +95,13 @@ class Experiment:
         randomised: round-robin policies draw, as the paper says, instead of taking turns.
         objective: what ``finish-time`` is to keep low.
         length_model: of the predictor ``trained``, which alone has one.
+        prefixes: of the requests, in the order of ``lengths``; then their engines have prefix
+            caches, as far as they are not switched off. The bound is without them.
+        prefix_cache: whether the scheduler knows of them.
 
     Raises:
-        ValueError: the predictor and ``length_model`` do not agree.
+        ValueError: the predictor and ``length_model`` do not agree, or there are fewer
+            ``prefixes`` than requests.
     """
 
     instances: tuple[SimulatedInstance, ...]
@@ -112,10 +117,14 @@ class Experiment:
     randomised: bool = False
     objective: Objective = "latency"
     length_model: LengthModel | None = None
+    prefixes: Prefixes | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if (self.length_model is not None) != (self.predictor == "trained"):
             raise ValueError("the predictor trained has a length_model, and no other has one")
+        if self.prefixes is not None and len(self.prefixes) < self.count:
+            raise ValueError("there must be a text for each request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +236,7 @@ def make_workload(experiment: Experiment, rate_per_s: float, seed: int) -> Workl
     else:
         rng = np.random.default_rng((seed, 1))
         arrival_s = gamma_arrivals(experiment.count, rate_per_s, experiment.arrival_cv, rng)
-    return Workload(arrival_s, prompt, output)
+    return Workload(arrival_s, prompt, output, experiment.prefixes)
 
 
 def _scheduler(experiment: Experiment, policy: str, seed: int, moments: Moments) -> Scheduler:
@@ -240,6 +249,7 @@ def _scheduler(experiment: Experiment, policy: str, seed: int, moments: Moments)
         make_policy(policy, options),
         np.random.default_rng((seed, 2)),
         reference=(moments.mean_prompt, moments.mean_output),
+        prefix_cache=experiment.prefix_cache and experiment.prefixes is not None,
     )
 
 

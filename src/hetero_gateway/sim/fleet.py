@@ -92,7 +92,7 @@ class Fleet:
         if leaves > len(rows):  # one more instance, never busy, fills the tournament up
             rows.append(instance_rows(profiles[0], 0, max_num_seqs=1))
         width = max(len(n) for n, _ in rows)
-        self._compiled = compiled
+        self.compiled = compiled
         self._n = self._table([n + [0] * (width - len(n)) for n, _ in rows])
         self._x = self._table([x for _, x in rows])
         self._q = self._table([row for i in range(len(profiles)) for row in list_heads(3 * i)])
@@ -121,16 +121,16 @@ class Fleet:
         self.log_s: kernel.Times = self._view(self._log_s)
 
     def _view(self, vector: Any) -> Any:
-        return memoryview(vector) if self._compiled else vector
+        return memoryview(vector) if self.compiled else vector
 
     def _table(self, rows: list[list[Any]]) -> Any:
-        return np.array(rows) if self._compiled else rows
+        return np.array(rows) if self.compiled else rows
 
     def _vector(self, values: list[Any]) -> Any:
-        return np.array(values) if self._compiled else values
+        return np.array(values) if self.compiled else values
 
     def _caches(self, caches: list[kernel.Rows]) -> Any:
-        if not self._compiled:
+        if not self.compiled:
             return caches
         width = max(len(row) for cache in caches for row in cache)
         table = np.zeros((len(caches), max(map(len, caches)), width), dtype=np.int64)
@@ -141,7 +141,7 @@ class Fleet:
 
     def _key_rows(self, slots: int) -> Any:
         """Two rows for each slot: the keys of its blocks, and its blocks."""
-        if self._compiled:
+        if self.compiled:
             return np.zeros((2 * slots, max(1, self._most_blocks)), dtype=np.int64)
         return [[0] * self._most_blocks for _ in range(2 * slots)]
 
@@ -150,8 +150,8 @@ class Fleet:
         if not self._free_slots:
             size = len(self._q)
             more = self._key_rows(size if self._most_blocks else 0)
-            self._k = np.concatenate((self._k, more)) if self._compiled else self._k + more
-            if self._compiled:
+            self._k = np.concatenate((self._k, more)) if self.compiled else self._k + more
+            if self.compiled:
                 self._q = np.concatenate((self._q, np.zeros_like(self._q)))
             else:
                 self._q += [[0] * kernel.SEQUENCE_FIELDS for _ in range(size)]

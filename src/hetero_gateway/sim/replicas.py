@@ -49,6 +49,11 @@ class _Several:
         self._turn = 0
 
     @property
+    def caches(self) -> None:
+        """What instances have cached is not known across several."""
+        return None
+
+    @property
     def queued(self) -> int:
         return sum(scheduler.queued for scheduler in self.schedulers)
 

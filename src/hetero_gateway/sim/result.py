@@ -17,6 +17,8 @@ Times count from a request's arrival, so that waiting in the gateway's queue is 
     latency      s         last output token
     within SLO   share     of all requests, TTFT and TPOT within their limits; those that were
                            refused or lost are not
+    cached       share     prompt tokens that engines had in their prefix caches, of all of the
+                           finished requests
     spread       ratio     (latest − earliest) / latest completion time over the instances; an
                            instance that got nothing completed at 0
 
@@ -77,6 +79,7 @@ class RunResult:
     refused: int
     lost: int
     latencies_s: NDArray[np.float64]  # of the finished requests, sorted
+    cached_share: float = 0.0
 
     @property
     def completion_spread(self) -> float:
@@ -118,6 +121,8 @@ def summarise(workload: Workload, records: Records, instances: int, slo: Slo) ->
         refused=int((~done & np.isnan(records.first_token_s)).sum()),
         lost=int((~done & np.isfinite(records.first_token_s)).sum()),
         latencies_s=np.sort(times.latency_s),
+        cached_share=float(records.cached_tokens[done].sum())
+        / max(1.0, float(workload.prompt_tokens[done].sum())),
     )
 
 
@@ -240,6 +245,7 @@ class Cell:
             "tpot_s": self._statistics(lambda run: run.tpot_s),
             "slo_share": self.spread(lambda run: run.slo_share).to_dict(),
             "share_of_bound": finite(self.share_of_bound.mean),
+            "cached_share": finite(self.spread(lambda run: run.cached_share).mean),
             "completion_spread": self.spread(lambda run: run.completion_spread).to_dict(),
             "preemptions": self.total(lambda run: run.preemptions) / n,
             "refused": self.total(lambda run: run.refused) / n,

@@ -16,10 +16,13 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from hetero_gateway.sim.prefixes import Prefixes
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -33,6 +36,7 @@ class Workload:
         arrival_s: (N,), s, at least 0, never decreasing.
         prompt_tokens: (N,), at least 1.
         output_tokens: (N,), at least 1.
+        prefixes: which of them begin alike; None: nothing is known of it.
 
     Raises:
         ValueError: shapes that differ, no request, or a value outside of these ranges.
@@ -41,6 +45,7 @@ class Workload:
     arrival_s: Floats
     prompt_tokens: Integers
     output_tokens: Integers
+    prefixes: Prefixes | None = None
 
     def __post_init__(self) -> None:
         shape = self.arrival_s.shape
