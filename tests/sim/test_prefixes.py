@@ -144,7 +144,7 @@ def test_an_instance_without_a_cache_is_found_out():
 def test_a_dead_instance_comes_back_with_an_empty_cache():
     workload = sessions(20)
     alone = cluster()[:1]
-    fault = Fault(0, FaultKind.DEAD, 9.0, 10.0)
+    fault = Fault(0, FaultKind.DEAD, 5.0, 5.1)
     scheduler = Scheduler(make_policy("finish-time"), np.random.default_rng(0))
     records = simulate(alone, workload, scheduler, ConstantPredictor(64.0), faults=[fault])
     unhurt, _ = run(workload, aware=True, instances=alone)
