@@ -213,14 +213,35 @@ async def looks_us(fleet: Fleet) -> float:
     return statistics.median(spent_us)
 
 
+async def scrapes_us(gateway: Gateway) -> tuple[tuple[float, float], int]:
+    """CPU of a scrape, and the most that it takes at a time; and its bytes."""
+    spent: list[tuple[float, float]] = []
+    size = 0
+    for _ in range(ROUNDS):
+        scrape = gateway.metrics.exposition().__await__()
+        steps_s = []
+        while True:
+            begin_s = time.process_time()
+            try:
+                next(scrape)
+            except StopIteration as done:
+                steps_s.append(time.process_time() - begin_s)
+                size = len(done.value[0])
+                break
+            steps_s.append(time.process_time() - begin_s)
+        spent.append((sum(steps_s) * 1e6, max(steps_s) * 1e6))
+    return (statistics.median(s for s, _ in spent), statistics.median(m for _, m in spent)), size
+
+
 def chore_rows(instances: int) -> Rows:
     case = Case(instances)
     probes = case.scheduler._probes
     yield "doubts, twice a second", median_us(lambda: probes.revise(1.0), 1), None
     gateway = make_gateway(instances)
     yield "steps, each second", asyncio.run(looks_us(gateway.fleet)), None
-    size = len(gateway.metrics.exposition()[0])
-    yield "scrape of /metrics", median_us(lambda: gateway.metrics.exposition() and None, 1), size
+    (scrape_us, longest_us), size = asyncio.run(scrapes_us(gateway))
+    yield "scrape of /metrics", scrape_us, size
+    yield "  its longest step", longest_us, None
 
     def admin() -> str:
         every = gateway.fleet.instances.values()

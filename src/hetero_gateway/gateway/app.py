@@ -210,7 +210,7 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
     @control.get("/metrics", tags=["health"])
     async def metrics() -> Response:
         """Prometheus exposition."""
-        body, content_type = gateway.metrics.exposition()
+        body, content_type = await gateway.metrics.exposition()
         return Response(body, media_type=content_type)
 
     @control.get("/v1/models", tags=["openai"])

@@ -1,8 +1,10 @@
 """The exposition: read back with prometheus-client's own parser, and by promtool."""
 
 import asyncio
+import itertools
 import shutil
 from asyncio.subprocess import PIPE, STDOUT
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -12,7 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec
+from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control.metrics import Histogram, InstanceGauges, Metrics
+from hetero_gateway.gateway.fleet.instances import Fleet
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
@@ -104,7 +108,7 @@ def test_buckets_are_cumulative_and_bounds_belong_to_the_lower_one() -> None:
     assert histogram.sum == 14
 
 
-def test_a_forgotten_instance_leaves_no_series() -> None:
+async def test_a_forgotten_instance_leaves_no_series() -> None:
     scheduler = Scheduler(make_policy("min-max"), np.random.default_rng(0))
     scheduler.add(InstanceSpec(InstanceId("kept"), frozenset("m")))
     rows = [InstanceGauges(scheduler.snapshot(InstanceId("kept")), True, None, None)]
@@ -115,7 +119,7 @@ def test_a_forgotten_instance_leaves_no_series() -> None:
         metrics.upstream_errors[name, "connect"] += 1
         metrics.client_disconnects[name] += 1
     metrics.forget("gone")
-    text = metrics.exposition()[0].decode()
+    text = (await metrics.exposition())[0].decode()
     assert "kept" in text
     assert "gone" not in text
 
@@ -165,14 +169,14 @@ async def test_what_we_cannot_serve_and_what_clients_get_wrong_are_told_apart() 
     assert found[key(requests, model="m", instance="", outcome="unavailable")] == 1
 
 
-def test_a_figure_that_cannot_be_written_hides_no_other() -> None:
+async def test_a_figure_that_cannot_be_written_hides_no_other() -> None:
     metrics = Metrics("min-max", list)
     metrics.series("m", "i0").input_tokens = 10**400
     metrics.series("m", "i0").output_tokens = 7
     metrics.series("half a \ud800 character", "i0").input_tokens = 3
     metrics.series('a "quoted" \\ name\n# TYPE evil counter\nevil 1', "i0").input_tokens = 5
     metrics.series("n", "i0").input_tokens = 4
-    found = samples(metrics.exposition()[0].decode())
+    found = samples((await metrics.exposition())[0].decode())
     assert found[key("output_tokens_total", model="m", instance="i0")] == 7
     assert found[key("input_tokens_total", model="n", instance="i0")] == 4
     assert key("input_tokens_total", model="m", instance="i0") not in found
@@ -180,10 +184,45 @@ def test_a_figure_that_cannot_be_written_hides_no_other() -> None:
     assert key("queue_depth") in found
 
 
-def test_a_scrape_outlives_what_its_gauges_raise() -> None:
+async def test_a_scrape_outlives_what_its_gauges_raise() -> None:
     def gauges() -> list[InstanceGauges]:
         raise OverflowError("int too large to convert to float")
 
-    found = samples(Metrics("min-max", gauges).exposition()[0].decode())
+    found = samples((await Metrics("min-max", gauges).exposition())[0].decode())
     assert key("queue_depth") in found
     assert not any(name == "instance_up" for name, _ in found)
+
+
+async def test_a_scrape_of_many_instances_lets_others_have_their_turns() -> None:
+    instances = [{"id": f"i{i}", "base_url": "http://127.0.0.1:9"} for i in range(40)]
+    fleet = Fleet(GatewayConfig.model_validate({"instances": instances}), Path())
+    metrics = Metrics("finish-time", fleet.gauges)
+    for instance_id in fleet.instances:
+        metrics.series("m", instance_id).outcomes["completed"] += 1
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            if turns == 8:  # in the midst of it
+                fleet.remove(InstanceId("i39"))
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        beside = tasks.create_task(others())
+        text = (await metrics.exposition())[0].decode()
+        beside.cancel()
+    assert turns >= 10
+    found = samples(text)
+    assert [found[key("instance_up", instance=f"i{i}")] for i in range(39)] == [0.0] * 39
+    assert key("instance_up", instance="i39") not in found
+    completed = [v for (name, _), v in found.items() if name == "requests_total"]
+    assert sum(completed) == 40
+    heads = [line for line in text.splitlines() if line.startswith("#")]
+    assert len(heads) == len(set(heads))
+    assert text.count("# TYPE hetero_gateway_requests_total ") == 1
+    # The lines of a family stand together, as the format wants it.
+    names = [line.split("{")[0].split(" ")[0] for line in text.splitlines() if line[0] != "#"]
+    runs = [name for name, _ in itertools.groupby(names)]
+    assert runs.count("hetero_gateway_instance_up") == 1

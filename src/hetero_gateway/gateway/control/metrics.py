@@ -2,7 +2,7 @@
 
 A request touches a dozen series; through prometheus-client's own counters and histograms that
 costs as much as relaying it (a lock and a label look-up each). So the counts live here, in one
-object per (model, instance), and a custom collector turns them into metric families.
+object per (model, instance), and a scrape turns them into metric families, part by part.
 
 Labels are bounded: instances come from the configuration, models from what instances serve. The
 series of a removed instance go away. Bucket bounds are vLLM's own (vllm/v1/metrics/loggers.py), so
@@ -12,11 +12,12 @@ that panels overlay.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -32,7 +33,6 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from hetero_gateway import __version__
@@ -43,6 +43,10 @@ from hetero_gateway.core.sharing.exchange import Mode
 _log = logging.getLogger(__name__)
 
 PREFIX = "hetero_gateway_"
+# Instances of which series are written at a time: some milliseconds.
+_PART = 4
+
+_T = TypeVar("_T")
 
 LATENCY_BOUNDS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
@@ -109,7 +113,7 @@ class SharedView(Protocol):
     def age_s(self) -> float | None: ...
 
 
-class Metrics(Collector):
+class Metrics:
     """All of the gateway's own series.
 
     Args:
@@ -145,11 +149,9 @@ class Metrics(Collector):
         self.overhead_s = Histogram(OVERHEAD_BOUNDS_S)
         self.output_prediction = Histogram(PREDICTION_BOUNDS)
         self.latency_prediction = Histogram(PREDICTION_BOUNDS)
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(self)
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
+        self._process = CollectorRegistry(auto_describe=False)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._process)
 
     def series(self, model: str, instance_id: str) -> Series:
         """The counts of one model on one instance; "" where no instance was reached."""
@@ -169,16 +171,20 @@ class Metrics(Collector):
         self.decisions.pop(instance_id, None)
         self.client_disconnects.pop(instance_id, None)
 
-    def collect(self) -> Iterator[Metric]:
-        for group in (self._request_families, self._instance_families, self._gateway_families):
-            try:
-                families = list(group())
-            except Exception:
-                _log.exception("some series cannot be shown")
-            else:
-                yield from families
+    def _parts(self) -> Iterator[list[Metric]]:
+        """All families, and those of many series in parts that are soon made.
 
-    def _request_families(self) -> Iterator[Metric]:
+        Between two parts the instances and their series may change.
+        """
+        for entries in _batches(lambda: tuple(self._series.items())):
+            yield _made(self._request_families(entries))
+        for gauges in _batches(self._gauges):
+            yield _made(self._instance_families(gauges))
+        yield _made(self._gateway_families())
+
+    def _request_families(
+        self, entries: Iterable[tuple[tuple[str, str], Series]]
+    ) -> Iterator[Metric]:
         labels = ("model", "instance")
         requests = CounterMetricFamily(
             PREFIX + "requests", "Finished requests by outcome.", labels=(*labels, "outcome")
@@ -200,7 +206,7 @@ class Metrics(Collector):
         tokens_out = CounterMetricFamily(
             PREFIX + "output_tokens", "Output tokens, as told or counted.", labels=labels
         )
-        for key, series in self._series.items():
+        for key, series in entries:
             for outcome, count in series.outcomes.items():
                 requests.add_metric((*key, outcome), count)
             if not key[1]:
@@ -212,7 +218,7 @@ class Metrics(Collector):
             tokens_out.add_metric(key, series.output_tokens)
         yield from (requests, duration, ttft, tpot, tokens_in, tokens_out)
 
-    def _instance_families(self) -> Iterator[Metric]:
+    def _instance_families(self, every: Iterable[InstanceGauges]) -> Iterator[Metric]:
         up = GaugeMetricFamily(
             PREFIX + "instance_up", "1 while it gets requests.", labels=["instance"]
         )
@@ -260,7 +266,7 @@ class Metrics(Collector):
             "they were sent, and as the engine told.",
             labels=("instance", "source"),
         )
-        for gauges in self._gauges():
+        for gauges in every:
             seen = gauges.snapshot
             name = seen.instance_id
             up.add_metric([name], float(gauges.up))
@@ -338,18 +344,43 @@ class Metrics(Collector):
         info.add_metric([__version__], 1)
         yield info
 
-    def exposition(self) -> tuple[bytes, str]:
+    async def exposition(self) -> tuple[bytes, str]:
         """(body, content type) of /metrics.
 
-        What cannot be written (a number beyond a float, a label that is no text) is left out and
-        logged, and the rest is shown: one bad figure must not hide all others for good.
+        Writing it takes about a millisecond for each instance: between two parts, other requests
+        have their turn. What cannot be written (a number beyond a float, a label that is no text)
+        is left out and logged, and the rest is shown: one bad figure must not hide all others for
+        good.
         """
-        try:
-            body = generate_latest(self.registry)
-        except Exception:
-            _log.exception("a series cannot be shown")
-            body = b"".join(_exposed(family) for family in self.registry.collect())
-        return body, CONTENT_TYPE_LATEST
+        written: dict[str, list[bytes]] = {}
+        for part in self._parts():
+            for family in part:
+                lines = _exposed(family)
+                if family.name in written:
+                    lines = lines.split(b"\n", 2)[2]  # its help and type are there
+                written.setdefault(family.name, []).append(lines)
+            await asyncio.sleep(0)
+        body = b"".join(itertools.chain.from_iterable(written.values()))
+        return body + b"".join(map(_exposed, self._process.collect())), CONTENT_TYPE_LATEST
+
+
+def _batches(make: Callable[[], Iterable[_T]]) -> Iterator[list[_T]]:
+    """An empty one first: families are named also where nothing is to be said of them."""
+    yield []
+    try:
+        remaining = iter(make())
+        while batch := list(itertools.islice(remaining, _PART)):
+            yield batch
+    except Exception:
+        _log.exception("some series cannot be shown")
+
+
+def _made(families: Iterable[Metric]) -> list[Metric]:
+    try:
+        return list(families)
+    except Exception:
+        _log.exception("some series cannot be shown")
+        return []
 
 
 def _task_count() -> int:
@@ -409,6 +440,7 @@ def _exposed(family: Metric) -> bytes:
     try:
         return generate_latest(_One(family))
     except Exception:
+        _log.exception("a series of %s cannot be shown", family.name)
         family.samples = [sample for sample in family.samples if _can_be_shown(family, sample)]
     return generate_latest(_One(family))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -243,18 +243,17 @@ class Fleet:
     def _live(self) -> Iterable[Instance]:
         return (i for i in self.instances.values() if i.up and not i.draining)
 
-    def gauges(self) -> list[InstanceGauges]:
-        """Every instance as metrics show it."""
-        return [
-            InstanceGauges(
-                snapshot=self.scheduler.snapshot(instance.id),
-                up=instance.up,
-                kv_usage_engine=instance.engine_kv_usage,
-                profile_age_s=instance.profile_age_s(),
-                ejected=instance.outcomes.ejected,
-            )
-            for instance in self.instances.values()
-        ]
+    def gauges(self) -> Iterator[InstanceGauges]:
+        """Every instance as metrics show it; some may come and go meanwhile."""
+        for instance in tuple(self.instances.values()):
+            if self.instances.get(instance.id) is instance:
+                yield InstanceGauges(
+                    snapshot=self.scheduler.snapshot(instance.id),
+                    up=instance.up,
+                    kv_usage_engine=instance.engine_kv_usage,
+                    profile_age_s=instance.profile_age_s(),
+                    ejected=instance.outcomes.ejected,
+                )
 
     def close(self) -> None:
         for instance in self.instances.values():
