@@ -71,8 +71,8 @@ async def serving(
             scheduler = running.gateway.fleet.scheduler
             settle, twice = scheduler.settle, []
 
-            def once(dispatch: Any, outcome: Any, now_s: float) -> bool:
-                done = settle(dispatch, outcome, now_s)
+            def once(dispatch: Any, *event: Any) -> bool:
+                done: bool = settle(dispatch, *event)
                 if not done:
                     twice.append(dispatch)
                 return done
