@@ -17,7 +17,7 @@ from itertools import product
 import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.costs.fitting import Sample, fit_robustly, fit_rows, prefill_terms
+from hetero_gateway.core.costs.fitting import Sample, eq_3_terms, fit_robustly, fit_rows
 
 CELLS = [
     Sample(b, i, 2, None, None) for b, i in product((1, 2, 4, 8, 16, 32), (32, 128, 512, 1500))
@@ -84,7 +84,7 @@ NOISES: dict[str, Noise] = {
 def worst_errors(fitter: Fitter, noise: Noise, engines: int) -> FloatArray:
     """Of each engine, the relative error of its worst cell. The same engines for every fitter."""
     rng = np.random.default_rng(0)
-    terms = prefill_terms(CELLS)
+    terms = eq_3_terms(CELLS)
     rows = np.repeat(terms, REPEATS, axis=0)
     result = []
     for _ in range(engines):

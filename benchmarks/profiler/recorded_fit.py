@@ -1,4 +1,4 @@
-"""How well p1..p8 fit public measurements: a row per model, hardware and tensor parallelism.
+"""How well p1..p9 fit public measurements: a row per model, hardware and tensor parallelism.
 
     python benchmarks/profiler/recorded_fit.py measured.csv
     python benchmarks/profiler/recorded_fit.py measured.csv \\
@@ -93,8 +93,8 @@ def _add(group: Group, row: dict[str, str]) -> None:
 def table(groups: dict[str, Group], seed: int, *, as_asked: bool = False) -> list[str]:
     """Markdown, a line each."""
     lines = [
-        "| profile | samples | mended | discarded | prefill R² | median | mean | worst | with b·I² "
-        "| decode R² | median | mean | worst | not identified |",
+        "| profile | samples | mended | discarded | prefill R² | median | mean | worst "
+        "| mean by Eq. (3) | decode R² | median | mean | worst | not identified |",
         "|---|" + "---:|" * 12 + "---|",
     ]
     for name, group in groups.items():
@@ -109,13 +109,13 @@ def table(groups: dict[str, Group], seed: int, *, as_asked: bool = False) -> lis
 
 
 def _errors(part: PartFit) -> list[str]:
-    errors = (part.median_error, part.mean_error, part.worst_error, part.attention_error)
+    errors = (part.median_error, part.mean_error, part.worst_error, part.eq_3_error)
     return [f"{part.r2:.3f}", *("–" if e is None else f"{e:.1%}" for e in errors)]
 
 
 def _names(fitted: Fit) -> str:
     names = unidentified(fitted)
-    return "all" if len(names) == 8 else ", ".join(names) or "–"
+    return "all" if len(names) == 9 else ", ".join(names) or "–"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,7 @@
 """Algorithm 1: its batches, its times, and what the errata change."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +49,18 @@ def as_printed(requests, capacity, padded=True):
         total_time += decode_time_s(CONSTANTS, len(batch), i_b, o_b)
         batches.append(len(batch))
     return tuple(batches), total_time
+
+
+def test_attention_is_of_the_longest_prompt_or_of_each_one():
+    c = dataclasses.replace(CONSTANTS, p9=1e-6)
+    attentive = dataclasses.replace(profile(20_000), constants=c)
+    prompts, outputs = [100, 900], [10, 10]
+    for estimator, pairs in (("paper", 900**2), ("unpadded", (100**2 + 900**2) / 2)):
+        times = [
+            estimate_throughput(p, 1, prompts, outputs, estimator=estimator).total_time_s
+            for p in (profile(20_000), attentive)
+        ]
+        assert times[1] - times[0] == pytest.approx(1e-6 * pairs)
 
 
 @given(lengths, capacities)

@@ -92,6 +92,20 @@ def test_the_fit_stays_near_the_roofline(device):
         assert max(errors) < 0.45
 
 
+@pytest.mark.parametrize("t", [1, 4])
+def test_attention_of_the_models_shape_is_right_beyond_the_grid(t):
+    profile = roofline_profile(A100, LLAMA_3_8B, t)
+    c, prefill = profile.constants, step_times(A100, LLAMA_3_8B, t)[0]
+    # 32 layers, 32 heads of 128: two products of 2 FLOP each for a pair of tokens.
+    flop_per_s = A100.flop_per_s * A100.compute_efficiency * t
+    assert c.p9 == pytest.approx(4 * 32 * 32 * 128 / flop_per_s, rel=1e-3)
+    for tokens in (16_384, 65_536):
+        assert prefill_time_s(c, 1, tokens) == pytest.approx(prefill(1, tokens), rel=0.06)
+        # Without it half of the longest would be missing.
+        without = prefill_time_s(dataclasses.replace(c, p9=0.0), 1, tokens)
+        assert without < (0.85 if tokens == 16_384 else 0.6) * prefill(1, tokens)
+
+
 def test_a_model_that_leaves_no_room_has_no_profile():
     t4 = accelerator("T4")
     assert roofline_profile(t4, LLAMA_3_8B) is None

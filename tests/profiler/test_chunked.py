@@ -31,7 +31,7 @@ def test_a_long_prompt_counts_as_if_its_steps_were_one():
 def test_batches_of_several_steps_are_compared_not_fitted():
     found = chunked_prefills([*ONE_STEP, line(4, 2000, chunks=4)], 2048)
     assert not found.singles
-    constants = (C.p1, C.p2, C.p3, C.p4)
+    constants = (C.p1, C.p2, C.p3, C.p4, C.p9)
     off = 3 * (C.p2 + C.p4) / (prefill_time_s(C, 4, 2000) + 3 * (C.p2 + C.p4))
     assert found.error(constants) == pytest.approx(off)
 
@@ -43,7 +43,7 @@ def test_all_of_them_are_there_as_measured_for_who_wants_a_compromise():
 
 
 def test_without_any_there_is_no_error_to_tell():
-    assert chunked_prefills(ONE_STEP, 2048).error((C.p1, C.p2, C.p3, C.p4)) is None
+    assert chunked_prefills(ONE_STEP, 2048).error((C.p1, C.p2, C.p3, C.p4, C.p9)) is None
 
 
 def test_discarded_ones_are_passed_over():

@@ -25,7 +25,7 @@ from hetero_gateway.reports.profile_table import report
 from .builders import fit_of, measured
 
 GOOD = PartFit(
-    constants=(1.23456e-4, 0.0, 0.0, 2e-2),
+    constants=(1.23456e-4, 0.0, 0.0, 2e-2, 1.23456e-9),
     r2=0.98765,
     median_error=0.02,
     worst_error=0.123456,
@@ -33,16 +33,18 @@ GOOD = PartFit(
     validation="36 cells, a fifth of them held out in turn",
     used=40,
     outliers=2,
-    intervals=((1.2e-4, 1.3e-4), (0.0, 1e-4), (0.0, 0.0), (1.9e-2, 2.1e-2)),
-    identified=(True, False, False, True),
+    intervals=((1.2e-4, 1.3e-4), (0.0, 1e-4), (0.0, 0.0), (1.9e-2, 2.1e-2), (1.1e-9, 1.3e-9)),
+    identified=(True, False, False, True, True),
     notes=("p2, p3 cannot be told from 0",),
-    attention_error=0.015,
+    eq_3_error=0.051,
 )
 FIT = Fit(
     prefill=GOOD,
     decode=dataclasses.replace(
         GOOD,
-        attention_error=None,
+        constants=(1.23456e-4, 0.0, 0.0, 2e-2),
+        intervals=((1.2e-4, 1.3e-4), (0.0, 1e-4), (0.0, 0.0), (1.9e-2, 2.1e-2)),
+        eq_3_error=None,
         identified=(True,) * 4,
         notes=(),
         outliers=0,
@@ -69,7 +71,7 @@ def test_the_file_has_the_layout_of_a_profile() -> None:
         *("gpu", "model", "tensor_parallel", "constants", "kv_capacity_tokens", "max_num_seqs"),
         "source",
     ]
-    assert list(doc["constants"]) == [f"p{i}" for i in range(1, 9)]
+    assert list(doc["constants"]) == [f"p{i}" for i in range(1, 10)]
     assert doc["constants"]["p1"] == 1.235e-4
     assert doc["source"]["how"] == "measured"
     assert doc["source"]["note"] == "by hand"
@@ -90,9 +92,9 @@ def test_what_was_measured_how_and_how_well_stands_in_the_source() -> None:
         "validation": GOOD.validation,
         "samples": 40,
         "outliers": 2,
-        "attention_error": 0.015,
+        "eq_3_error": 0.051,
     }
-    assert "attention_error" not in source["fit"]["decode"]
+    assert "eq_3_error" not in source["fit"]["decode"]
 
 
 def test_the_caller_may_give_the_date_and_leave_keys_out() -> None:
@@ -174,7 +176,7 @@ def test_the_report_has_the_errors_the_counts_and_the_cautions() -> None:
     text = report(FIT, discarded={"waited": 3, "preempted": 1})
     prefill = next(line for line in text.splitlines() if line.startswith("│ prefill"))
     cells = [cell.strip() for cell in prefill.strip("│").split("│")]
-    assert cells == ["prefill", "40", "2", "0.988", "2.0%", "3.5%", "12.3%", "1.5%"]
+    assert cells == ["prefill", "40", "2", "0.988", "2.0%", "3.5%", "12.3%", "5.1%"]
     assert "prefill errors: 36 cells, a fifth of them held out in turn" in text
     assert "4 samples discarded: 3 waited, 1 preempted" in text
     assert "note: p2, p3 cannot be told from 0" in text

@@ -59,6 +59,13 @@ def test_each_batch_size_has_prompts_of_very_different_lengths():
         assert max(lengths) > 20 * min(lengths)
 
 
+def test_single_prompts_of_many_lengths_are_there_to_show_attention():
+    lengths = sorted(c.prompt_tokens for c in plan_cells(A100, 0) if c.batch_size == 1)
+    assert len(lengths) == len(set(lengths)) == 8
+    assert sum(i > A100.max_batched_tokens for i in lengths) == 4
+    assert lengths[-1] > A100.max_model_len / 2
+
+
 def test_most_cells_prefill_in_one_step_and_some_do_not():
     cells = plan_cells(A100, 0)
     one_step = sum(c.one_step for c in cells)

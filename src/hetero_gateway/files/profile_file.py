@@ -28,7 +28,8 @@ class PartSourceModel(StrictModel):
     r2: float | None = None
     median_error: float | None = Field(None, ge=0)
     worst_error: float | None = Field(None, ge=0)
-    attention_error: float | None = Field(None, ge=0)
+    eq_3_error: float | None = Field(None, ge=0)
+    attention_error: float | None = Field(None, ge=0)  # of files from before p9
     validation: str = ""
     samples: int | None = Field(None, ge=0)
     outliers: int | None = Field(None, ge=0)

@@ -15,7 +15,7 @@ Differs from the print: the loop ends when every request is batched (erratum 8);
 fits no batch is an outcome, not an endless loop (9); the result is (u/t)·TP_s, as the text says,
 not t·TP_s (10). ``estimator="paper"`` keeps what erratum 11 names: a batch is let in by the sum of
 its prompts, but timed as if every prompt were the longest. ``"unpadded"`` times it by their mean,
-that is by the tokens that were let in.
+that is by the tokens that were let in (attention, where the profile has p9, prompt by prompt).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.costs.cost_model import attended_pairs, decode_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Profile
 
 Estimator = Literal["paper", "unpadded"]
@@ -94,6 +94,10 @@ def estimate_throughput(
         # Eqs. (3) and (4) take I_B and O_B, the longest of the batch: erratum 11.
         length = max(prompts) if estimator == "paper" else sum(prompts) / size
         total_time_s += prefill_time_s(profile.constants, size, length)
+        if estimator != "paper" and profile.constants.p9:
+            # Long prompts attend to more than short ones attend to less.
+            pairs = sum(map(attended_pairs, prompts)) - size * attended_pairs(length)
+            total_time_s += profile.constants.p9 * pairs
         total_time_s += decode_time_s(
             profile.constants, size, length, max(output_tokens[begin:end])
         )

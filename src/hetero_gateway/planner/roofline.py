@@ -1,4 +1,4 @@
-"""p1..p8 of an accelerator that nobody has profiled, from its data sheet.
+"""p1..p9 of an accelerator that nobody has profiled, from its data sheet.
 
 A step takes as long as the slower of arithmetic and memory traffic, plus what the engine and the
 all-reduce add. That is not linear in batch and tokens, so Eqs. (3) and (4) are fitted to it over a
@@ -9,7 +9,9 @@ grid of batches, by relative-error least squares with non-negative constants (er
     decode      2·weights·b                              weights once, and the KV of every sequence
 
 with n = b·I prompt tokens, width = heads · head_dim, half of the attention matrix masked, and the
-output layer only for the b tokens that are sampled. Both are shared by t accelerators.
+output layer only for the b tokens that are sampled. Both are shared by t accelerators. The second
+term of a prefill's arithmetic is not fitted: it is p9, of the model's shape alone, and so prompts
+beyond the grid are right as well.
 
 A layer also costs its many small kernels, and an all-reduce does not reach its link's figure; over
 PCIe slots, cards that share a root get less each. These shares were fitted to the built-in profiles
@@ -33,11 +35,17 @@ against those it is optimistic.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.costs.cost_model import kv_capacity_bytes
+from hetero_gateway.core.costs.cost_model import (
+    attended_pairs,
+    decode_step_time_s,
+    kv_capacity_bytes,
+    prefill_time_s,
+)
 from hetero_gateway.core.costs.least_squares import non_negative_solution
 from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
 from hetero_gateway.planner.accelerators import Accelerator
@@ -83,12 +91,18 @@ def roofline_profile(
         return None
     prefill, decode = step_times(accelerator, model, tensor_parallel)
     prefill_shapes, decode_shapes = grid(kv_capacity_tokens, max_num_seqs)
-    constants = [*_fit(prefill, prefill_shapes), *_fit(decode, decode_shapes)]
+    p9 = attended_pair_s(accelerator, model, tensor_parallel)
+
+    def without_attention(batch: int, prompt_tokens: int) -> float:
+        return prefill(batch, prompt_tokens) - p9 * batch * attended_pairs(prompt_tokens)
+
+    fitted = [*_fit(without_attention, prefill_shapes), *_fit(decode, decode_shapes)]
+    constants = Constants(*fitted, _rounded(p9))
     return Profile(
         gpu=accelerator.name,
         model=model.name,
         tensor_parallel=tensor_parallel,
-        constants=Constants(*constants),
+        constants=constants,
         kv_capacity_tokens=kv_capacity_tokens,
         max_num_seqs=max_num_seqs,
         source={
@@ -99,8 +113,8 @@ def roofline_profile(
                 f"GB/s x{accelerator.memory_efficiency:g}; never measured"
             ),
             "error": {
-                "prefill": _error(prefill, prefill_shapes, constants[:4]),
-                "decode": _error(decode, decode_shapes, constants[4:]),
+                "prefill": _error(prefill, prefill_shapes, partial(prefill_time_s, constants)),
+                "decode": _error(decode, decode_shapes, partial(decode_step_time_s, constants)),
             },
         },
     )
@@ -124,7 +138,8 @@ def step_times(
 ) -> tuple[StepTime, StepTime]:
     """The roofline itself: seconds of a prefill and of a decode step of (batch, tokens each)."""
     flop_per_s = matrix_flop_per_s(accelerator, model) * tensor_parallel
-    attention_flop_per_s = accelerator.flop_per_s * accelerator.compute_efficiency * tensor_parallel
+    attention_flop_per_s = _attention_flop_per_s(accelerator, tensor_parallel)
+    pair_s = attended_pair_s(accelerator, model, tensor_parallel)
     bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency * tensor_parallel
     kv_token_bytes = model.kv_token_bytes(tensor_parallel)
 
@@ -149,8 +164,7 @@ def step_times(
 
     def prefill(batch: int, prompt_tokens: int) -> float:
         tokens = batch * prompt_tokens
-        width = model.heads * model.head_dim
-        attention = 2 * model.layers * width * tokens * prompt_tokens / attention_flop_per_s
+        attention = pair_s * batch * attended_pairs(prompt_tokens)
         return layers(tokens) + attention + output(batch) + added(batch, tokens)
 
     def decode(batch: int, cached_tokens: int) -> float:
@@ -158,6 +172,17 @@ def step_times(
         return layers(batch) + output(batch) + read + added(batch, batch)
 
     return prefill, decode
+
+
+def attended_pair_s(accelerator: Accelerator, model: ModelShape, tensor_parallel: int) -> float:
+    """p9: a token's product with one key, and with its value, in every layer and head."""
+    flop = 4 * model.layers * model.heads * model.head_dim
+    return flop / _attention_flop_per_s(accelerator, tensor_parallel)
+
+
+def _attention_flop_per_s(accelerator: Accelerator, tensor_parallel: int) -> float:
+    """In the model's own type, whatever the weights are stored in."""
+    return accelerator.flop_per_s * accelerator.compute_efficiency * tensor_parallel
 
 
 def all_reduce_s(
@@ -213,10 +238,15 @@ def _fit(time_s: StepTime, shapes: list[tuple[int, int]]) -> list[float]:
     shares = _terms(shapes) / times[:, None]
     solution = non_negative_solution(shares, np.ones(len(shapes)))
     solution[(shares * solution).max(axis=0) < 1e-6] = 0.0  # rounding errors of the solver
-    return [float(f"{value:.4g}") for value in solution]
+    return [_rounded(float(value)) for value in solution]
 
 
-def _error(time_s: StepTime, shapes: list[tuple[int, int]], constants: list[float]) -> float:
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _error(
+    time_s: StepTime, shapes: list[tuple[int, int]], fitted_s: Callable[[float, float], float]
+) -> float:
     """Mean relative error of the fit."""
-    times = np.array([time_s(b, n) for b, n in shapes])
-    return round(float(np.mean(np.abs(_terms(shapes) @ np.array(constants) / times - 1))), 3)
+    return round(float(np.mean([abs(fitted_s(*s) / time_s(*s) - 1) for s in shapes])), 3)

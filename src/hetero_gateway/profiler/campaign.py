@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_gateway.core.costs.fitting import Sample, decode_terms, fit_rows, prefill_terms
+from hetero_gateway.core.costs.fitting import Sample, decode_terms, eq_3_terms, fit_rows
 from hetero_gateway.engines.vllm import EngineMetrics, paths
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.load.client import LoadClient, Target
@@ -228,7 +228,7 @@ class Campaign:
         decode = [s for s in samples if s.decode_s]
         if prefill:
             times = np.array([s.prefill_s for s in prefill], dtype=float)
-            self._prefill = fit_rows(prefill_terms(prefill), times)
+            self._prefill = fit_rows(eq_3_terms(prefill), times)
         if decode:
             times = np.array([s.decode_s for s in decode], dtype=float)
             self._decode = fit_rows(decode_terms(decode), times)
@@ -250,7 +250,7 @@ class Campaign:
 
     def _prefill_s(self, prompt_tokens: float) -> float:
         sample = [Sample(1, prompt_tokens, 1, None, None)]
-        return float((prefill_terms(sample) @ self._prefill)[0])
+        return float((eq_3_terms(sample) @ self._prefill)[0])
 
     # -- one batch
 

@@ -8,9 +8,9 @@ neither: on an emulated instance whose p1..p4 all matter, it is then off by 5 % 
 by 0.2 and 0.4 %.
 
 So it is fitted to batches of one step, and to single prompts of several steps with the further
-steps' fixed part, (steps − 1)·(p2 + p4), taken off: they are what shows attention's growth with the
-prompt's length. How far Eq. (3) is off for the other batches is measured and told; whoever wants a
-compromise can have all of them fitted as they were measured (``--deep-prefills``).
+steps' fixed part, (steps − 1)·(p2 + p4), taken off. Attention adds up to the same in chunks, so
+they are what shows p9. How far the constants are off for the other batches is measured and told;
+whoever wants a compromise can have all of them fitted as they were measured (``--deep-prefills``).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Chunked:
     measured: list[Sample]
 
     def error(self, constants: Sequence[float]) -> float | None:
-        """Mean relative error of p1..p4 on the batches; None without any."""
+        """Mean relative error of p1..p4 and p9 on the batches; None without any."""
         if not self.batches:
             return None
         seconds = np.array([s.prefill_s for s in self.batches])
-        predicted = prefill_terms(self.batches) @ np.array(constants[:4])
+        predicted = prefill_terms(self.batches) @ np.array(constants)
         return float(np.mean(np.abs(predicted / seconds - 1)))
 
 

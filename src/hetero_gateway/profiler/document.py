@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
-from hetero_gateway.core.costs.fitting import Fit, PartFit
+from hetero_gateway.core.costs.fitting import DECODE_NAMES, PREFILL_NAMES, Fit, PartFit
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.files import profile_file
 
 # Four figures: the fit is good for two, and what is printed should not look better than it is.
 _DIGITS = 4
+
+_T = TypeVar("_T")
 
 
 def profile_document(
@@ -37,8 +40,7 @@ def profile_document(
             ``how`` is measured and ``date`` today's (UTC) unless given. None values are left out.
     """
     given = {key: value for key, value in source.items() if value is not None}
-    values = (*fit.prefill.constants, *fit.decode.constants)
-    constants = Constants(*(_rounded(value) for value in values))
+    constants = Constants(*(_rounded(value) for value in astuple(fit.constants)))
     profile = Profile(gpu, model, tensor_parallel, constants, kv_capacity_tokens, max_num_seqs)
     return profile_file.profile_document(
         profile,
@@ -52,10 +54,8 @@ def profile_document(
             },
             "fit": {"prefill": _quality(fit.prefill), "decode": _quality(fit.decode)},
             "intervals": {
-                f"p{i}": [_rounded(low), _rounded(high)]
-                for i, (low, high) in enumerate(
-                    (*fit.prefill.intervals, *fit.decode.intervals), start=1
-                )
+                name: [_rounded(low), _rounded(high)]
+                for name, (low, high) in _by_name(fit.prefill.intervals, fit.decode.intervals)
             },
             "unidentified": unidentified(fit),
         },
@@ -64,8 +64,14 @@ def profile_document(
 
 def unidentified(fit: Fit) -> list[str]:
     """The names of the constants that the samples do not determine."""
-    known = (*fit.prefill.identified, *fit.decode.identified)
-    return [f"p{i}" for i, found in enumerate(known, start=1) if not found]
+    known = _by_name(fit.prefill.identified, fit.decode.identified)
+    return [name for name, found in known if not found]
+
+
+def _by_name(prefill: Sequence[_T], decode: Sequence[_T]) -> list[tuple[str, _T]]:
+    """p1, p2, …: what there is of each."""
+    names = (*PREFILL_NAMES, *DECODE_NAMES)
+    return sorted(zip(names, (*prefill, *decode), strict=True), key=lambda pair: pair[0])
 
 
 def _rounded(value: float) -> float:
@@ -81,6 +87,6 @@ def _quality(part: PartFit) -> dict[str, Any]:
         "samples": part.used,
         "outliers": part.outliers,
     }
-    if part.attention_error is not None:
-        result["attention_error"] = _rounded(part.attention_error)
+    if part.eq_3_error is not None:
+        result["eq_3_error"] = _rounded(part.eq_3_error)
     return {key: value for key, value in result.items() if value is not None}

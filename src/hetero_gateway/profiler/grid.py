@@ -7,7 +7,8 @@ each stratum:
   Eq. (3) describes exactly these: its constant p4 is paid once.
 - *deep* cells: longer prompts, up to the context window and 90 % of the KV cache. The engine cuts
   them into chunks and pays p4 for each, which Eq. (3) cannot say; they are there for decoding over
-  many cached tokens (p5, p7) and to say how far Eq. (3) is off.
+  many cached tokens (p5, p7) and to say how far Eq. (3) is off. Of single prompts there are twice
+  as many: what a prompt's time gains on its length is attention (p9), and it shows only there.
 
 Batch size and length vary independently, so that b·I, b, I and 1 can be told apart. The order takes
 one cell of every batch size before the second of any, so that an interruption at any time leaves a
@@ -21,18 +22,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_gateway.core.costs.fitting import Sample, decode_terms, prefill_terms
+from hetero_gateway.core.costs.fitting import Sample, decode_terms, eq_3_terms
 from hetero_gateway.errors import ConfigError
 
 # Of the KV cache: above it, vLLM may have to preempt.
 KV_SHARE = 0.9
 MIN_PROMPT_TOKENS = 16
 MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS = 16, 64
-# Strata per batch size.
+# Strata per batch size; twice as many deep ones of single prompts.
 ONE_STEP_CELLS = 4
 DEEP_CELLS = 2
 # Changes whenever the same limits and seed give other cells: a resumed run must fit its samples.
-GRID_VERSION = 1
+GRID_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,10 @@ def _column(limits: Limits, b: int, rng: np.random.Generator) -> list[Cell]:
     kv_most = _rounded_down(int(KV_SHARE * limits.kv_capacity_tokens) // b, limits.block_tokens)
     most = min(limits.max_model_len, kv_most)
     # One range for every batch size, so that no length goes with a size.
-    outputs = rng.permutation(np.geomspace(MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS, _CELLS))
+    deep = DEEP_CELLS if b > 1 else 2 * DEEP_CELLS
+    outputs = rng.permutation(
+        np.geomspace(MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS, ONE_STEP_CELLS + deep)
+    )
     cells: list[Cell] = []
     low = min(MIN_PROMPT_TOKENS, one_step_most)
     high = min(one_step_most, most - MIN_OUTPUT_TOKENS)
@@ -122,14 +126,11 @@ def _column(limits: Limits, b: int, rng: np.random.Generator) -> list[Cell]:
     # Early starters must still run when the last prompt's last chunk is done.
     deep_high = (most - MIN_OUTPUT_TOKENS) * limits.max_batched_tokens
     deep_high //= limits.max_batched_tokens + 2 * b
-    for prompt in _strata(2 * one_step_most, deep_high, DEEP_CELLS, rng, ends=False):
+    for prompt in _strata(2 * one_step_most, deep_high, deep, rng, ends=False):
         chunks = math.ceil(b * prompt / limits.max_batched_tokens)
         output = min(int(outputs[len(cells)]) + math.ceil(1.25 * chunks), most - prompt)
         cells.append(Cell(b, prompt, output, one_step=False))
     return [cells[i] for i in rng.permutation(len(cells))]
-
-
-_CELLS = ONE_STEP_CELLS + DEEP_CELLS
 
 
 def _strata(
@@ -166,4 +167,4 @@ def _rounded_down(tokens: int, block_tokens: int) -> int:
 def cost_s(cell: Cell, prefill: np.ndarray, decode: np.ndarray) -> float:
     """What a cell takes by a rough fit of p1..p4 and p5..p8, in seconds."""
     sample = [Sample(cell.batch_size, cell.prompt_tokens, cell.output_tokens, None, None)]
-    return float((prefill_terms(sample) @ prefill + decode_terms(sample) @ decode)[0])
+    return float((eq_3_terms(sample) @ prefill + decode_terms(sample) @ decode)[0])

@@ -175,8 +175,9 @@ def _conclude(
     if fitted is not None:
         if (off := chunked.error(fitted.prefill.constants)) is not None:
             outcome.notes.append(
-                f"Eq. (3) is off by {off:.0%} on average for the {len(chunked.batches)} batches "
-                f"measured whose prefill takes several steps; they are{_fitted_or_not(plan)}"
+                f"p1 to p4 and p9 are off by {off:.0%} on average for the {len(chunked.batches)} "
+                "batches measured whose prefill takes several steps; they are"
+                f"{_fitted_or_not(plan)}"
             )
         document = profile_document(
             fitted,

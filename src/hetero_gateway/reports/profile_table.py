@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from hetero_gateway.core.costs.fitting import Fit, PartFit
+from hetero_gateway.core.costs.fitting import DECODE_NAMES, PREFILL_NAMES, Fit, PartFit
 
 _WIDTH = 100
 
@@ -40,23 +40,23 @@ def _constants_table(fit: Fit) -> Table:
     table = Table()
     for name in ("constant", "multiplies", "seconds", "95 % interval", ""):
         table.add_column(name, no_wrap=True, justify="left" if name == "multiplies" else "right")
-    terms = ("batch · tokens", "batch", "tokens", "1")
-    for first, part in ((1, fit.prefill), (5, fit.decode)):
-        for i, term in enumerate(terms):
+    terms = ("batch · tokens", "batch", "tokens", "1", "batch · pairs")
+    rows = []
+    for names, part in ((PREFILL_NAMES, fit.prefill), (DECODE_NAMES, fit.decode)):
+        for i, name in enumerate(names):
             low, high = part.intervals[i]
-            table.add_row(
-                f"p{first + i}",
-                term,
-                f"{part.constants[i]:.3g}",
-                f"{low:.3g} to {high:.3g}",
-                "" if part.identified[i] else "not identified",
-            )
+            unknown = "left at 0" if name == "p9" else "not identified"
+            found = "" if part.identified[i] else unknown
+            value = f"{part.constants[i]:.3g}"
+            rows.append((name, terms[i], value, f"{low:.3g} to {high:.3g}", found))
+    for row in sorted(rows):
+        table.add_row(*row)
     return table
 
 
 def _errors_table(fit: Fit) -> Table:
     table = Table()
-    names = ("part", "used", "outliers", "R²", "median error", "mean", "worst", "with b·I²")
+    names = ("part", "used", "outliers", "R²", "median error", "mean", "worst", "without p9")
     for name in names:
         table.add_column(name, no_wrap=True, justify="left" if name == "part" else "right")
     for name, part in (("prefill", fit.prefill), ("decode", fit.decode)):
@@ -65,6 +65,6 @@ def _errors_table(fit: Fit) -> Table:
 
 
 def _error_cells(part: PartFit) -> Sequence[str]:
-    errors = (part.median_error, part.mean_error, part.worst_error, part.attention_error)
+    errors = (part.median_error, part.mean_error, part.worst_error, part.eq_3_error)
     r2 = f"{part.r2:.3f}" if math.isfinite(part.r2) else "–"
     return [r2, *("–" if error is None else f"{error:.1%}" for error in errors)]

@@ -1,8 +1,12 @@
-"""From measured batches to p1..p8: least squares of relative errors, no constant below 0.
+"""From measured batches to p1..p9: least squares of relative errors, no constant below 0.
 
 Paper section 3.1 fits Eqs. (3) and (4) by plain least squares. That weighs a millisecond of a long
 batch as much as one of a short step, and lets constants turn negative (erratum 14): here each row
 is divided by its time, and the solution is bounded by 0 (non-negative least squares).
+
+Attention over the prompt (p9, not the paper's: see ``cost_model``) is fitted with p1..p4, and kept
+where the samples determine it or held-out cells are predicted better by it. That takes three prompt
+lengths or more. Elsewhere p9 is 0, and p1..p4 are what they would be if there were no p9.
 
 The words used here:
 
@@ -20,6 +24,8 @@ and the figures.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -28,13 +34,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.costs.cost_model import FloatArray, attended_pairs
 from hetero_gateway.core.costs.least_squares import non_negative_solution
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.errors import ProfileError
 
 IntArray = NDArray[np.int64]
 
+# Of the columns of ``prefill_terms`` and ``decode_terms``.
+PREFILL_NAMES = ("p1", "p2", "p3", "p4", "p9")
+DECODE_NAMES = ("p5", "p6", "p7", "p8")
 # As many cells as constants: with fewer, the constants are not even determined.
 MIN_CELLS = 4
 # Fewer cells than this are held out one at a time, more in this many parts.
@@ -54,6 +63,8 @@ RANK_TOLERANCE = 1e-6
 # Of the standard error; and the interval must stay above this share of the value.
 IDENTIFIED_DEVIATIONS = 2.0
 IDENTIFIED_SHARE = 0.05
+# Of Eq. (3)'s mean error on held-out cells: p9 that brings it below this is worth having.
+WORTH_HAVING = 0.9
 # Pulls what the samples cannot tell apart to the constants that dominate on real engines. Too weak
 # to be seen where they can.
 TIE_BREAK = 1e-6
@@ -84,10 +95,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class PartFit:
-    """Four constants, and how far they can be trusted.
+    """The constants of one equation, and how far they can be trusted.
 
     Args:
-        constants: p1..p4 or p5..p8, in seconds.
+        constants: p1..p4 and p9, or p5..p8, in seconds.
         r2: share of the variance of the seconds that is explained, of held-out cells.
         median_error, worst_error, mean_error: relative, of held-out cells.
         validation: how cells were held out.
@@ -96,10 +107,11 @@ class PartFit:
         identified: whether the samples determine the constant. If not, the value is what the
             least squares gave: right where the samples are, a guess elsewhere.
         notes: why a constant is not identified, and other cautions; a sentence each.
-        attention_error: mean error with the term b·I² added to Eq. (3); None for decode.
+        eq_3_error: mean error of the paper's Eq. (3), fitted without p9; None for decode. Where p9
+            is not kept, it is ``mean_error``.
     """
 
-    constants: tuple[float, float, float, float]
+    constants: tuple[float, ...]
     r2: float
     median_error: float
     worst_error: float
@@ -110,7 +122,7 @@ class PartFit:
     intervals: tuple[tuple[float, float], ...]
     identified: tuple[bool, ...]
     notes: tuple[str, ...]
-    attention_error: float | None
+    eq_3_error: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +134,21 @@ class Fit:
 
     @property
     def constants(self) -> Constants:
-        return Constants(*self.prefill.constants, *self.decode.constants)
+        values = (*self.prefill.constants, *self.decode.constants)
+        return Constants(**dict(zip((*PREFILL_NAMES, *DECODE_NAMES), values, strict=True)))
 
 
-def prefill_terms(samples: Sequence[Sample]) -> FloatArray:
+def eq_3_terms(samples: Sequence[Sample]) -> FloatArray:
     """What p1..p4 multiply in Eq. (3), a row per sample: (b·I, b, I, 1)."""
     return np.array(
         [(s.batch_size * s.prompt_tokens, s.batch_size, s.prompt_tokens, 1.0) for s in samples]
     ).reshape(len(samples), 4)
+
+
+def prefill_terms(samples: Sequence[Sample]) -> FloatArray:
+    """The same, and what p9 multiplies: b·I²/2, the pairs of tokens that attend to each other."""
+    pairs = [s.batch_size * attended_pairs(s.prompt_tokens) for s in samples]
+    return np.column_stack((eq_3_terms(samples), np.array(pairs)))
 
 
 def decode_terms(samples: Sequence[Sample]) -> FloatArray:
@@ -182,7 +201,7 @@ def fit_robustly(
 
 
 def fit(samples: Sequence[Sample], *, rng: np.random.Generator, resamples: int = 200) -> Fit:
-    """Fit p1..p8 and judge them.
+    """Fit p1..p9 and judge them.
 
     Args:
         samples: in any order; one part of a sample may be missing.
@@ -194,9 +213,12 @@ def fit(samples: Sequence[Sample], *, rng: np.random.Generator, resamples: int =
     """
     prefill = [s for s in samples if s.prefill_s is not None and s.prefill_s > 0]
     decode = [s for s in samples if s.decode_s is not None and s.decode_s > 0 and s.steps >= 1]
+    prefill_rows, decode_rows = _Rows.prefill(prefill), _Rows.decode(decode)
+    for rows in (prefill_rows, decode_rows):
+        _check_enough(rows)
     return Fit(
-        prefill=_fit_part(_Rows.prefill(prefill), rng, resamples),
-        decode=_fit_part(_Rows.decode(decode), rng, resamples),
+        prefill=_fit_prefill(prefill_rows, rng, resamples),
+        decode=_fit_part(decode_rows, rng, resamples),
     )
 
 
@@ -205,7 +227,7 @@ class _Rows:
     """The samples of one equation. ``cells`` and ``neighbourhoods`` number them."""
 
     part: str
-    first_constant: int
+    names: tuple[str, ...]
     samples: Sequence[Sample]
     terms: FloatArray
     seconds: FloatArray
@@ -216,7 +238,7 @@ class _Rows:
     def prefill(samples: Sequence[Sample]) -> _Rows:
         return _Rows(
             "prefill",
-            1,
+            PREFILL_NAMES,
             samples,
             prefill_terms(samples),
             np.array([s.prefill_s or 0.0 for s in samples]),
@@ -228,7 +250,7 @@ class _Rows:
     def decode(samples: Sequence[Sample]) -> _Rows:
         return _Rows(
             "decode",
-            5,
+            DECODE_NAMES,
             samples,
             decode_terms(samples),
             np.array([s.decode_s or 0.0 for s in samples]),
@@ -241,13 +263,17 @@ class _Rows:
         indices = np.arange(len(self.seconds))[keep]
         return _Rows(
             self.part,
-            self.first_constant,
+            self.names,
             [self.samples[i] for i in indices],
             self.terms[keep],
             self.seconds[keep],
             self.cells[keep],
             self.neighbourhoods[keep],
         )
+
+    def without_attention(self) -> _Rows:
+        """Rows of Eq. (3) as the paper has it."""
+        return dataclasses.replace(self, names=self.names[:-1], terms=self.terms[:, :-1])
 
     def weights(self) -> FloatArray:
         """1 over the number of repeats: a cell counts once."""
@@ -263,8 +289,26 @@ class _Rows:
         return self.chosen(order[starts + (counts - 1) // 2])
 
 
+def _fit_prefill(rows: _Rows, rng: np.random.Generator, resamples: int) -> PartFit:
+    """With p9 where the samples speak for it; else as if there were no such constant."""
+    interval = (0.0, 0.0)
+    if _own_shares(rows.merged())[-1] >= RANK_TOLERANCE:
+        found = _fit_part(rows, copy.deepcopy(rng), resamples)
+        worth = WORTH_HAVING * (found.eq_3_error or 0.0)
+        if found.identified[-1] or found.mean_error < worth:
+            return found
+        interval = found.intervals[-1]
+    plain = _fit_part(rows.without_attention(), rng, resamples)
+    return dataclasses.replace(
+        plain,
+        constants=(*plain.constants, 0.0),
+        intervals=(*plain.intervals, interval),
+        identified=(*plain.identified, False),
+        eq_3_error=plain.mean_error,
+    )
+
+
 def _fit_part(rows: _Rows, rng: np.random.Generator, resamples: int) -> PartFit:
-    _check_enough(rows)
     kept, notes = _without_outliers(rows)
     constants = fit_robustly(kept.terms, kept.seconds, kept.weights())
     folds, validation = _folds(kept, rng)
@@ -273,7 +317,7 @@ def _fit_part(rows: _Rows, rng: np.random.Generator, resamples: int) -> PartFit:
     low, high = np.percentile(_bootstrap(kept, rng, resamples), (2.5, 97.5), axis=0)
     identified, reasons = _identified(kept.merged(), constants, low)
     return PartFit(
-        constants=_four(constants),
+        constants=tuple(float(value) for value in constants),
         r2=_r2(kept.seconds, predicted),
         median_error=float(np.median(errors)),
         worst_error=float(errors.max()),
@@ -284,13 +328,8 @@ def _fit_part(rows: _Rows, rng: np.random.Generator, resamples: int) -> PartFit:
         intervals=tuple((float(a), float(b)) for a, b in zip(low, high, strict=True)),
         identified=tuple(identified),
         notes=(*notes, *reasons),
-        attention_error=_attention_error(kept, folds) if rows.part == "prefill" else None,
+        eq_3_error=_eq_3_error(kept, folds) if rows.names == PREFILL_NAMES else None,
     )
-
-
-def _four(values: FloatArray) -> tuple[float, float, float, float]:
-    a, b, c, d = (float(v) for v in values)
-    return a, b, c, d
 
 
 def _numbered(keys: Sequence[tuple[float, ...]]) -> IntArray:
@@ -383,10 +422,9 @@ def _held_out(rows: _Rows, terms: FloatArray, folds: IntArray) -> FloatArray:
     return predicted
 
 
-def _attention_error(rows: _Rows, folds: IntArray) -> float:
-    """Mean held-out error with b·I², the attention that Eq. (3) leaves out."""
-    squares = [s.batch_size * s.prompt_tokens**2 for s in rows.samples]
-    terms = np.column_stack((rows.terms, squares))
+def _eq_3_error(rows: _Rows, folds: IntArray) -> float:
+    """Mean held-out error without p9, of the same rows and parts."""
+    terms = rows.without_attention().terms
     return float(np.mean(np.abs(_held_out(rows, terms, folds) / rows.seconds - 1)))
 
 
@@ -417,7 +455,7 @@ def _identified(
     merged: _Rows, constants: FloatArray, low: FloatArray
 ) -> tuple[list[bool], list[str]]:
     """Which constants the samples determine, and why not."""
-    names = [f"p{merged.first_constant + i}" for i in range(4)]
+    names = merged.names
     notes = []
     own = _own_shares(merged)
     tied = own < RANK_TOLERANCE
@@ -447,7 +485,7 @@ def _standard_errors(merged: _Rows, constants: FloatArray, own: FloatArray) -> F
     """Of ordinary least squares: the bootstrap alone is blind to ties that the bound decides."""
     shares = merged.terms / merged.seconds[:, None]
     residuals = shares @ constants - 1
-    freedom = max(1, len(residuals) - 4)
+    freedom = max(1, len(residuals) - len(constants))
     deviation = math.sqrt(float(residuals @ residuals) / freedom)
     result: FloatArray = deviation / np.maximum(own * np.linalg.norm(shares, axis=0), 1e-300)
     return result
