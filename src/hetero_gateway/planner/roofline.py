@@ -96,8 +96,9 @@ def roofline_profile(
     def without_attention(batch: int, prompt_tokens: int) -> float:
         return prefill(batch, prompt_tokens) - p9 * batch * attended_pairs(prompt_tokens)
 
-    fitted = [*_fit(without_attention, prefill_shapes), *_fit(decode, decode_shapes)]
-    constants = Constants(*fitted, _rounded(p9))
+    p1_to_p4 = _fit(without_attention, prefill_shapes)
+    p5_to_p8 = _fit(decode, decode_shapes)
+    constants = Constants(*[*p1_to_p4, *p5_to_p8, _rounded(p9)])
     return Profile(
         gpu=accelerator.name,
         model=model.name,
