@@ -1,5 +1,8 @@
 """The engine step: what is conserved, what a step costs, and who waits for whom."""
 
+import dataclasses
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +63,52 @@ def test_a_static_batch_costs_what_equations_3_and_4_say(scheduling):
     assert sum(step.duration_s for step, _ in decodes) == pytest.approx(
         decode_time_s(CONSTANTS, 8, 100, 50), rel=1e-12
     )
+
+
+ATTENTIVE = dataclasses.replace(CONSTANTS, p9=1e-7)
+
+
+def attentive_engine(**options):
+    return Engine(Profile("GPU", "model", 1, ATTENTIVE, 100_000, 64), **options)
+
+
+@pytest.mark.parametrize("scheduling", BOTH)
+def test_a_batch_of_prompts_pays_attention_for_each(scheduling):
+    engine = attentive_engine(scheduling=scheduling)
+    submit(engine, *[(200, 1)] * 8)
+    ((step, _),) = run(engine)
+    assert step.duration_s == pytest.approx(prefill_time_s(ATTENTIVE, 8, 200), rel=1e-12)
+    assert step.duration_s > prefill_time_s(CONSTANTS, 8, 200)
+
+
+def test_a_prompt_in_chunks_pays_the_same_attention_as_in_one_piece():
+    took = {}
+    for c in (CONSTANTS, ATTENTIVE):
+        for budget in (500, 4096):
+            engine = Engine(Profile("GPU", "model", 1, c, 100_000, 64), max_batched_tokens=budget)
+            submit(engine, (3000, 1))
+            steps = [step.duration_s for step, _ in run(engine)]
+            assert len(steps) == (6 if budget == 500 else 1)
+            took[c.p9, budget] = sum(steps)
+            if c.p9 and budget == 500:
+                # Each chunk of 500 attends to 500 more for each of its tokens.
+                gaps = [later - sooner for sooner, later in itertools.pairwise(steps)]
+                assert gaps == pytest.approx([1e-7 * 500 * 500] * 5)
+    for budget in (500, 4096):
+        assert took[1e-7, budget] - took[0.0, budget] == pytest.approx(1e-7 * 3000**2 / 2)
+
+
+def test_a_prompt_behind_a_cached_one_attends_to_it():
+    engine = attentive_engine(prefix_caching=True, max_batched_tokens=4096)
+    keys = [k * 7919 for k in range(1, 126)]  # 125 blocks of 16: 2000 tokens
+    engine.submit(Sequence(2000, 1, keys))
+    run(engine)
+    sequence = Sequence(2300, 1, keys)
+    engine.submit(sequence)
+    ((step, _),) = run(engine)
+    assert sequence.cached_tokens == 2000
+    assert step.prefill_tokens == 300
+    assert step.duration_s == pytest.approx(prefill_time_s(ATTENTIVE, 1, 300, 2000), rel=1e-12)
 
 
 def test_a_mixed_step_pays_one_fixed_part():

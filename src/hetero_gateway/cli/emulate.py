@@ -1,4 +1,4 @@
-"""``hetero-gateway emulate``: an emulated vLLM server, its time by p1..p8 of a profile."""
+"""``hetero-gateway emulate``: an emulated vLLM server, its time by p1..p9 of a profile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "emulate",
         help="an emulated vLLM server: real HTTP, times from a profile",
         description="An emulated vLLM server: real HTTP and vLLM's wire behaviour, with continuous "
-        "batching, a paged KV cache and preemption timed by a profile's p1..p8.",
+        "batching, a paged KV cache and preemption timed by a profile's p1..p9.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

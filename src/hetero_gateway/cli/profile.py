@@ -1,4 +1,4 @@
-"""``profile``: p1..p8 of an instance: measured live, from samples, or from a gateway's traffic."""
+"""``profile``: p1..p9 of an instance: measured live, from samples, or from a gateway's traffic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "profile",
         help="measure a live instance, or fit recorded samples: a profile file",
-        description="Measure a live instance through its API and fit p1..p8 of the time model; or "
+        description="Measure a live instance through its API and fit p1..p9 of the time model; or "
         "fit samples that were recorded before, or what a running gateway has observed.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

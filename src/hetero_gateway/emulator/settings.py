@@ -19,7 +19,7 @@ class Settings:
     """Everything but the address it listens on.
 
     Args:
-        profile: whose p1..p8 and KV capacity are emulated.
+        profile: whose p1..p9 and KV capacity are emulated.
         models: names in /v1/models, the first being the real one; empty means the profile's model.
         time_scale: virtual seconds per wall second, above 0.
         max_model_len: tokens of the context window; None means 8 192, or the KV capacity if less.
