@@ -48,6 +48,9 @@ class Gateway:
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
         self.sharing = make_sharing(config.scheduler, self.fleet, base_dir)
         self.metrics.sharing = self.sharing
+        if (caches := scheduler.caches) is not None:
+            index = caches.index
+            self.metrics.prefix_index = lambda: (len(index), index.memory_bytes())
         self.predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
         tokens = config.scheduler.tokens
         self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)

@@ -96,6 +96,24 @@ def test_whether_prefixes_are_cached_is_told_or_not_known() -> None:
         assert read_metrics(line).cache.prefix_caching is known
 
 
+STATES = "".join(
+    f'vllm:engine_sleep_state{{engine="0",sleep_state="{state}"}} %s\n'
+    for state in ("awake", "weights_offloaded", "discard_all")
+)
+
+
+def test_when_it_started_and_whether_it_sleeps_are_told_or_not_known() -> None:
+    start = "# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds 1.79519e+09\n"
+    assert read_metrics(REAL + start + "python_info 1\n").started_s == 1.79519e9
+    assert read_metrics(start + "vllm:num_requests_running 1\n").running == 1
+    assert read_metrics("process_start_time_seconds x\n").started_s is None
+    assert read_metrics("process_start_time_seconds " + "9" * 400).started_s is None
+    assert read_metrics("process_start_time_seconds ").started_s is None
+    told = [read_metrics(STATES % state).asleep for state in ((1, 0, 0), (0, 1, 0), (0, 0, 1))]
+    assert told == [False, True, True]
+    assert read_metrics(REAL).asleep is None
+
+
 def test_what_is_not_exported_is_none_not_zero() -> None:
     assert read_metrics("vllm:num_requests_running 0.0\n").running == 0
     assert read_metrics("up 1\n") == EngineMetrics()

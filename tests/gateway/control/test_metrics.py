@@ -24,6 +24,8 @@ CHAT = "/v1/chat/completions"
 EXPECTED = {
     "profile_age_seconds",
     "prompt_cached_tokens",
+    "input_tokens_cached", "instance_prefix_trust", "instance_prefix_bytes",
+    "prefix_index_keys", "prefix_index_memory_bytes",
     "profile_drift_ratio",
     "requests", "request_duration_seconds", "time_to_first_token_seconds",
     "time_per_output_token_seconds", "input_tokens", "output_tokens", "in_flight_requests",

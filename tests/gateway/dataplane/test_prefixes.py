@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from hetero_gateway.core.prefixes.keys import PrefixKeys
-from hetero_gateway.core.types import Request
+from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.gateway.wire.folding import LEAST_BYTES
-from tests.fakes.running import RunningGateway, config_for, running_gateway
+from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 CHAT = "/v1/chat/completions"
@@ -203,3 +203,79 @@ async def test_a_session_is_named_by_header_or_body(fakes: list[FakeInstance]) -
     assert len({by_user, by_key, by_header, *others[2:4]}) == 5
     assert (others[0], others[1], others[4]) == (None, None, None)
     assert seen[1] == [None] * len(named)
+
+
+CACHING = (
+    'vllm:cache_config_info{enable_prefix_caching="True",kv_cache_size_tokens="500000"} 1.0\n'
+    "vllm:prefix_cache_queries_total 0.0\n"
+    "vllm:prefix_cache_hits_total 0.0\n"
+    "process_start_time_seconds %d\n"
+    'vllm:engine_sleep_state{sleep_state="awake"} %d\n'
+    'vllm:engine_sleep_state{sleep_state="discard_all"} %d\n'
+)
+I0 = InstanceId("i0")
+
+
+@pytest.mark.parametrize("now", [(1001, 1, 0), (1000, 0, 1)], ids=["started anew", "asleep"])
+async def test_what_an_instance_has_lost_is_not_counted_on(
+    fakes: list[FakeInstance], now: tuple[int, int, int]
+) -> None:
+    fakes[0].metrics = CACHING % (1000, 1, 0)
+    async with running_gateway(config_for(fakes)) as running:
+        caches = running.gateway.fleet.scheduler.caches
+        assert caches is not None
+        index = caches.index
+        await ask(running, [chat("x" * 9000)])
+        assert index.keys_on(I0) > 5
+        await ask(running, [chat("x" * 9000, "and?")])
+        decision = (await admin_decisions(running))[0]
+        assert decision["candidates"][0]["prefix"]["match_tokens"] > 1000
+        kept = index.keys_on(I0)
+        instance = running.gateway.fleet.instances[I0]
+        scraped = instance.engine_started_s
+        assert scraped == 1000
+        fakes[0].metrics = CACHING % now
+        await eventually(lambda: index.keys_on(I0) == 0)
+        assert kept > 0
+        assert caches.eta(I0) == 1.0
+
+
+async def admin_decisions(running: RunningGateway) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=running.url) as client:
+        decisions: list[dict[str, Any]] = (await client.get("/admin/decisions")).json()["decisions"]
+        return decisions
+
+
+async def test_what_is_known_of_caches_is_shown(fakes: list[FakeInstance]) -> None:
+    fakes[0].metrics = CACHING % (1000, 1, 0)
+    async with running_gateway(config_for(fakes)) as running:
+        await ask(running, [chat("x" * 9000)])
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            (row,) = (await client.get("/admin/instances")).json()["instances"]
+        text = await running.metrics()
+    assert row["prefix_trust"] == 1.0
+    assert 8900 < row["prefix_bytes"] < 9100
+    assert row["prefix_capacity_bytes"] > 1_000_000
+    assert 'hetero_gateway_instance_prefix_trust{instance="i0"} 1.0' in text
+    shown = {
+        line.split()[0]: float(line.split()[1])
+        for line in text.splitlines()
+        if line.startswith("hetero_gateway_") and "prefix" in line
+    }
+    assert shown['hetero_gateway_instance_prefix_bytes{instance="i0"}'] == row["prefix_bytes"]
+    assert 5 < shown["hetero_gateway_prefix_index_keys"] < 20
+    assert 100 < shown["hetero_gateway_prefix_index_memory_bytes"] < 10_000
+
+
+async def test_an_instance_that_is_removed_takes_its_part_with_it(
+    fakes: list[FakeInstance],
+) -> None:
+    async with running_gateway(config_for(fakes)) as running:
+        await ask(running, [chat("x" * 9000)])
+        caches = running.gateway.fleet.scheduler.caches
+        assert caches is not None
+        assert len(caches.index) > 5
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            assert (await client.delete("/admin/instances/i0")).status_code < 300
+        assert len(caches.index) == 0
+        assert I0 not in caches.index

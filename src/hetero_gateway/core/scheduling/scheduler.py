@@ -655,6 +655,11 @@ class Scheduler:
             if renewed:
                 self.caches.forget(instance_id)
 
+    def forget_cache(self, instance_id: InstanceId) -> None:
+        """An instance's prefix cache is empty. KeyError: there is no such instance."""
+        if self.caches is not None:
+            self.caches.forget(instance_id)
+
     def observe_answer(
         self,
         dispatch: Dispatch,

@@ -32,6 +32,10 @@ PROMPT_TOKENS = PREFIX + "prompt_tokens_total"
 GENERATION_TOKENS = PREFIX + "generation_tokens_total"
 PREFIX_CACHE_QUERIES = PREFIX + "prefix_cache_queries_total"
 PREFIX_CACHE_HITS = PREFIX + "prefix_cache_hits_total"
+# 1 for the state that it is in, 0 for the others; vLLM without --enable-sleep-mode has none.
+SLEEP_STATE = PREFIX + "engine_sleep_state"
+# Of the server's process, by Prometheus' own client; the one name that is not vLLM's.
+PROCESS_START = "process_start_time_seconds"
 # Always 1; what it says is in its labels, those of vLLM's CacheConfig.
 CACHE_CONFIG = PREFIX + "cache_config_info"
 
@@ -52,9 +56,10 @@ _USAGES = (KV_USAGE, _OLDER[KV_USAGE])
 # which Python below 3.11.5 matches wrongly (CPython 106052), and need none: no text fits two ways.
 _SERIES = re.compile(
     "\n("
-    + "|".join((*_COUNTS, KV_USAGE, CACHE_CONFIG, *_OLDER.values()))
+    + "|".join((*_COUNTS, KV_USAGE, CACHE_CONFIG, SLEEP_STATE, *_OLDER.values()))
     + r')(?:[ \t]*+\{((?:[^"}\n]++|"(?:[^"\\\n]++|\\.)*"){0,512})\})?[ \t]++(\S++)'
 )
+_PROCESS_START_LINE = f"\n{PROCESS_START} "
 _LABEL = re.compile(r'(?:^|,)[ \t]*+(\w++)[ \t]*+=[ \t]*+"((?:[^"\\]++|\\.)*)"')
 # Ten series of each of some hundred ranks; whoever sends more is not believed.
 _MOST_SAMPLES = 1024
@@ -99,6 +104,8 @@ class EngineMetrics:
         preemptions, prompt_tokens, generation_tokens: since it started.
         prefix_cache_hits, prefix_cache_queries: tokens found in the prefix cache, and looked for.
         kv_usage: share of the KV cache in use, 0 to 1.
+        started_s: when its server's process began, as Unix time.
+        asleep: it sleeps, and has no KV cache.
         cache: what the cache was made with.
     """
 
@@ -110,6 +117,8 @@ class EngineMetrics:
     prefix_cache_hits: float | None = None
     prefix_cache_queries: float | None = None
     kv_usage: float | None = None
+    started_s: float | None = None
+    asleep: bool | None = None
     cache: CacheFacts = field(default_factory=CacheFacts)
 
 
@@ -123,8 +132,14 @@ class Sample(NamedTuple):
 
 def samples_in(text: str, most: int = _MOST_SAMPLES) -> list[Sample]:
     """The lines that matter of whole lines of an exposition, up to so many."""
-    found = (Sample(*match.groups("")) for match in _SERIES.finditer("\n" + text))
-    return list(islice(found, most))
+    text = "\n" + text
+    samples = list(islice((Sample(*match.groups("")) for match in _SERIES.finditer(text)), most))
+    # A search of its own: the expression is fast because all of its names begin alike.
+    start = text.find(_PROCESS_START_LINE)
+    if start >= 0:
+        value = text[start + len(_PROCESS_START_LINE) :][: _LONGEST_NUMBER + 1].split(None, 1)
+        samples.append(Sample(PROCESS_START, "", value[0] if value else ""))
+    return samples
 
 
 def read_metrics(text: str) -> EngineMetrics:
@@ -137,6 +152,7 @@ def metrics_of(samples: Iterable[Sample]) -> EngineMetrics:
     totals: dict[str, float] = {}
     usages: dict[str, list[tuple[str, float]]] = {}  # by series: (rank, share)
     configs: list[_Labels] = []
+    sleeps: list[tuple[str, float]] = []  # (state, whether it is that one)
     for name, label_text, value_text in islice(samples, _MOST_SAMPLES):
         if len(label_text) > _LONGEST_LABELS:
             continue
@@ -146,7 +162,9 @@ def metrics_of(samples: Iterable[Sample]) -> EngineMetrics:
         value = _number(value_text)
         if value is None:
             continue
-        if name in _USAGES:
+        if name == SLEEP_STATE:
+            sleeps.append((dict(_LABEL.findall(label_text)).get("sleep_state", ""), value))
+        elif name in _USAGES:
             rank = dict(_LABEL.findall(label_text)).get("engine", "")
             usages.setdefault(name, []).append((rank, value))
         else:
@@ -164,6 +182,8 @@ def metrics_of(samples: Iterable[Sample]) -> EngineMetrics:
         prefix_cache_hits=count(PREFIX_CACHE_HITS),
         prefix_cache_queries=count(PREFIX_CACHE_QUERIES),
         kv_usage=_usage(next((usages[n] for n in _USAGES if n in usages), []), configs),
+        started_s=totals.get(PROCESS_START),
+        asleep=any(value and state != "awake" for state, value in sleeps) if sleeps else None,
         cache=_cache(configs),
     )
 

@@ -346,6 +346,17 @@ def describe_decision(decision: Decision) -> list[dict[str, Any]]:
     ]
 
 
+def _describe_prefixes(gateway: Gateway, instance: Instance) -> dict[str, Any]:
+    """What the gateway's index has of an instance's prefix cache; null where there is no index."""
+    caches = gateway.fleet.scheduler.caches
+    used, room = (None, None) if caches is None else caches.index.bytes_on(instance.id)
+    return {
+        "prefix_trust": None if caches is None else caches.eta(instance.id),
+        "prefix_bytes": used,
+        "prefix_capacity_bytes": room,
+    }
+
+
 def _refusals(gateway: Gateway, model: str) -> list[dict[str, Any]]:
     """The instances that serve a model when none of them can take a request."""
     figures = ("request_time_s", "kv_usage", "workload", "load", "load_after", "in_flight")
@@ -406,6 +417,8 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "speed_factor": seen.speed_factor,
         "prefix_caching": instance.engine_prefix_caching,
         "cached_share": seen.hit_share,
+        "cached_tokens": seen.cached_tokens,
+        **_describe_prefixes(gateway, instance),
         "learnt_max_num_seqs": seen.learnt_max_num_seqs,
         "waiting_first_token": seen.waiting_first_token,
         "connections": instance.pool.open_connections,

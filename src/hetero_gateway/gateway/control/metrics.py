@@ -75,7 +75,15 @@ PREDICTION_BOUNDS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2
 class Series:
     """What is counted per model and instance."""
 
-    __slots__ = ("duration", "input_tokens", "outcomes", "output_tokens", "tpot", "ttft")
+    __slots__ = (
+        "cached_tokens",
+        "duration",
+        "input_tokens",
+        "outcomes",
+        "output_tokens",
+        "tpot",
+        "ttft",
+    )
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -83,6 +91,7 @@ class Series:
         self.ttft = Histogram(TTFT_BOUNDS_S)
         self.tpot = Histogram(TPOT_BOUNDS_S)
         self.input_tokens = 0
+        self.cached_tokens = 0.0
         self.output_tokens = 0
 
 
@@ -95,6 +104,8 @@ class InstanceGauges:
     kv_usage_engine: float | None
     profile_age_s: float | None
     ejected: bool = False
+    prefix_trust: float | None = None
+    prefix_bytes: int | None = None
 
 
 class SharedView(Protocol):
@@ -129,6 +140,8 @@ class Metrics:
         queued: Callable[[], int] = lambda: 0,
     ) -> None:
         self.sharing: SharedView | None = None  # None: the gateway is alone
+        # (different keys, bytes of memory) of the prefix index; None: there is none.
+        self.prefix_index: Callable[[], tuple[int, int]] | None = None
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
@@ -203,6 +216,11 @@ class Metrics:
         tokens_in = CounterMetricFamily(
             PREFIX + "input_tokens", "Prompt tokens, as the engine told them.", labels=labels
         )
+        tokens_cached = CounterMetricFamily(
+            PREFIX + "input_tokens_cached",
+            "Of them, what was in a prefix cache and not computed, as engines told.",
+            labels=labels,
+        )
         tokens_out = CounterMetricFamily(
             PREFIX + "output_tokens", "Output tokens, as told or counted.", labels=labels
         )
@@ -215,8 +233,9 @@ class Metrics:
             ttft.add_metric(key, series.ttft.buckets(), series.ttft.sum)
             tpot.add_metric(key, series.tpot.buckets(), series.tpot.sum)
             tokens_in.add_metric(key, series.input_tokens)
+            tokens_cached.add_metric(key, series.cached_tokens)
             tokens_out.add_metric(key, series.output_tokens)
-        yield from (requests, duration, ttft, tpot, tokens_in, tokens_out)
+        yield from (requests, duration, ttft, tpot, tokens_in, tokens_cached, tokens_out)
 
     def _instance_families(self, every: Iterable[InstanceGauges]) -> Iterator[Metric]:
         up = GaugeMetricFamily(
@@ -266,6 +285,16 @@ class Metrics:
             "they were sent, and as the engine told.",
             labels=("instance", "source"),
         )
+        trust = GaugeMetricFamily(
+            PREFIX + "instance_prefix_trust",
+            "Of the tokens that it should have cached, the share that its engine finds; 1: all.",
+            labels=["instance"],
+        )
+        known = GaugeMetricFamily(
+            PREFIX + "instance_prefix_bytes",
+            "Text of prompts that it should have cached, by the gateway's index.",
+            labels=["instance"],
+        )
         for gauges in every:
             seen = gauges.snapshot
             name = seen.instance_id
@@ -283,12 +312,24 @@ class Metrics:
                 (drift, (name, "decode"), seen.drift.decode),
                 (drift, (name, "prefill"), seen.drift.prefill),
                 (age, (name,), gauges.profile_age_s),
+                (trust, (name,), gauges.prefix_trust),
+                (known, (name,), gauges.prefix_bytes),
             ):
                 if value is not None:
                     family.add_metric(labels, value)
         yield from (up, ejected, in_flight, load, kv, speed, unseen, drift, age, cached)
+        yield from (trust, known)
 
     def _gateway_families(self) -> Iterator[Metric]:
+        if self.prefix_index is not None:
+            keys, memory_bytes = self.prefix_index()
+            for name, told, value in (
+                ("prefix_index_keys", "Beginnings of prompts in the prefix index.", keys),
+                ("prefix_index_memory_bytes", "What the prefix index takes.", memory_bytes),
+            ):
+                family = GaugeMetricFamily(PREFIX + name, told)
+                family.add_metric([], value)
+                yield family
         yield _counter("routing_decisions", "Requests sent, by policy.", ("policy", "instance"),
                        {(self._policy, k): v for k, v in self.decisions.items()})  # fmt: skip
         yield _counter("retries", "Attempts after a failed one.", ("reason",),

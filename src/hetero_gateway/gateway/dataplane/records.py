@@ -165,6 +165,9 @@ class Recorder:
         told_prompt, output = self._believed(job, placed, exchange)
         series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
         series.output_tokens += output
+        dispatch = placed.dispatch
+        if outcome is Outcome.COMPLETED and request.prefix is not None:
+            series.cached_tokens += dispatch.state.prefix.believed_hits(dispatch) or 0.0
         if parsed.stream:
             series.ttft.observe(first_s - job.inbound.received_s)
             per_sequence = output / request.sequences

@@ -183,7 +183,17 @@ class HealthMonitor:
             queries, hits = told.prefix_cache_queries, told.prefix_cache_hits
             if queries is not None and hits is not None:
                 counters = queries, hits
+            self._tell_renewal(instance, told)
         self._fleet.scheduler.observe_cache(instance.id, caching, counters, time.monotonic())
+
+    def _tell_renewal(self, instance: Instance, told: EngineMetrics) -> None:
+        """It was started anew although no probe failed meanwhile, or it sleeps: what it had cached
+        is gone. That its counters fell says so too; a new one's may be ahead of the old one's.
+        """
+        before, started_s = instance.engine_started_s, told.started_s
+        instance.engine_started_s = started_s
+        if told.asleep or (before is not None and started_s is not None and started_s != before):
+            self._fleet.scheduler.forget_cache(instance.id)
 
     def _tell_queue(self, instance: Instance, told: EngineMetrics) -> None:
         running, waiting = told.running, told.waiting

@@ -62,6 +62,7 @@ class Instance:
         self.engine_kv_usage: float | None = None
         self.engine_kv_capacity_tokens: int | None = None
         self.engine_prefix_caching: bool | None = None
+        self.engine_started_s: float | None = None  # Unix time, as it says itself
         # What came of its requests; from the fleet, when it is admitted.
         self.outcomes: Outcomes
 
@@ -245,6 +246,7 @@ class Fleet:
 
     def gauges(self) -> Iterator[InstanceGauges]:
         """Every instance as metrics show it; some may come and go meanwhile."""
+        caches = self.scheduler.caches
         for instance in tuple(self.instances.values()):
             if self.instances.get(instance.id) is instance:
                 yield InstanceGauges(
@@ -253,6 +255,8 @@ class Fleet:
                     kv_usage_engine=instance.engine_kv_usage,
                     profile_age_s=instance.profile_age_s(),
                     ejected=instance.outcomes.ejected,
+                    prefix_trust=None if caches is None else caches.eta(instance.id),
+                    prefix_bytes=None if caches is None else caches.index.bytes_on(instance.id)[0],
                 )
 
     def close(self) -> None:

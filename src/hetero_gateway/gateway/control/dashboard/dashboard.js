@@ -119,6 +119,13 @@ function stateOf(instance) {
   return instance.ejected ? "ejected" : "up";
 }
 
+/** How much its engine found in its prefix cache, and how far its matches are trusted. */
+function cacheText(instance) {
+  const saved = `${grouped.format(Math.round(instance.cached_tokens))} prompt tokens were cached`;
+  const trusted = instance.prefix_trust === null || instance.prefix_trust === undefined;
+  return trusted ? saved : `${saved}, matches trusted to ${percent(instance.prefix_trust)}`;
+}
+
 /** What the scheduler takes the instance for, and how far that is from what is seen. */
 function profileText(instance) {
   const source = instance.profile_source ? ` (${instance.profile_source})` : "";
@@ -126,6 +133,7 @@ function profileText(instance) {
   const words = [instance.profile + source];
   if (instance.recalibrated && instance.profile !== "learned") words.push("recalibrated from traffic");
   if (instance.speed_factor !== null) words.push(`steps take ${figure(instance.speed_factor)}× as long as it says`);
+  if (instance.cached_tokens > 0) words.push(cacheText(instance));
   const ratios = [["decode", instance.drift?.decode], ["prefill", instance.drift?.prefill]]
     .filter(([, ratio]) => ratio !== null && ratio !== undefined)
     .map(([phase, ratio]) => `${phase} ${figure(ratio)}×`);
