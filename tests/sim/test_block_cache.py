@@ -275,6 +275,8 @@ def test_a_reset_of_an_instance_of_a_fleet():
             fleet.advance(at_s + 50, False)
             cached.append(fleet.cached_tokens(slot))
             fleet.free_slot(slot)
+            assert fleet.prefix_hits(i, [1, 2, 3, 99, 5]) == (0 if i else 3)
+            assert (fleet.waiting(i), fleet.kv_usage(i)) == (0, 0.0)
         if at_s == 100.0:
             fleet.reset_prefix_cache(0)
             fleet.reset_prefix_cache(1)

@@ -20,8 +20,10 @@ examples:
   hetero-gateway bench http://127.0.0.1:8000 --rate inf --limit 500 --json > result.json
 
 A trace is a CSV file with the header arrival_s,input_tokens,output_tokens; without arrival_s its
-requests are sent at --rate, or all at once. Without --requests a synthetic mix of chat lengths is
-sent (log-normal, from --seed). Throughput counts prompt and output tokens of answered requests,
+requests are sent at --rate, or all at once. JSON lines that say which prompts begin alike (.jsonl,
+.jsonl.gz; docs/simulator.md) are sent as conversations, a turn after the answer to the last one,
+stretched to --rate. Without --requests a synthetic mix of chat lengths is sent (log-normal, from
+--seed). Throughput counts prompt and output tokens of answered requests,
 over the time from the first sending to the last answer.
 """
 
@@ -35,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("url", metavar="URL", help="base URL, with or without /v1")
-    parser.add_argument("--requests", type=Path, metavar="TRACE.csv", help="the trace to replay")
+    parser.add_argument("--requests", type=Path, metavar="TRACE", help="the trace to replay")
     parser.add_argument(
         "--rate",
         type=rate,

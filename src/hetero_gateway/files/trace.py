@@ -127,11 +127,17 @@ def schedule(
 
     Args:
         trace: the requests.
-        rate_per_s: Poisson arrivals at this rate; ``inf`` sends all at once; None keeps the trace's
-            own times, counted from its first arrival (all at once where it has none).
+        rate_per_s: Poisson arrivals at this rate, or a trace with prefixes stretched to it in the
+            mean; ``inf`` sends all at once; None keeps the trace's own times, counted from its
+            first arrival (all at once where it has none).
         seed: of the Poisson arrivals.
     """
-    if rate_per_s is not None and math.isfinite(rate_per_s):
+    if rate_per_s is not None and math.isfinite(rate_per_s) and _all_have_texts(trace):
+        # What arrives, and when, belongs together.
+        first_s, last_s = trace[0].arrival_s or 0.0, trace[-1].arrival_s or 0.0
+        stretch = (len(trace) - 1) / rate_per_s / (last_s - first_s) if last_s > first_s else 0.0
+        pairs = zip([((r.arrival_s or 0.0) - first_s) * stretch for r in trace], trace, strict=True)
+    elif rate_per_s is not None and math.isfinite(rate_per_s):
         gaps_s = np.random.default_rng(seed).exponential(1 / rate_per_s, len(trace))
         due_s = [float(t) for t in np.cumsum(gaps_s) - gaps_s[:1].sum()]
         pairs = zip(due_s, trace, strict=True)
@@ -146,6 +152,10 @@ def schedule(
         pairs = zip([0.0] * len(trace), trace, strict=True)
     requests = [LoadRequest(due, r.input_tokens, r.output_tokens, r.text) for due, r in pairs]
     return sorted(requests, key=lambda request: request.due_s)
+
+
+def _all_have_texts(trace: Sequence[TraceRequest]) -> bool:
+    return all(request.text is not None for request in trace)
 
 
 def _parse_trace(lines: Iterable[str], source: str, limit: int | None) -> list[TraceRequest]:

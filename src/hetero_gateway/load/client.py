@@ -306,9 +306,26 @@ def judge(reply: Reply, *, stream: bool) -> tuple[str | None, int | None, int | 
     return error, usage[0], usage[1]
 
 
+def cached_tokens(reply: Reply, *, stream: bool) -> int | None:
+    """Prompt tokens that the engine had cached, by ``usage``; None where it does not say."""
+    for text in reversed(_stream_documents(reply.tail) if stream else [reply.tail]):
+        try:
+            usage = msgspec.json.decode(text, type=_Answer).usage
+        except msgspec.MsgspecError:
+            continue
+        if usage is not None and usage.prompt_tokens_details is not None:
+            return usage.prompt_tokens_details.cached_tokens
+    return None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
 
 
 class _Choice(msgspec.Struct):

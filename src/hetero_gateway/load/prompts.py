@@ -66,8 +66,17 @@ class BodyMaker:
     max_tokens: int | None = None
     cache_salt: str | None = None
 
-    def body(self, index: int, input_tokens: int, output_tokens: int) -> bytes:
-        """The body of request number ``index``; ``ignore_eos`` makes the output length exact."""
+    def body(
+        self,
+        index: int,
+        input_tokens: int,
+        output_tokens: int,
+        messages: list[dict[str, str]] | None = None,
+    ) -> bytes:
+        """The body of request number ``index``; ``ignore_eos`` makes the output length exact.
+
+        ``messages``: of a chat, in place of filler text.
+        """
         document: dict[str, Any] = {"model": self.model}
         if self.max_tokens is None:
             document |= {"max_tokens": output_tokens, "ignore_eos": True}
@@ -85,6 +94,8 @@ class BodyMaker:
             document["prompt"] = [_FIRST_TOKEN_ID + k for k in ids[:input_tokens]]
         elif self.kind is PromptKind.COMPLETION:
             document["prompt"] = self._text(index, input_tokens)
+        elif messages is not None:
+            document["messages"] = messages
         else:
             document["messages"] = [{"role": "user", "content": self._text(index, input_tokens)}]
         return msgspec.json.encode(document)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from hetero_gateway.engines.vllm import tokens_of_events
 from hetero_gateway.files.trace import LoadRequest
-from hetero_gateway.load.client import LoadClient, Target, judge
-from hetero_gateway.load.prompts import BodyMaker
+from hetero_gateway.load.client import LoadClient, Reply, Target, cached_tokens, judge
+from hetero_gateway.load.conversations import Conversations
+from hetero_gateway.load.prompts import BodyMaker, PromptKind
 from hetero_gateway.load.result import RequestRecord
 
 
@@ -37,6 +38,9 @@ async def replay(
 ) -> list[RequestRecord]:
     """Send every request when it is due and return the records in order of sending.
 
+    Where all of them have texts, and chats are wanted, they are the trace's conversations: a turn
+    that goes on from another is sent after that one's answer, or when it is due if that is later.
+
     Open loop: a slow server does not slow the sending, unless ``concurrency`` is reached; then
     requests are sent late, which the records show (``sent_s`` after ``due_s``).
 
@@ -51,19 +55,32 @@ async def replay(
     client = LoadClient(target, maker.kind.path, stream=maker.stream, timeout_s=options.timeout_s)
     slots = asyncio.Semaphore(options.concurrency or max(1, len(requests)))
     records: list[RequestRecord] = []
+    talks = None
+    if maker.kind is PromptKind.CHAT and all(request.text is not None for request in requests):
+        talks = Conversations(requests, maker.pool, maker.bytes_per_token)
     start_s = time.perf_counter()
 
     async def one(index: int, request: LoadRequest) -> None:
+        reply = messages = None
+        due_s = request.due_s
         try:
-            body = maker.body(index, request.input_tokens, request.output_tokens)
-            reply = await client.post(body)
+            if talks is not None:
+                messages = await talks.messages(index)
+                due_s = max(due_s, time.perf_counter() - start_s)
+            body = maker.body(index, request.input_tokens, request.output_tokens, messages)
+            reply = Reply(0.0)
+            if talks is not None and talks.wants_text(index):
+                reply.parts = []
+            reply = await client.post(body, reply)
         finally:
             slots.release()
+            if talks is not None:
+                talks.finish(index, reply, stream=maker.stream)
         error, prompt_tokens, output_tokens = judge(reply, stream=maker.stream)
         counted = tokens_of_events(maker.kind.path, reply.events)  # where there is no usage
         record = RequestRecord(
             index=index,
-            due_s=request.due_s,
+            due_s=due_s,
             sent_s=reply.sent_s - start_s,
             first_s=None if reply.first_s is None else reply.first_s - start_s,
             end_s=reply.end_s - start_s,
@@ -72,6 +89,7 @@ async def replay(
             instance=reply.instance,
             error=error,
             streamed=maker.stream,
+            cached_tokens=cached_tokens(reply, stream=maker.stream) if error is None else None,
         )
         records.append(record)
         on_record(record)

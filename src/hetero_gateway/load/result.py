@@ -33,6 +33,8 @@ class RequestRecord:
         error: None, or a kind: ``connect``, ``timeout``, ``reset`` (closed before the end),
             ``protocol`` (not HTTP), ``http_NNN``, ``stream_error`` (an error event),
             ``aborted`` (the engine gave it up), ``incomplete`` (a stream without ``[DONE]``).
+        cached_tokens: of the prompt, what the engine had in its prefix cache; None: ``usage`` does
+            not say.
     """
 
     index: int
@@ -45,6 +47,7 @@ class RequestRecord:
     instance: str | None
     error: str | None
     streamed: bool = True
+    cached_tokens: int | None = None
 
     @property
     def latency_s(self) -> float:
@@ -72,7 +75,11 @@ class InstanceShare:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in figures. Failed requests count in ``errors`` and in nothing else."""
+    """A run in figures. Failed requests count in ``errors`` and in nothing else.
+
+    ``cached_share``: of the prompts' tokens, what engines had in their prefix caches; of those
+    whose answers say so, None where none does.
+    """
 
     requests: int
     errors: int
@@ -85,6 +92,7 @@ class Summary:
     send_delay_s: Distribution
     instances: tuple[InstanceShare, ...] = ()
     errors_by_kind: dict[str, int] = field(default_factory=dict)
+    cached_share: float | None = None
 
     @property
     def throughput_tokens_per_s(self) -> float:
@@ -113,6 +121,7 @@ class Summary:
                 for i in self.instances
             ),
             errors_by_kind=self.errors_by_kind,
+            cached_share=self.cached_share,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,6 +135,7 @@ class Summary:
             "output_tokens_per_s": self.output_tokens_per_s,
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
+            "cached_share": self.cached_share,
             "latency_s": self.latency_s.to_dict(),
             "ttft_s": self.ttft_s.to_dict(),
             "tpot_s": self.tpot_s.to_dict(),
@@ -141,6 +151,8 @@ def summarise(records: Sequence[RequestRecord]) -> Summary:
     """Sum up a run; an empty or wholly failed one has figures of 0 and None."""
     good = [r for r in records if r.error is None]
     start_s = min((r.sent_s for r in records), default=0.0)
+    says = [r for r in good if r.cached_tokens is not None]
+    prompt_tokens = sum(r.input_tokens for r in says)
     counts = Counter(r.instance for r in good if r.instance is not None)
     return Summary(
         requests=len(records),
@@ -161,4 +173,7 @@ def summarise(records: Sequence[RequestRecord]) -> Summary:
             for instance in sorted(counts)
         ),
         errors_by_kind=dict(Counter(r.error for r in records if r.error is not None)),
+        cached_share=sum(r.cached_tokens or 0 for r in says) / prompt_tokens
+        if prompt_tokens
+        else None,
     )

@@ -21,6 +21,8 @@ def print_summary(summary: Summary, url: str, model: str) -> None:
     figures.add_row("requests failed", f"{summary.errors}" + (f" ({failed})" if failed else ""))
     figures.add_row("duration", f"{summary.duration_s:.1f} s")
     figures.add_row("prompt tokens", f"{summary.input_tokens}")
+    if summary.cached_share is not None:
+        figures.add_row("of them cached", f"{summary.cached_share:.1%}")
     figures.add_row("output tokens", f"{summary.output_tokens}")
     figures.add_row("throughput", f"{summary.throughput_tokens_per_s:.0f} tokens/s")
     figures.add_row("of it output", f"{summary.output_tokens_per_s:.0f} tokens/s")

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -130,6 +130,7 @@ def simulate(
     predictions: NDArray[np.float64] | None = None,
     observe_interval_s: float = 1.0,
     compiled: bool | None = None,
+    watch: Callable[[Fleet], None] = lambda fleet: None,
 ) -> Records:
     """Run a workload to its end, or until nothing can happen any more.
 
@@ -143,6 +144,7 @@ def simulate(
         observe_interval_s: time between two ticks, above 0.
         compiled: run the engines, and the policy's arithmetic, compiled by numba. None: where it
             is installed and the workload is long enough to be worth it. The records are the same.
+        watch: is given the engines before they run: what no gateway can see, for comparisons.
 
     Raises:
         ValueError: a profile that no engine can run; see ``Engine``.
@@ -158,6 +160,7 @@ def simulate(
         prefix_caching=[i.prefix_caching and prefixes is not None for i in instances],
         most_blocks=0 if prefixes is None else prefixes.most_tokens // DEFAULT_BLOCK_TOKENS + 1,
     )
+    watch(fleet)
     if compiled:
         scheduler.compile(jit)
     run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)

@@ -1,0 +1,301 @@
+"""The rules by which other routers heed prefix caches, with exact knowledge of them.
+
+From their sources, as of 2026; all defaults are theirs:
+
+    cache-aware  vllm-router, smg and sglang's router (policies/cache_aware.rs): unless the loads
+                 are out of balance (max − min > 32 and max > 1.1·min), the best match if it is more
+                 than half of the text; else the least load
+    llm-d        llm-d-inference-scheduler with KV events (precise-prefix-cache-scorer 2,
+                 kv-cache-utilization-scorer 1, queue-scorer 1, max-score-picker): the highest sum
+    dynamo       NVIDIA Dynamo (lib/kv-router, selector.rs): the lowest overlap_score_weight ·
+                 prefill blocks + decode blocks, of all that is active there and of this request
+    aibrix       AIBrix (gateway/algorithms/prefix_cache.go): the least requests where
+                 max − min > 8; else the best match among those with at most mean + 1 σ of them
+    least-ttft   Mooncake (Algorithm 1 of its paper): the least time in queue and prefill
+
+What each keeps as an estimate is exact here: matches are looked up in the simulated engines' caches
+at the moment of the decision, and so are queues and KV usage, which they scrape. least-ttft has the
+instances' own constants. None places a request that its instance could never finish.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hetero_gateway.core.policies.base import Jit
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request
+from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
+from hetero_gateway.sim.fleet import Fleet
+from hetero_gateway.sim.prefixes import Prefixes
+
+BLOCK = DEFAULT_BLOCK_TOKENS
+
+
+@dataclass(eq=False)
+class Placed:
+    """A request on an instance. ``uncached``: prompt tokens to compute, as predicted."""
+
+    instance_id: InstanceId
+    position: int
+    keys: list[int]
+    uncached: int
+    prefill_s: float
+    waiting: bool = True
+
+
+@dataclass(eq=False)
+class PlacedTicket:
+    owner: Any
+    dispatch: Placed
+
+
+@dataclass
+class Candidate:
+    """One instance as a rule sees it: requests in flight there, its match of this request in
+    tokens, and what is active and waiting."""
+
+    position: int
+    requests: int
+    match: int
+    queue: int
+    kv_usage: float
+    waiting_tokens: int
+    waiting_s: float
+    prefill_s: float
+    active_blocks: int
+    new_blocks: int
+
+
+@dataclass
+class Load:
+    requests: int = 0
+    waiting_tokens: int = 0
+    waiting_s: float = 0.0
+    blocks: Counter[int] = field(default_factory=Counter)
+
+
+class PeerGateway:
+    """Stands where the scheduler stands (``sim.cluster.Gateways``), and follows a peer's rule.
+
+    Args:
+        rule: chooses among candidates.
+        prefixes: of the workload; a request's owner is its number there.
+    """
+
+    queued = 0
+    caches = None
+
+    def __init__(self, rule: Rule, prefixes: Prefixes, rng: np.random.Generator) -> None:
+        self._rule = rule
+        self._prefixes = prefixes
+        self._rng = rng
+        self._specs: list[InstanceSpec] = []
+        self._loads: list[Load] = []
+        self._placed: list[PlacedTicket] = []
+        self._fleet: Fleet | None = None
+
+    def watch(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def compile(self, jit: Jit) -> None:
+        pass
+
+    def add(self, spec: InstanceSpec) -> None:
+        self._specs.append(spec)
+        self._loads.append(Load())
+
+    def replace(self, spec: InstanceSpec) -> None:
+        raise NotImplementedError  # no faults here
+
+    def submit(
+        self, request: Request, now_s: float, *, owner: Any = None, first: bool = False
+    ) -> PlacedTicket:
+        keys = self._prefixes.engine_keys(owner, BLOCK)
+        ticket = PlacedTicket(owner, self._place(request, keys))
+        self._placed.append(ticket)
+        return ticket
+
+    def _place(self, request: Request, keys: Any) -> Placed:
+        fleet = self._fleet
+        assert fleet is not None
+        prompt = request.prompt_tokens
+        prompt_keys = keys[: prompt // BLOCK]
+        plain = prompt_keys.tolist()
+        looked_up = prompt_keys if fleet.compiled else plain
+        candidates = []
+        for i, (spec, load) in enumerate(zip(self._specs, self._loads, strict=True)):
+            if prompt + 1 > fleet.capacity_tokens(i):
+                continue
+            match = min(fleet.prefix_hits(i, looked_up) * BLOCK, prompt - 1)
+            candidates.append(
+                Candidate(
+                    i,
+                    load.requests,
+                    match,
+                    fleet.waiting(i),
+                    fleet.kv_usage(i),
+                    load.waiting_tokens,
+                    load.waiting_s,
+                    prefill_s(spec, prompt - match),
+                    len(load.blocks) if self._rule.counts_blocks else 0,
+                    sum(k not in load.blocks for k in plain) if self._rule.counts_blocks else 0,
+                )
+            )
+        if not candidates:
+            candidates = [Candidate(0, 0, 0, 0, 0.0, 0, 0.0, 0.0, 0, 0)]
+        chosen = self._rule.choose(candidates, prompt, self._rng)
+        load = self._loads[chosen.position]
+        uncached = prompt - chosen.match
+        load.requests += 1
+        load.waiting_tokens += uncached
+        load.waiting_s += chosen.prefill_s
+        if self._rule.counts_blocks:
+            load.blocks.update(plain)
+        spec = self._specs[chosen.position]
+        return Placed(spec.instance_id, chosen.position, plain, uncached, chosen.prefill_s)
+
+    def pump(self, now_s: float) -> list[PlacedTicket]:
+        placed, self._placed = self._placed, []
+        return placed
+
+    def next_wakeup_s(self) -> float | None:
+        return None
+
+    def first_token(self, dispatch: Placed, now_s: float) -> None:
+        if dispatch.waiting:
+            dispatch.waiting = False
+            load = self._loads[dispatch.position]
+            load.waiting_tokens -= dispatch.uncached
+            load.waiting_s -= dispatch.prefill_s
+
+    def settle(self, dispatch: Placed, outcome: Outcome, now_s: float) -> bool:
+        self.first_token(dispatch, now_s)
+        load = self._loads[dispatch.position]
+        load.requests -= 1
+        if self._rule.counts_blocks:
+            load.blocks.subtract(dispatch.keys)
+            for key in dispatch.keys:
+                if not load.blocks[key]:
+                    del load.blocks[key]
+        return True
+
+    def observe_steps(
+        self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
+    ) -> bool:
+        return False
+
+    def observe_output_tokens(self, model: str, output_tokens: float) -> None:
+        pass
+
+
+def prefill_s(spec: InstanceSpec, tokens: int) -> float:
+    assert spec.profile is not None
+    c = spec.profile.constants
+    return c.p1 * tokens + c.p2 + c.p4
+
+
+class Rule:
+    """Which of the candidates gets a request of so many prompt tokens."""
+
+    counts_blocks = False
+
+    def choose(
+        self, candidates: Sequence[Candidate], prompt: int, rng: np.random.Generator
+    ) -> Candidate:
+        raise NotImplementedError
+
+
+def lowest(
+    candidates: Sequence[Candidate], scores: Sequence[float], rng: np.random.Generator
+) -> Candidate:
+    """The lowest score; among equals a draw."""
+    best = min(scores)
+    ties = [c for c, score in zip(candidates, scores, strict=True) if score == best]
+    return ties[int(rng.integers(len(ties)))] if len(ties) > 1 else ties[0]
+
+
+class CacheAware(Rule):
+    def choose(
+        self, candidates: Sequence[Candidate], prompt: int, rng: np.random.Generator
+    ) -> Candidate:
+        loads = [c.requests for c in candidates]
+        balanced = not (max(loads) - min(loads) > 32 and max(loads) > 1.1 * min(loads))
+        if balanced and max(c.match for c in candidates) / prompt > 0.5:
+            return lowest(candidates, [-c.match for c in candidates], rng)
+        return lowest(candidates, loads, rng)
+
+
+class LlmD(Rule):
+    def choose(
+        self, candidates: Sequence[Candidate], prompt: int, rng: np.random.Generator
+    ) -> Candidate:
+        matches = [c.match for c in candidates if c.match]
+        queues = [c.queue for c in candidates]
+        low, high = min(matches, default=0), max(matches, default=0)
+        scores = []
+        for c in candidates:
+            prefix = 0.0
+            if c.match:
+                prefix = 1.0 if high == low else (c.match - low) / (high - low)
+            queue = 1.0
+            if max(queues) > min(queues):
+                queue = (max(queues) - c.queue) / (max(queues) - min(queues))
+            scores.append(-(2 * prefix + (1 - c.kv_usage) + queue))
+        return lowest(candidates, scores, rng)
+
+
+class Dynamo(Rule):
+    counts_blocks = True
+
+    def choose(
+        self, candidates: Sequence[Candidate], prompt: int, rng: np.random.Generator
+    ) -> Candidate:
+        scores = [
+            (c.waiting_tokens + prompt - c.match) / BLOCK + c.active_blocks + c.new_blocks
+            for c in candidates
+        ]
+        return lowest(candidates, scores, rng)
+
+
+class Aibrix(Rule):
+    def choose(
+        self, candidates: Sequence[Candidate], prompt: int, rng: np.random.Generator
+    ) -> Candidate:
+        loads = np.array([c.requests for c in candidates], float)
+        if loads.max() - loads.min() <= 8:
+            limit = loads.mean() + loads.std()
+            matched = [c for c in candidates if c.match and c.requests <= limit]
+            if matched:
+                return min(matched, key=lambda c: (-c.match, c.requests))
+        return lowest(candidates, loads.tolist(), rng)
+
+
+class LeastTtft(Rule):
+    def choose(
+        self, candidates: Sequence[Candidate], prompt: int, rng: np.random.Generator
+    ) -> Candidate:
+        return lowest(candidates, [c.waiting_s + c.prefill_s for c in candidates], rng)
+
+
+RULES: dict[str, type[Rule]] = {
+    "cache-aware": CacheAware,
+    "llm-d": LlmD,
+    "dynamo": Dynamo,
+    "aibrix": Aibrix,
+    "least-ttft": LeastTtft,
+}
+
+
+def peer(name: str, prefixes: Prefixes, seed: int) -> PeerGateway:
+    """A gateway with a peer's rule. KeyError: no such rule."""
+    return PeerGateway(RULES[name](), prefixes, np.random.default_rng((seed, 2)))
+
+
+def geometric_mean(values: Collection[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
