@@ -50,16 +50,6 @@ def test_a_hit_that_nobody_predicted_does_not_make_up_for_one_that_failed() -> N
     assert trust.eta < 0.2
 
 
-def test_counters_say_it_where_answers_do_not() -> None:
-    one, other = Trust(), Trust()
-    for _ in range(10):
-        one.expect(4000)
-    one.observe_hits(20_000)
-    assert 0.5 < one.eta < 0.6
-    other.observe_hits(20_000)
-    assert other.eta == 1.0, "nothing of ours finished: those were the hits of others"
-
-
 def test_a_cache_that_is_switched_off_is_not_trusted_at_all() -> None:
     trust = Trust()
     trust.switch(on=False)
@@ -76,16 +66,11 @@ def test_a_figure_that_cannot_be_is_ignored(figure: float) -> None:
     trust = Trust()
     trust.observe(100, figure)
     trust.observe(figure, 100)
-    trust.expect(figure)
-    trust.expect(100)
-    trust.observe_hits(figure)
     assert trust.eta == 1.0
 
 
 def test_after_a_restart_it_is_the_prior() -> None:
     trust = Trust()
     trust.observe(100_000, 0)
-    trust.expect(100_000)
     trust.reset()
-    trust.observe_hits(0)
     assert trust.eta == 1.0

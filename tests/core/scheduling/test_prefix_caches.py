@@ -225,14 +225,17 @@ def test_an_instance_without_a_cache_is_taken_for_what_it_is() -> None:
 
 def test_counters_teach_where_answers_do_not_say() -> None:
     s = scheduler(spec("a"), policy="finish-time")
+    s.observe_cache(A, True, (0.0, 0.0), 0.0)
     finish(s, placed(s, asking(1, 20)))
-    for _ in range(60):
-        dispatch = placed(s, asking(1, 20)).dispatch
-        assert dispatch is not None
-        caches(s).observe(dispatch, None)
-        s.settle(dispatch, Outcome.COMPLETED)
-        caches(s).observe_hits(A, 0.25 * dispatch.match_tokens)
-    assert caches(s).eta(A) == pytest.approx(0.25, abs=0.05)
+    queries = hits = 0.0
+    for i in range(1, 200):
+        ticket = placed(s, asking(1, 20), float(i))
+        assert ticket.dispatch is not None
+        queries += 5000.0
+        hits += 0.25 * ticket.dispatch.match_tokens
+        finish(s, ticket, i + 0.5)
+        s.observe_cache(A, True, (queries, hits), i + 0.9)
+    assert caches(s).eta(A) == pytest.approx(0.25, abs=0.08)
 
 
 def test_the_index_is_as_large_as_the_caches_by_the_bytes_of_a_token() -> None:

@@ -3,9 +3,9 @@
     η = min(1, (Σ actual + 4096) / (Σ predicted + 4096)),   both sums × 0.98 per request
 
 in tokens. It begins at 1 and learns from what an engine says: ``cached_tokens`` of an answer, or,
-where answers have none, how far its hit counter moved. An instance whose cache is smaller than it
-looks ends below 1 by itself, one that has none near 0; where the engine says that it is off, it is
-0 at once.
+where answers have none, what its hit counter makes of one (``instances/prefix_hits``). An instance
+whose cache is smaller than it looks ends below 1 by itself, one that has none near 0; where the
+engine says that it is off, it is 0 at once.
 
 What exceeds a prediction by more than a quarter is not counted: a hit that nobody predicted does
 not make up for one that failed to come. That also bounds what an engine's counter can do, which
@@ -31,7 +31,7 @@ class Trust:
         eta: what a predicted hit is worth, between 0 and 1.
     """
 
-    __slots__ = ("_actual", "_expected", "_off", "_predicted", "_unanswered", "eta")
+    __slots__ = ("_actual", "_off", "_predicted", "eta")
 
     def __init__(self) -> None:
         self._off = False
@@ -44,8 +44,6 @@ class Trust:
         """Its cache is empty, and maybe another one: back to the prior."""
         self._actual = 0.0
         self._predicted = 0.0
-        self._expected = 0.0  # by requests whose answers did not say
-        self._unanswered = 0
         self.eta = 0.0 if self._off else 1.0
 
     def switch(self, *, on: bool) -> None:
@@ -55,32 +53,16 @@ class Trust:
             self.reset()
 
     def observe(self, predicted_tokens: float, actual_tokens: float) -> None:
-        """An answer says how many of its prompt's tokens were cached.
+        """A request was completed, and its answer or its engine's counters say what was cached.
 
         Args:
             predicted_tokens: the match at dispatch, not times η.
         """
-        self._learn(predicted_tokens, actual_tokens, 1)
-
-    def expect(self, predicted_tokens: float) -> None:
-        """An answer came that does not say; its engine's counter will (``observe_hits``)."""
-        if 0 <= predicted_tokens <= _MOST_TOKENS:
-            self._expected += predicted_tokens
-            self._unanswered += 1
-
-    def observe_hits(self, hit_tokens: float) -> None:
-        """The engine's hit counter moved by so much since the last call."""
-        expected, requests = self._expected, self._unanswered
-        self._expected, self._unanswered = 0.0, 0
-        if requests:
-            self._learn(expected, hit_tokens, requests)
-
-    def _learn(self, predicted: float, actual: float, requests: int) -> None:
-        if not (0 <= predicted <= _MOST_TOKENS and 0 <= actual <= _MOST_TOKENS):
+        if not (0 <= predicted_tokens <= _MOST_TOKENS and 0 <= actual_tokens <= _MOST_TOKENS):
             return
-        keep = _KEEP**requests
-        self._predicted = keep * self._predicted + predicted
-        self._actual = keep * self._actual + min(actual, _MOST_SURPLUS * predicted)
+        actual_tokens = min(actual_tokens, _MOST_SURPLUS * predicted_tokens)
+        self._predicted = _KEEP * self._predicted + predicted_tokens
+        self._actual = _KEEP * self._actual + actual_tokens
         if not self._off:
             prior = _PRIOR_TOKENS
             self.eta = min(1.0, (self._actual + prior) / (self._predicted + prior))

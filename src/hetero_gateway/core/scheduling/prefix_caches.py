@@ -142,21 +142,13 @@ class PrefixCaches:
 
     # What is observed
 
-    def observe(self, dispatch: Dispatch, cached_tokens: float | None) -> None:
-        """An answer says how many prompt tokens were cached; None: it does not say."""
+    def observe(self, dispatch: Dispatch, cached_tokens: float) -> None:
+        """It is known of a completed request how many of its prompt's tokens were cached."""
         trust = self._trusts.get(dispatch.instance_id)
         if trust is None or dispatch.request.prefix is None:
             return
-        if cached_tokens is None:
-            trust.expect(dispatch.match_tokens)
-        else:
-            trust.observe(dispatch.match_tokens, cached_tokens)
-            self._note_trust(dispatch.instance_id)
-
-    def observe_hits(self, instance_id: InstanceId, hit_tokens: float) -> None:
-        """An engine's counter of hits moved by so much since the last call. KeyError: unknown."""
-        self._trusts[instance_id].observe_hits(hit_tokens)
-        self._note_trust(instance_id)
+        trust.observe(dispatch.match_tokens, cached_tokens)
+        self._note_trust(dispatch.instance_id)
 
     def switch(self, instance_id: InstanceId, *, on: bool) -> None:
         """An engine says whether it has a prefix cache. KeyError: unknown."""
