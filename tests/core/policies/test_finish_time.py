@@ -527,6 +527,7 @@ def test_what_is_cached_changes_the_terms_of_the_prefill_and_weighs_the_first_to
         shared = min(100, 256 * n)
         delay_s = shared * (c.p6 + c.p5 * 1050) + n * (c.p1 * new + c.p2)
         usage = (tokens - 1050) / machine.kv_capacity_tokens
+        usage = max(usage, 2 * n / machine.max_num_seqs)
         time_s = request_time_s(machine, 1000, 100)
         assert row.request_time_s == pytest.approx(time_s)
         price_s = (time_s - c.p1 * (1000 - new)) / typical_s[row.instance_id]

@@ -55,6 +55,9 @@ WORTH_WAITING = 1.25
 MOST_PATIENCE_S = 1.0
 # The predicted usage may be far above 1; how far is noise, that it is above is what counts.
 MOST_USAGE = 1.5
+# Where prompts come from caches, an engine's seats (max_num_seqs) can run out before its memory.
+# They have the same price: half of them taken is as dear as a full memory.
+SEATS_USAGE = 2.0
 
 
 # Of one instance, in this order: T of the request, KV usage, load and requests in flight there, as
@@ -164,12 +167,13 @@ def estimates(
     delay_s += n * f * (p1 * prefill + own_s + p2 * n_r)
     usage = np.minimum((tokens - prompt - 0.5 * n_r * output) / kv, MOST_USAGE)
     if cached is not None:
+        usage = np.maximum(usage, SEATS_USAGE * n / max_num_seqs)
         # What is cached takes no time of the machine.
         request_time_s = request_time_s - n_r * cached * (p1 + 0.5 * p9 * cached)
     price_s = request_time_s / typical_request_time_s
     price_s *= usage * usage * latency_s[latency_s.argmin()]
     cost_s = latency_s + delay_s + price_s
-    if cached is not None and cached.any():
+    if cached is not None:
         cost_s += first_token_weight * ttft_s
     return latency_s, delay_s, price_s, cost_s, ttft_s
 
@@ -178,7 +182,7 @@ def estimate(
     state: InstanceState,
     member: Member,
     prefill: float,
-    cached: float,
+    cached: float | None,
     n_r: float,
     prompt_tokens: float,
     output: float,
@@ -190,7 +194,7 @@ def estimate(
 
     Args:
         prefill: prompt tokens to compute, of all the request's sequences.
-        cached: prompt tokens of each sequence that need not be computed.
+        cached: prompt tokens of each sequence that need not be computed; None: none anywhere.
         n_r, prompt_tokens, output: its sequences, and the tokens of each.
         residual: as in ``Backlog``.
     """
@@ -268,7 +272,12 @@ def estimate(
         / ideal_batch
         + p9 * (prompt_tokens * prompt_tokens / 2)
     )  # fmt: skip
-    # What is cached takes no time of the machine.
-    computed_s = request_time_s - n_r * cached * (p1 + 0.5 * p9 * cached)
+    computed_s = request_time_s
+    if cached is not None:
+        seats = SEATS_USAGE * n / max_num_seqs
+        if seats > usage:
+            usage = seats
+        # What is cached takes no time of the machine.
+        computed_s -= n_r * cached * (p1 + 0.5 * p9 * cached)
     price = computed_s / typical_request_time_s * usage * usage
     return request_time_s, kv_tokens / kv, load_s, in_flight, latency_s, delay_s, price, ttft_s

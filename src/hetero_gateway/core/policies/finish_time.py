@@ -34,13 +34,14 @@ from hetero_gateway.core.policies.base import (
     Choice,
     Figures,
     Jit,
+    Numbers,
     Objective,
     Outlook,
     PlacesAtOnce,
     PolicyOptions,
+    Prefix,
     SmallView,
     View,
-    amount_at,
     argmin_with_random_ties,
     lowest,
     number,
@@ -138,7 +139,7 @@ class FinishTime(PlacesAtOnce):
             latency_s = ttft_s = cost
             figures = Figures(_NAMES_OF_COUNTS, (*told, cost, room))
         else:
-            output, prefix = float(view.request.predicted_output_tokens), view.demand.prefix
+            output = float(view.request.predicted_output_tokens)
             latency_s, delay_s, price_s, cost, ttft_s = self._estimates(
                 outlook.constants,
                 outlook.rows,
@@ -149,7 +150,7 @@ class FinishTime(PlacesAtOnce):
                 view.request_time_s,
                 backlog.typical_request_time_s,
                 view.demand.prefill_tokens,  # type: ignore[arg-type]  # a View has no lists
-                None if prefix is None else prefix.cached_tokens,
+                _cached(view.demand.prefix),
                 self._first_token_weight,
                 float(view.request.sequences),
                 float(view.request.prompt_tokens),
@@ -205,7 +206,8 @@ class FinishTime(PlacesAtOnce):
         n_r, prompt_tokens, output = _lengths(view)
         found: list[Estimate] = []
         latencies: list[float] = []
-        prefills, caches, weight = self._prefills(view)
+        prefills, caches = _prefills(view)
+        weight = 0.0 if caches[0] is None else self._first_token_weight
         for state, member, prefill, cached, typical_s in zip(
             view.states,
             view.members,
@@ -250,18 +252,6 @@ class FinishTime(PlacesAtOnce):
         figures = Figures(_NAMES, array("d", told), by_speed=backlog.stands_in)
         return Choice(position, workload(best[0], best[1], view.theta), figures, False, best[7])
 
-    def _prefills(
-        self, view: SmallView
-    ) -> tuple[Sequence[float] | FloatArray, Sequence[float] | FloatArray, float]:
-        """By candidate: prompt tokens to compute, and cached ones of each sequence; and the weight
-        of the time to the first token."""
-        demand = view.demand
-        if demand.prefix is None or isinstance(demand.prefill_tokens, float):
-            size = len(view.states)
-            return [amount_at(demand.prefill_tokens, 0)] * size, [0.0] * size, 0.0
-        cached = demand.prefix.cached_tokens
-        return demand.prefill_tokens, cached, self._first_token_weight if any(cached) else 0.0
-
     def _count_small(
         self, view: SmallView, rooms: list[tuple[bool, bool]], rng: np.random.Generator
     ) -> Choice | None:
@@ -269,7 +259,7 @@ class FinishTime(PlacesAtOnce):
         lengths = _lengths(view)
         none = [0.0] * len(view.backlog.residual)
         costs, told = [], []
-        prefills, caches, _ = self._prefills(view)
+        prefills, caches = _prefills(view)
         for state, member, prefill, cached in zip(
             view.states, view.members, prefills, caches, strict=True
         ):
@@ -327,10 +317,10 @@ class FinishTime(PlacesAtOnce):
 
     def _because_cached(self, decision: Decision) -> tuple[str, str]:
         """What of the prompt is cached where it goes, and the weight of its first token."""
-        prefix, position = decision.prefix, decision.choice.position
-        if prefix is None or not any(prefix.cached_tokens):
+        cached, position = _cached(decision.prefix), decision.choice.position
+        if cached is None:
             return "", ""
-        tokens = round(float(prefix.cached_tokens[position]))
+        tokens = round(float(cached[position]))
         weight_s = self._first_token_weight * float(
             decision.choice.figures.column("ttft_s")[position]
         )
@@ -348,6 +338,22 @@ def _lengths(view: SmallView) -> tuple[float, float, float]:
         float(request.prompt_tokens),
         float(request.predicted_output_tokens),
     )
+
+
+def _cached(prefix: Prefix[Numbers] | None) -> Numbers | None:
+    """Cached prompt tokens of each sequence, by candidate; None: none anywhere."""
+    return None if prefix is None or not any(prefix.cached_tokens) else prefix.cached_tokens
+
+
+def _prefills(
+    view: SmallView,
+) -> tuple[Sequence[float] | FloatArray, Sequence[float] | Sequence[None]]:
+    """By candidate: prompt tokens to compute, and cached ones of each sequence."""
+    prefill, cached = view.demand.prefill_tokens, _cached(view.demand.prefix)
+    size = len(view.states)
+    if isinstance(prefill, float):
+        prefill = [prefill] * size
+    return prefill, [None] * size if cached is None else cached
 
 
 def _drain_s(backlog: Backlog[Any], speeds: FloatArray) -> float:
