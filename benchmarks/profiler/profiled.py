@@ -6,11 +6,11 @@
         --interrupt
     python benchmarks/profiler/profiled.py --time-scale 1 --gate
 
-All eight planted constants matter somewhere on the grid. Printed are the ratios found / planted,
+All nine planted constants matter somewhere on the grid. Printed are the ratios found / planted,
 and the errors of predicted batches on a hold-out grid of combinations of batch size and length
-that are not measured: prefills of one step, and decodes. ``--slower`` multiplies the constants:
-at a high time scale the emulator's timers (1 ms) and the machine's scheduling must be small
-against a step.
+that are not measured: prefills of one step or of one prompt, and decodes. ``--slower`` multiplies
+the constants: at a high time scale the emulator's timers (1 ms) and the machine's scheduling must
+be small against a step.
 
 ``--interrupt`` measures twice: once in one go; once killed after a third (SIGKILL), interrupted
 after two thirds (SIGINT) and resumed. It says whether the constants of the second lie within the
@@ -55,11 +55,20 @@ from hetero_gateway.profiler.samples import kept_samples, read_json_lines
 from hetero_gateway.profiler.tracks import Track, read_batch, track
 
 PLANTED = Constants(
-    p1=2.0e-4, p2=4.0e-3, p3=1.5e-4, p4=0.08, p5=1.0e-6, p6=6.0e-4, p7=2.0e-5, p8=0.02
+    p1=2.0e-4,
+    p2=4.0e-3,
+    p3=1.5e-4,
+    p4=0.08,
+    p5=1.0e-6,
+    p6=6.0e-4,
+    p7=2.0e-5,
+    p8=0.02,
+    p9=4.0e-8,
 )
 KV_TOKENS, MAX_NUM_SEQS, STEP_TOKENS = 40_000, 32, 2048
 BATCHES = (1, 3, 6, 12, 24, 32)
 PROMPTS = (24, 48, 96, 200, 400, 800, 1600)
+LONG_PROMPTS = (3000, 6000)
 OUTPUTS = (20, 100)
 
 
@@ -179,8 +188,8 @@ def differences(one: Constants, other: Constants) -> dict[str, list[float]]:
 
     prefill = [
         apart(lambda c, b=b, i=i: prefill_time_s(c, b, i))
-        for b, i in product(BATCHES, PROMPTS)
-        if b * i <= STEP_TOKENS
+        for b, i in (*product(BATCHES, PROMPTS), *((1, i) for i in LONG_PROMPTS))
+        if b * i <= STEP_TOKENS or b == 1
     ]
     decode = [
         apart(lambda c, b=b, i=i, o=o: decode_time_s(c, b, i, o))

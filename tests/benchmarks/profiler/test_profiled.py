@@ -1,5 +1,7 @@
 """The ruler of benchmarks/profiler/profiled.py, on constants that need no measuring."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.profiler.profiled import KV_TOKENS, MAX_NUM_SEQS, PLANTED, STEP_TOKENS, differences
@@ -13,11 +15,10 @@ def test_equal_constants_are_no_distance_apart_and_slower_ones_are_as_far_as_the
 
 
 def test_every_planted_constant_moves_the_ruler():
-    for i in range(1, 9):
+    for i in range(1, 10):
         name = f"p{i}"
-        values = {f"p{k}": getattr(PLANTED, f"p{k}") for k in range(1, 9)}
-        other = type(PLANTED)(**{**values, name: values[name] * 1.5})
-        errors = differences(other, PLANTED)["prefill" if i <= 4 else "decode"]
+        other = replace(PLANTED, **{name: getattr(PLANTED, name) * 1.5})
+        errors = differences(other, PLANTED)["prefill" if i <= 4 or i == 9 else "decode"]
         assert max(errors) > 0.05, name
 
 

@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
+from hetero_gateway.core.costs.cost_model import (
+    attended_pairs,
+    decode_step_time_s,
+    prefill_time_s,
+)
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.calibration import LEAST_ROWS, MOST_CHANGE, NAMES, bounded, refit
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow, seconds
@@ -32,6 +36,8 @@ def step_rows(
         prompts = int(rng.integers(0, 4))
         prefilled = prompts * float(rng.uniform(20, 600))
         prefill_s = c.p1 * prefilled + c.p2 * prompts
+        if prompts:
+            prefill_s += c.p9 * prompts * attended_pairs(prefilled / prompts)
         steps = max(1.0, (1 - prefill_s) / decode_step_time_s(c, b, tokens))
         steps *= float(np.exp(rng.normal(0, noise)))
         rows.append(StepRow(1.0, steps, b, tokens, prompts, prefilled))
@@ -74,6 +80,29 @@ def test_varied_traffic_gives_the_constants_back(wrong: float) -> None:
     assert fit.decode.median < 0.06
     assert fit.prefill.median is not None
     assert fit.prefill.median < 0.15
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_attention_that_traffic_shows_is_found_known_before_or_not(known: bool) -> None:
+    c = dataclasses.replace(FAST_CONSTANTS, p9=8e-8)  # as much as p1 at 1400 tokens
+    rng = np.random.default_rng(5)
+    present = c.scaled(1.5) if known else FAST_CONSTANTS
+    fit = refit(step_rows(c, rng), first_token_rows(c, rng, 400, noise=0.03), present)
+    assert fit is not None
+    assert fit.constants.p9 == pytest.approx(8e-8, rel=0.15)
+    assert "p9" in fit.identified
+    assert worst_error(fit.constants, c) < 0.05
+
+
+def test_attention_that_traffic_does_not_show_stays_0_and_changes_nothing() -> None:
+    rng = np.random.default_rng(6)
+    steps, firsts = step_rows(FAST_CONSTANTS, rng), first_token_rows(FAST_CONSTANTS, rng)
+    fit = refit(steps, firsts[:3], FAST_CONSTANTS)
+    assert fit is not None
+    assert fit.constants.p9 == 0
+    assert "p9" not in fit.identified
+    # And recalibration, which keeps to the profile's proportions, does not invent it.
+    assert bounded(dataclasses.replace(fit.constants, p9=1e-7), FAST_CONSTANTS).p9 == 0
 
 
 def test_another_machine_s_profile_is_not_in_the_way() -> None:

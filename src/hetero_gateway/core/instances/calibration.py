@@ -16,7 +16,8 @@ Bayes' rule for a linear model, with y the seconds of a row and X its terms,
 Rows are divided by what the model says of them, not by what they took: the noise is in both, but
 that in the divisor would bias the result. Rows far off the fit count less (weights of Huber's).
 A constant is *identified* when the rows leave it less than half of that freedom. Attention (p9)
-that was not known before and is not identified stays 0, and the others are fitted without it.
+that was not known before must be above two standard errors, too: a little of it is much of a prompt
+that is far longer than those seen. Else it stays 0, and the others are fitted without it.
 
 ``bounded`` is what ``scheduler.recalibrate`` puts between such a fit and the scheduler.
 """
@@ -47,6 +48,7 @@ _ATTENTION = NAMES.index("p9")
 
 _ZERO_SHARE = 0.1
 _IDENTIFIED = 0.5
+_SURE_DEVIATIONS = 2.0
 _ROUNDS = 4
 _HUBER = 2.0
 _LEAST_SCATTER = 0.02
@@ -97,11 +99,14 @@ def refit(
     is_step = np.arange(len(times)) < len(steps)
     held = np.arange(len(times)) % _HOLD_OUT == _HOLD_OUT - 1
     c0 = np.array(dataclasses.astuple(present))
-    solution, spread = _fit(terms, times, c0)
-    if c0[_ATTENTION] == 0 and spread[_ATTENTION] >= _IDENTIFIED:
+    solution, spread, deviation = _fit(terms, times, c0)
+    if c0[_ATTENTION] == 0 and not (
+        spread[_ATTENTION] < _IDENTIFIED
+        and solution[_ATTENTION] > _SURE_DEVIATIONS * deviation[_ATTENTION]
+    ):
         terms[:, _ATTENTION] = 0
-        solution, spread = _fit(terms, times, c0)
-    trial, _ = _fit(terms[~held], times[~held], c0)
+        solution, spread, _ = _fit(terms, times, c0)
+    trial, _, _ = _fit(terms[~held], times[~held], c0)
     errors = np.abs(terms[held] @ trial / times[held] - 1)
     identified = frozenset(n for n, s in zip(NAMES, spread, strict=True) if s < _IDENTIFIED)
     return Refit(
@@ -131,8 +136,11 @@ def _errors(errors: FloatArray) -> Errors:
 
 def _fit(
     terms: FloatArray, times: FloatArray, present: FloatArray
-) -> tuple[FloatArray, FloatArray]:
-    """The constants, and how much of its freedom each has left (1: all; the rows say nothing)."""
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """The constants, how much of its freedom each has left, and its standard error, s.
+
+    Of the freedom, 1 is all: the rows say nothing.
+    """
     base = _scaled(terms, times, present)
     unit = base.copy()
     mean_s, mean_terms = times.mean(), terms.mean(axis=0)
@@ -154,7 +162,8 @@ def _fit(
         found = non_negative_solution(lhs, rhs)
         solution = found * unit
     covariance = np.linalg.inv(lhs.T @ lhs)
-    return solution, np.sqrt(np.diag(covariance))
+    spread = np.sqrt(np.diag(covariance))
+    return solution, spread, spread * unit
 
 
 def _scaled(terms: FloatArray, times: FloatArray, present: FloatArray) -> FloatArray:
