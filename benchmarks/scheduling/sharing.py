@@ -1,11 +1,12 @@
 """What it costs that several gateways see each other's load late, in virtual time.
 
     python benchmarks/scheduling/sharing.py [--replicas 2,4,8] [--intervals 0.02,0.05,0.2,1]
-        [--seeds 3] [--requests 4000] [--only steady] [--markdown] [--json]
+        [--news 0.005] [--seeds 3] [--requests 4000] [--only steady] [--markdown] [--json]
     python benchmarks/scheduling/sharing.py --cost
 
 Eight unequal instances (two of each of four kinds) behind one gateway, or behind several that
-exchange their rows every so often, or never. Three kinds of traffic:
+exchange their rows every so often, or never; ``news``: every 50 ms, and where a request went is
+said at once, but not more often than every 5 ms, as the gateway does it. Three kinds of traffic:
 
     steady   Poisson arrivals at 0.8 of the instances' summed throughput
     bursts   the same mean rate in bursts: a gap has a coefficient of variation of 8
@@ -13,17 +14,20 @@ exchange their rows every so often, or never. Three kinds of traffic:
 
 Requests come to a replica by chance, evenly or unevenly (the first one gets 70 %). Throughput and
 times are relative to one gateway with the same requests, means over the seeds: 1.00 is what one
-scheduler would do. ``starved`` is the highest mean latency of a replica's requests over the lowest:
-how unfair it is that queues are local.
+scheduler would do; ``error`` is the largest standard error of the times' means. ``starved`` is the
+highest mean latency of a replica's requests over the lowest: how unfair it is that queues are
+local.
 
 ``--cost``: CPU time of one exchange where every instance has changed, without Redis and its
-client, the bytes of a replica's message, and what all replicas read together.
+client, the bytes of a replica's message, and what all replicas read together. What it is with a
+real Redis is measured by ``traffic.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -53,6 +57,7 @@ REPLICAS = (2, 4, 8)
 INTERVALS_S = (0.02, 0.05, 0.2, 1.0)
 TRAFFIC = ("steady", "bursts", "at once")
 SPLITS = ("even", "uneven")
+NEWS = "news"
 LOAD = 0.8
 BURST_CV = 8.0
 UNEVEN_SHARE = 0.7
@@ -68,6 +73,7 @@ COLUMNS = (
     Column("p99 s", "p99", 8, ".3f"),
     Column("TTFT s", "ttft", 8, ".3f"),
     Column("TTFT p99", "ttft_p99", 10, ".3f"),
+    Column("error", "error", 7, ".3f"),
     Column("starved", "starved", 9, ".2f"),
 )
 COST_COLUMNS = (
@@ -78,7 +84,7 @@ COST_COLUMNS = (
     Column("every ms", "every_ms", 10, ".0f"),
     Column("read MB/s", "read_mb_per_s", 11, ".1f"),
 )
-INTERVAL_S = 0.05  # the default
+INTERVAL_S, NEWS_S = 0.05, 0.005  # the defaults
 
 
 class ChatLengths:
@@ -153,6 +159,7 @@ def compare(
     replicas: int,
     split: str,
     every_s: float | None,
+    news_s: float | None,
     assumed: Assumed,
 ) -> dict[str, Any]:
     """One row: figures over those of one gateway."""
@@ -162,7 +169,7 @@ def compare(
         replica_of = split_of(split, replicas, len(workload), seed)
         gateways = [make_scheduler(seed, r) for r in range(replicas)]
         figures, records = run(
-            instances, workload, Replicas(gateways, replica_of, every_s, assumed)
+            instances, workload, Replicas(gateways, replica_of, every_s, assumed, news_s)
         )
         for name, value in figures.items():
             ratios.setdefault(name, []).append(value / one[name])
@@ -173,30 +180,42 @@ def compare(
         "traffic": traffic,
         "replicas": replicas,
         "split": split,
-        "every": "never" if every_s is None else f"{every_s * 1000:g} ms",
+        "every": _in_words(every_s, news_s),
         "assumed": assumed,
         **{name: statistics.mean(values) for name, values in ratios.items()},
+        "errors": {name: _standard_error(values) for name, values in ratios.items()},
+        "error": max(_standard_error(ratios[name]) for name in ("mean", "p99", "ttft")),
         "starved": statistics.mean(starved),
         "met": True,
     }
 
 
+def _in_words(every_s: float | None, news_s: float | None) -> str:
+    if every_s is None:
+        return "never"
+    return f"{every_s * 1000:g} ms" if news_s is None else NEWS
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     instances = make_instances(8)
     rate_per_s = LOAD * capacity_per_s(instances)
+    ways: list[tuple[float | None, float | None]] = [(INTERVAL_S, args.news)]
+    ways += [(every_s, None) for every_s in (*args.intervals, None)]
     for traffic in TRAFFIC if args.only is None else [args.only]:
         seeds = range(args.seeds)
         workloads = [make_workload(traffic, args.requests, rate_per_s, s) for s in seeds]
         ones = [run(instances, w, make_scheduler(s))[0] for s, w in enumerate(workloads)]
-        for replicas in args.replicas:
-            for split in args.splits:
-                for every_s in (*args.intervals, None):
-                    for assumed in args.assumed:
-                        if every_s is None and assumed == "alike-at-first":
-                            continue  # the same as alike
-                        yield compare(
-                            traffic, workloads, ones, instances, replicas, split, every_s, assumed
-                        )
+        for replicas, split, (every_s, news_s), assumed in itertools.product(
+            args.replicas, args.splits, ways, args.assumed
+        ):
+            if every_s is None and assumed == "alike-at-first":
+                continue  # the same as alike
+            told = every_s, news_s, assumed
+            yield compare(traffic, workloads, ones, instances, replicas, split, *told)
 
 
 def cost_rows() -> Iterator[dict[str, Any]]:
@@ -252,6 +271,23 @@ def _exchange_s(
     return time.process_time() - begun_s
 
 
+def print_markdown(found: Sequence[dict[str, Any]]) -> None:
+    """The document's table: mean latency / its p99 / mean TTFT."""
+    ways = list(dict.fromkeys(row["every"] for row in found))
+    print(f"| traffic | replicas | split | {' | '.join(ways)} |")
+    print("|---" * (3 + len(ways)) + "|")
+    for line, those in itertools.groupby(
+        found, lambda row: (row["traffic"], row["replicas"], row["split"])
+    ):
+        cells = [f"{r['mean']:.2f} / {r['p99']:.2f} / {r['ttft']:.2f}" for r in those]
+        print(f"| {' | '.join(map(str, (*line, *cells)))} |")
+    for name in ("mean", "p99", "ttft"):
+        errors = sorted(row["errors"][name] for row in found)
+        print(f"standard errors of {name}: median {statistics.median(errors):.3f}", end=", ")
+        print(f"largest {errors[-1]:.3f}")
+    print(f"starved: at most {max(row['starved'] for row in found):.2f}")
+
+
 def numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
@@ -261,16 +297,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replicas", type=lambda t: [int(n) for n in t.split(",")],
                         default=list(REPLICAS))  # fmt: skip
     parser.add_argument("--intervals", type=numbers, default=list(INTERVALS_S), help="s")
+    parser.add_argument("--news", type=float, default=NEWS_S, help="s between two")
     parser.add_argument("--splits", type=lambda t: t.split(","), default=list(SPLITS))
     parser.add_argument("--assumed", type=lambda t: t.split(","), default=list(ASSUMED))
     parser.add_argument("--only", choices=TRAFFIC, help="one kind of traffic")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=4000, help="of each run")
     parser.add_argument("--cost", action="store_true", help="of one exchange")
+    parser.add_argument("--markdown", action="store_true", help="print the document's table")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args(argv)
     if args.cost:
         return report(cost_rows(), COST_COLUMNS, as_json=args.json)
+    if args.markdown:
+        print_markdown(list(rows(args)))
+        return 0
     return report(rows(args), COLUMNS, as_json=args.json)
 
 

@@ -178,6 +178,28 @@ async def test_news_come_a_few_at_a_time() -> None:
         assert 3 <= first.sharing.news["told"] <= 6
 
 
+async def test_exchanges_that_take_long_come_seldom_and_news_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with two() as (_, first, second):
+        cpu_s, say = [0.0], first.sharing._exchange.say
+
+        def slowly(now_s: float) -> Message | None:
+            cpu_s[0] += 0.02
+            return say(now_s)
+
+        monkeypatch.setattr(time, "process_time", lambda: cpu_s[0])
+        monkeypatch.setattr(first.sharing._exchange, "say", slowly)
+        await asyncio.sleep(1.0)
+        before = first.sharing.outcomes["ok"]
+        for number in range(1, 41):
+            first.place()
+            await asyncio.sleep(0.05)
+            assert sum(second.seen().values()) == number
+        # 20 ms each and a twentieth of a core: 2.5 a second.
+        assert 4 <= first.sharing.outcomes["ok"] - before <= 6
+
+
 async def test_who_is_alone_has_nobody_to_tell() -> None:
     async with two() as (memory, first, second):
         await second.sharing.stop()
