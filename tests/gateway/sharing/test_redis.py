@@ -219,6 +219,17 @@ async def test_who_listens_does_so_again_after_redis_was_away(server: RedisServe
         await until(heard_more)
 
 
+async def test_who_ends_in_the_middle_of_an_exchange_says_good_bye(server: RedisServer) -> None:
+    async with gateways(2, config(server.url, ttl_s=30.0)) as (first, second):
+        first.place(Request("m", 64, 80.0), time.monotonic())
+        await until(lambda: second.in_flight() == 1)
+        server.stop()
+        await asyncio.sleep(0.2)  # an exchange is on its way, for a second
+        server.go_on()
+        await first.sharing.stop()
+        await until(lambda: second.in_flight() == 0, within_s=10)
+
+
 async def test_flushed_keys_are_said_again_within_a_third_of_the_lease(
     server: RedisServer,
 ) -> None:

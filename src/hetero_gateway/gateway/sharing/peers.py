@@ -101,9 +101,12 @@ class Sharing:
     async def stop(self) -> None:
         """Say good-bye, unless the store is away."""
         self._fleet.scheduler.on_dispatch = None
-        for task in self._tasks:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-        self._tasks = []
+        if tasks:
+            # An exchange that is cut short drops its connection, and must not drop the farewell's.
+            await asyncio.wait(tasks, timeout=self._settings.timeout_s)
         await self._store.leave()
 
     # What wakes the exchange

@@ -255,14 +255,12 @@ class RedisStore:
                 await client.connection_pool.disconnect()
 
     async def leave(self) -> None:
-        client = self._client
-        if client is not None:
-            with contextlib.suppress(TimeoutError, OSError, self._redis.RedisError):
-                async with asyncio.timeout(self._timeout_s):
-                    pipe = client.pipeline(transaction=False)
-                    pipe.delete(self._prefix + self._name)
-                    pipe.srem(self._index, self._name)
-                    await pipe.execute()
+        with contextlib.suppress(TimeoutError, OSError, self._redis.RedisError):
+            async with asyncio.timeout(self._timeout_s):
+                pipe = self._connected().pipeline(transaction=False)
+                pipe.delete(self._prefix + self._name)
+                pipe.srem(self._index, self._name)
+                await pipe.execute()
         await self._drop()
 
 
