@@ -43,6 +43,12 @@ def ext_proc(document: dict[str, Any]) -> dict[str, Any]:
     return found["typed_config"]
 
 
+def without_reports(document: dict[str, Any]) -> None:
+    """As an Envoy that has no script for the picker."""
+    filters = manager(document)["http_filters"]
+    filters[:] = [each for each in filters if each["name"] != "envoy.filters.http.lua"]
+
+
 def with_pickers(document: dict[str, Any], ports: Sequence[tuple[int, int]]) -> None:
     """(port of ext_proc, HTTP port) of each picker, in the order of their priority."""
     for name, which in (("picker", 0), ("picker_http", 1)):

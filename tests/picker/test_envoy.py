@@ -18,7 +18,7 @@ import pytest
 import trustme
 import yaml
 
-from benchmarks.envoy import cluster, configuration, ext_proc, manager
+from benchmarks.envoy import cluster, configuration, ext_proc, manager, without_reports
 from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.picker.protocol.messages_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -237,6 +237,73 @@ async def test_what_envoy_sends_elsewhere_is_charged_there(tmp_path):
         assert metrics.series("m", "i1").outcomes["completed"] == 1
         # A probe was asked for, and found it gone: nothing is picked there any more.
         await eventually(lambda: picker.gateway.fleet.instances["i0"].failed_probes > 0)
+
+
+@pytest.mark.parametrize("changes", [None, full_duplex])
+async def test_first_bytes_and_usage_are_reported(tmp_path, changes):
+    async with (
+        fake_instances(1) as fakes,
+        behind_envoy(tmp_path, fakes, changes) as (envoy, picker),
+        httpx.AsyncClient(base_url=envoy.url) as client,
+    ):
+        # The first report on a connection says that there are any.
+        answer = await client.post(CHAT, json=chat(stream=False))
+        told = answer.json()["usage"]
+        await eventually(picker.settled)
+        series = picker.gateway.metrics.series("m", "i0")
+        assert series.output_tokens == told["completion_tokens"]
+        assert series.input_tokens == told["prompt_tokens"]
+        body = chat(fake={"events": 8, "first_delay_s": 0.3, "delay_s": 0.05})
+        scheduler = picker.gateway.fleet.scheduler
+        async with client.stream("POST", CHAT, json=body) as answer:
+            assert scheduler.snapshot("i0").waiting == 1  # though its head is here
+            lines = answer.aiter_lines()
+            await anext(lines)
+            await eventually(lambda: scheduler.snapshot("i0").streaming == 1)
+            async for _ in lines:
+                pass
+        await eventually(picker.settled)
+        assert series.outcomes == {"completed": 2}
+        assert sum(series.ttft.counts) == 1
+        # The usage that the stream told, as a client of serve would see it counted.
+        assert series.output_tokens == told["completion_tokens"] + 8
+        # A client that leaves in the middle is known to have left.
+        async with client.stream("POST", CHAT, json=body) as answer:
+            await anext(answer.aiter_lines())
+        await eventually(picker.settled)
+        assert series.outcomes == {"completed": 2, "client_disconnected": 1}
+
+
+async def test_without_reports_first_tokens_are_predicted(tmp_path):
+    async with (
+        fake_instances(2) as fakes,
+        behind_envoy(tmp_path, fakes, without_reports) as (envoy, picker),
+        httpx.AsyncClient(base_url=envoy.url) as client,
+    ):
+        scheduler = picker.gateway.fleet.scheduler
+        body = chat(fake={"events": 8, "first_delay_s": 0.5})
+        async with client.stream("POST", CHAT, json=body) as answer:
+            assert answer.status_code == 200
+            await asyncio.sleep(0.1)  # its prefill takes less by the profile
+            await client.post(CHAT, json=chat(stream=False))  # a decision looks at what is due
+            assert scheduler.snapshot("i0").streaming == 1
+        await eventually(picker.settled)
+
+
+async def test_a_report_that_makes_no_sense_harms_nobody(tmp_path):
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes, picker={"port": 0, "drain_s": 0})
+        async with (
+            running_picker(config) as picker,
+            grpc.aio.insecure_channel(picker.address) as channel,
+        ):
+            report = channel.unary_unary("/hetero_gateway.Reports/Report")
+            await report(b"000000000077 first" + bytes(b" " * 40))  # of no request
+            await report(b"000000000077 end 1 2 - 3")
+            for bad in (b"", b"77 first", b"000000000077 end -1 2 - 3", b"x" * 70_000):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await report(bad)
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_errors_of_the_pickers_own_have_openais_body(tmp_path, monkeypatch):

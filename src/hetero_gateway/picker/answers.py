@@ -78,6 +78,30 @@ class Destination:
         )
 
 
+# The same length for all: what is in front of it is then the same, too.
+TICKET_DIGITS = 12
+TICKET_NAMESPACE = "hetero_gateway"
+
+
+def _ticket_prefix() -> bytes:
+    answer, ticket = ProcessingResponse(), "0" * TICKET_DIGITS
+    answer.dynamic_metadata.update({TICKET_NAMESPACE: {"ticket": ticket}})
+    encoded = answer.SerializeToString()
+    assert encoded.endswith(ticket.encode())
+    return encoded[:-TICKET_DIGITS]
+
+
+_TICKET_PREFIX = _ticket_prefix()
+
+
+def with_ticket(answer: bytes, ticket: bytes) -> bytes:
+    """A destination's answer that gives the data plane a name for reports on the response.
+
+    Two encoded messages one behind the other are one with the fields of both, merged.
+    """
+    return message(answer[MESSAGE_HEAD_BYTES:] + _TICKET_PREFIX + ticket)
+
+
 def with_path(answer: bytes, path: bytes) -> bytes:
     """A destination's answer that changes the request's path, too."""
     changed = ProcessingResponse.FromString(answer[MESSAGE_HEAD_BYTES:])

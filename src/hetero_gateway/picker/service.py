@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import ssl
 from pathlib import Path
 from typing import NamedTuple
@@ -30,10 +31,12 @@ from hetero_gateway.picker.protocol.messages_pb2 import (
     HealthCheckResponse,
     HttpHeaders,
 )
+from hetero_gateway.picker.reports import ReportCall
 from hetero_gateway.picker.stream import Stream
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH = "grpc.health.v1.Health"
+REPORTS = "hetero_gateway.Reports"
 _ALIVE = ("", "liveness")
 # The last one is what earlier endpoint pickers are asked for.
 _READY = ("readiness", EXT_PROC, "inference-extension")
@@ -76,6 +79,8 @@ class Picker:
         self.endpoints = Endpoints(
             gateway.fleet, config.resolve_interval_s, drops_credentials=gateway.admission.has_key
         )
+        self.tickets: dict[bytes, Stream] = {}
+        self._numbers = itertools.count()
         self.open = 0
         self.port = 0
 
@@ -101,12 +106,15 @@ class Picker:
         self.body_limits = dataplane.body_limits
         await self.endpoints.look()
         self._following = asyncio.get_running_loop().create_task(self.endpoints.follow())
-        health = {
+        health: Methods = {
             f"/{HEALTH}/Check": lambda call: HealthCall(self, call, watches=False),
             f"/{HEALTH}/Watch": lambda call: HealthCall(self, call, watches=True),
         }
-        ext_proc = {f"/{EXT_PROC}/Process": lambda call: Stream(self, call)}
-        main = self._server({**ext_proc, **health})
+        requests: Methods = {
+            f"/{EXT_PROC}/Process": lambda call: Stream(self, call),
+            f"/{REPORTS}/Report": lambda call: ReportCall(self, call),
+        }
+        main = self._server({**requests, **health})
         self.port = await main.listen(config.host, config.port, self._tls)
         if config.health_port is not None:
             await self._server(health).listen(config.host, config.health_port)
@@ -127,6 +135,12 @@ class Picker:
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         if self._following is not None:
             self._following.cancel()
+
+    def issue_ticket(self, stream: Stream) -> bytes:
+        """A name for a request's response, by which the data plane may report on it."""
+        ticket = b"%012d" % (next(self._numbers) % 10**12)
+        self.tickets[ticket] = stream
+        return ticket
 
     def count_bug(self) -> None:
         self.rooms.metrics.series("", "").outcomes["internal_error"] += 1

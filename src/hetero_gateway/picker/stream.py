@@ -9,7 +9,6 @@
     refused            an ImmediateResponse, ANSWERING         –
     placed             –             ANSWERING    ANSWERING    –
     response's head    –             –            –            the load goes to who served it
-    response's end     –             –            –            settled; OVER
     other messages     –             –            –            answered, and without meaning
     the stream's end   OVER          OVER         leaves the   settled; OVER
                                                   queue; OVER
@@ -19,8 +18,8 @@ long body to be read, for the tokenizer, for room on an instance.
 
 The end of the stream is the end of the request: the data plane keeps it open until the response's
 last byte (``response_trailer_mode: SEND``). ``release`` runs whatever ended it, and settles once.
-Whether a stream that ended without the response's end did so because its client left, the data
-plane does not say.
+Whether a stream ended with the response or because its client left, and what the response's end
+said of tokens, only reports say (``reports``).
 
 Response bodies are not asked for. Where the data plane sends them all the same, they go back as
 they came.
@@ -101,16 +100,22 @@ _HEAD, _BODY, _PLACING, _ANSWERING, _OVER = _State
 
 
 class SeenAnswer(NamedTuple):
-    """What the picker sees of a response, as the recorder wants it: never its body."""
+    """What the picker sees of a response, as the recorder wants it.
+
+    Never its body; but where the data plane reports on it (``reports``), what that says.
+    """
 
     status: int
     error: InstanceError | None
     first_body_at_s: float | None = None
     events: int = 0
+    told: Usage = Usage()
+    complete: bool = False
     empty: bool = False
+    congested: bool = False
 
     def usage(self) -> Usage:
-        return Usage()
+        return self.told
 
 
 class Stream:
@@ -123,6 +128,8 @@ class Stream:
         "_client",
         "_ended",
         "_error",
+        "_events",
+        "_first_s",
         "_has_body",
         "_inbound",
         "_job",
@@ -133,6 +140,8 @@ class Stream:
         "_status",
         "_subset",
         "_task",
+        "_ticket",
+        "_told",
         "_waited",
         "_woken",
         "gone",
@@ -157,6 +166,10 @@ class Stream:
         self._response_mode = 0
         self._status = 0
         self._error: InstanceError | None = None
+        self._ticket = b""  # of reports on its response
+        self._first_s: float | None = None
+        self._told: Usage | None = None
+        self._events = 0
         self.gone = False
         picker.open += 1
 
@@ -294,8 +307,11 @@ class Stream:
         assert client is not None
         job = self._picker.rooms.intake.describe(inbound, client, parsed, counted)
         self._job = job
-        # Its first token is not seen: a stream's head comes before it, and its body never.
-        self._place(job.request._replace(streams=False))
+        request = job.request
+        if request.streams and not self._call.peer.reports:
+            # Its first token is not seen: a stream's head comes before it, and its body never.
+            request = request._replace(streams=False)
+        self._place(request)
 
     # Placing
 
@@ -376,7 +392,8 @@ class Stream:
             answer = answers.with_path(answer, prefix + inbound.target)
         overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
         rooms.metrics.overhead_s.observe(overhead_s)
-        call.send(answer)
+        self._ticket = picker.issue_ticket(self)
+        call.send(answers.with_ticket(answer, self._ticket))
         if self._has_body and not buffered:
             for piece in answers.streamed(inbound.body, ends=self._ended, of_request=True):
                 call.send(piece)
@@ -473,6 +490,26 @@ class Stream:
             self._placed = moved
             rooms.metrics.decisions[served] += 1
 
+    # Reports
+
+    def first_bytes(self) -> None:
+        """The first bytes of a streamed body have passed."""
+        placed = self._placed
+        if self._first_s is not None or placed is None:
+            return
+        self._first_s = time.monotonic()
+        dispatch, ttft_s = placed.dispatch, placed.decision.choice.ttft_s
+        self._picker.rooms.placement.stream_began(dispatch, None)
+        if dispatch.predicted_s is None and ttft_s is not None:
+            # Its steps are not seen: its whole time is what it says of the engine's speed.
+            dispatch.predicted_s = (placed.placed_s, ttft_s)
+
+    def told(self, usage: Usage, events: int) -> None:
+        """The body has passed, and this is what its end said."""
+        self._told, self._events = usage, events
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+
     # The end
 
     def release(self) -> None:
@@ -481,24 +518,33 @@ class Stream:
             return
         self._state = _OVER
         self._picker.open -= 1
+        self._picker.tickets.pop(self._ticket, None)
         self._let_go_of_body()
         if self._placed is None:
             return
-        error = self._error
+        error, told = self._error, self._told
         if error is not None:
             outcome = error.failure.outcome
+        elif self._status == 200 and told is None and self._call.peer.reports:
+            # Its client left in the middle, or nothing is reported on this connection any more:
+            # the next report says which.
+            self._call.peer.reports = False
+            outcome = Outcome.CLIENT_DISCONNECTED
         elif self._status:
             outcome = Outcome.COMPLETED
         else:
             outcome = Outcome.CLIENT_DISCONNECTED
-        self._settle(outcome, SeenAnswer(self._status, error), final=True)
+        seen = SeenAnswer(
+            self._status, error, self._first_s, self._events, told or Usage(), told is not None
+        )
+        self._settle(outcome, seen, final=True)
 
     def _settle(self, outcome: Outcome, seen: SeenAnswer, *, final: bool) -> None:
         placed, job, rooms = self._placed, self._job, self._picker.rooms
         assert placed is not None
         assert job is not None
         self._placed = None
-        rooms.placement.settle(placed.dispatch, outcome)
+        rooms.placement.settle(placed.dispatch, outcome, seen)
         rooms.recorder.record(job, placed, seen, outcome, final=final)
 
     def _note(self, outcome: str) -> None:

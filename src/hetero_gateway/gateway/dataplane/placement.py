@@ -282,13 +282,17 @@ class Placement:
 
     # Afterwards
 
-    def stream_began(self, dispatch: Dispatch, stream: WatchedStream) -> None:
-        """The first bytes of an answer are here, and its first token, if the core asks for it."""
+    def stream_began(self, dispatch: Dispatch, stream: WatchedStream | None) -> None:
+        """The first bytes of an answer are here, and its first token, if the core asks for it.
+
+        ``stream``: None where its events are not seen.
+        """
         if not dispatch.request.streams:
             return
         now_s = time.monotonic()
         self._scheduler.first_token(dispatch, now_s)
-        self._steps.add(stream, dispatch, now_s)
+        if stream is not None:
+            self._steps.add(stream, dispatch, now_s)
         self.pump_soon()
 
     def settle(

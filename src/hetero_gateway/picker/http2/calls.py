@@ -113,6 +113,10 @@ class Call:
         state = "finished" if self.finished else "half-closed" if self.half_closed else "open"
         return f"<Call {self._id}, {state}>"
 
+    @property
+    def peer(self) -> Connection:
+        return self._connection
+
     # From the peer
 
     def take(self, data: bytes) -> None:

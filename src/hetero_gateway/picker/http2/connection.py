@@ -98,6 +98,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, server: Server) -> None:
         self.server = server
+        self.reports = False  # for its users: whether the peer reports on responses
         self.calls: dict[int, Call] = {}
         self.blocked: dict[Call, None] = {}  # by a window; in the order in which they came
         self.window = _DEFAULT_WINDOW_BYTES  # the peer's, for what is sent

@@ -1,0 +1,64 @@
+"""What a data plane reports of responses whose bodies the picker never sees.
+
+A script in Envoy (docker/envoy/envoy.yaml) sends one short message at a stream's first bytes, and
+one at a response's end, by a unary call of ``hetero_gateway.Reports/Report``:
+
+    TICKET first
+    TICKET end PROMPT OUTPUT CACHED EVENTS
+
+in ASCII, padded with spaces. TICKET names the request: the picker gave it with its answer, in the
+dynamic metadata ``hetero_gateway``. PROMPT, OUTPUT and CACHED are the usage in tokens, "-" for what
+it does not say; EVENTS is how many server-sent events went by. The calls come on the connection of
+the request's own stream, in front of its end. Reports on requests that are over are ignored; what
+the others say is bounded like everything that an engine says (``dataplane/records``).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from hetero_gateway.core.types import Usage
+from hetero_gateway.errors import Refusal
+from hetero_gateway.picker.http2.calls import Call
+from hetero_gateway.picker.http2.frames import Status
+
+if TYPE_CHECKING:
+    from hetero_gateway.picker.service import Picker
+
+_REPORT = re.compile(rb"(\d{12}) (?:first|end (\d{1,9}|-) (\d{1,9}|-) (\d{1,9}|-) (\d{1,9})) *")
+
+
+class ReportCall:
+    """One report: a ``Receiver``."""
+
+    __slots__ = ("_call", "_picker")
+
+    def __init__(self, picker: Picker, call: Call) -> None:
+        self._picker = picker
+        self._call = call
+
+    def message(self, data: bytes) -> None:
+        found = _REPORT.fullmatch(data)
+        if found is None:
+            self._call.finish(Status.INVALID_ARGUMENT, "this is no report")
+            return
+        self._call.peer.reports = True
+        stream = self._picker.tickets.get(found[1])
+        if stream is not None:
+            if found[5] is None:
+                stream.first_bytes()
+            else:
+                usage = Usage(
+                    *(None if said == b"-" else int(said) for said in found.group(2, 3, 4))
+                )
+                stream.told(usage, int(found[5]))
+        self._call.finish()
+
+    def refuse(self, refusal: Refusal) -> None:
+        self._call.finish(Status.RESOURCE_EXHAUSTED, "the message is too long")
+
+    def half_closed(self) -> None:
+        self._call.finish(Status.INVALID_ARGUMENT, "there was no message")
+
+    def lost(self) -> None: ...
