@@ -353,10 +353,12 @@ async def test_waiting_for_room_outlasts_the_message_timeout_and_too_many_are_sh
         behind_envoy(tmp_path, fakes, hurried, **sections) as (envoy, picker),
         httpx.AsyncClient(base_url=envoy.url, timeout=60) as client,
     ):
-        body = chat(
-            stream=False, n=4, prompt=[1] * 4000, max_tokens=10, fake={"first_delay_s": 0.3}
-        )
-        tasks = [asyncio.ensure_future(client.post(CHAT, json=body)) for _ in range(40)]
+        bodies = [
+            # None of them cached.
+            chat(stream=False, n=4, prompt=[i] * 4000, max_tokens=10, fake={"first_delay_s": 0.3})
+            for i in range(40)
+        ]
+        tasks = [asyncio.ensure_future(client.post(CHAT, json=body)) for body in bodies]
         await eventually(lambda: picker.gateway.fleet.scheduler.queued > 3)
         tasks[-1].cancel()  # its client leaves
         done = await asyncio.gather(*tasks, return_exceptions=True)
