@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gzip
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.upstream import InstancePool
 from tests.fakes.raw import plain, raw_instance
 from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.vllm import NO_PREFIX_CACHE, fake_instances
 
 RANKS = (
     'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 1.0\n'
@@ -256,3 +257,55 @@ def parse_metrics(text: str) -> None:
     """Raises where it is no exposition."""
     families = list(text_string_to_metric_families(text))
     assert len(families) > 10
+
+
+async def test_counters_are_read_where_rows_of_observation_end() -> None:
+    # Else what an engine counted between two scrapes would be of parts of rows.
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        fleet, looks, scrapes = running.gateway.fleet, [], []
+        after_look, observe = fleet.on_look, fleet.scheduler.observe_cache
+        assert after_look is not None
+
+        def looked() -> None:
+            looks.append(time.monotonic())
+            after_look()
+
+        def scraped(*args: Any) -> None:
+            scrapes.append(time.monotonic())
+            observe(*args)
+
+        fleet.on_look = looked
+        fleet.scheduler.observe_cache = scraped  # type: ignore[method-assign]
+        body = {"model": "m", "stream": True, "fake": {"events": 250, "delay_s": 0.02}}
+        async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
+            monitor = running.gateway.health
+            monitor._config = monitor._config.model_copy(update={"scrape_interval_s": 1.8})
+            scrapes.clear()
+            await client.post("/v1/chat/completions", json=body)
+    assert len(looks) >= 4
+    assert len(scrapes) >= 2
+    for at_s in scrapes:
+        assert min(at_s - look_s for look_s in looks if look_s < at_s) < 0.1
+
+
+async def test_a_prefix_cache_is_known_from_the_start_and_no_longer_than_it_tells() -> None:
+    async with fake_instances(1) as fakes:
+        fakes[0].metrics = (
+            'vllm:cache_config_info{enable_prefix_caching="True"} 1.0\n'
+            "vllm:prefix_cache_queries_total 10000.0\nvllm:prefix_cache_hits_total 9000.0\n"
+        )
+        async with running_gateway(config_for(fakes)) as running:
+
+            async def shown() -> tuple[bool | None, float | None]:
+                async with httpx.AsyncClient(base_url=running.url) as client:
+                    (row,) = (await client.get("/admin/instances")).json()["instances"]
+                return row["prefix_caching"], row["cached_share"]
+
+            assert await shown() == (True, pytest.approx(0.9))
+            fakes[0].metrics = ""
+            snapshot = running.gateway.fleet.scheduler.snapshot
+            await eventually(lambda: snapshot(InstanceId("i0")).hit_share is None)
+            assert await shown() == (None, None)
+            fakes[0].metrics = NO_PREFIX_CACHE
+            await eventually(lambda: snapshot(InstanceId("i0")).hit_share == 0)
+            assert await shown() == (False, 0)

@@ -221,6 +221,8 @@ class StepWatch:
                 # Nothing was seen, which is not the same as no step: the next figures count from
                 # here.
                 self._tell(instance_id, 0.0, 0.0, now_s)
+        if self._fleet.on_look is not None:
+            self._fleet.on_look()
         if self._on_look is not None:
             self._on_look()
 

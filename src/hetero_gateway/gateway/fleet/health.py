@@ -39,6 +39,8 @@ _MOST_MODELS_BYTES = 1 << 20
 _MOST_METRICS_BYTES = 1 << 23
 # Metrics are read in parts of this size, with a turn of the event loop after each.
 _PART_BYTES = 1 << 16
+# What is late by so much is not put off any more: there are no streams to be looked at.
+_LONGEST_WAIT_S = 1.5
 
 
 class HealthMonitor:
@@ -51,6 +53,9 @@ class HealthMonitor:
         self._loops: dict[InstanceId, asyncio.Task[None]] = {}
         self._wake: dict[InstanceId, asyncio.Event] = {}
         self._probed: dict[InstanceId, asyncio.Event] = {}  # at least once
+        self._scraped_s: dict[InstanceId, float] = {}
+        self._scrape_now: set[InstanceId] = set()
+        fleet.on_look = self._after_look
 
     async def start(self) -> None:
         """Begin to probe every instance; returns once each was probed, or had the time for it."""
@@ -70,13 +75,35 @@ class HealthMonitor:
         """Begin to probe an instance."""
         self._wake[instance.id] = asyncio.Event()
         self._probed[instance.id] = asyncio.Event()
+        self._scraped_s[instance.id] = time.monotonic()
         self._loops[instance.id] = self._tasks.create_task(self._loop(instance))
 
     def unwatch(self, instance_id: InstanceId) -> None:
         self._wake.pop(instance_id, None)
         self._probed.pop(instance_id, None)
+        self._scraped_s.pop(instance_id, None)
+        self._scrape_now.discard(instance_id)
         if (task := self._loops.pop(instance_id, None)) is not None:
             task.cancel()
+
+    def _after_look(self) -> None:
+        """Rows of observation end now: the counters of those that are due are best read here, so
+        that what they count is of whole rows.
+        """
+        now_s, instances = time.monotonic(), self._fleet.instances
+        for instance_id, scraped_s in self._scraped_s.items():
+            due = now_s - scraped_s >= self._config.scrape_interval_s
+            if due and instance_id in instances and instances[instance_id].up:
+                self._scrape_now.add(instance_id)
+                self._wake[instance_id].set()
+
+    def _is_due(self, instance_id: InstanceId) -> bool:
+        """Whether to scrape now; what is due waits a little for the end of its row."""
+        if instance_id in self._scrape_now:
+            return True
+        interval_s = self._config.scrape_interval_s
+        waited_s = time.monotonic() - self._scraped_s[instance_id] - interval_s
+        return waited_s >= min(_LONGEST_WAIT_S, interval_s)
 
     def stop(self) -> None:
         for instance_id in list(self._loops):
@@ -95,15 +122,14 @@ class HealthMonitor:
         probe = Probe(
             instance.config.base_url, instance.api_key, config.probe_timeout_s, instance.ssl_context
         )
-        scraped_s = time.monotonic()
         try:
             while True:
                 wake.clear()
                 try:
                     await self._look(instance, probe)
-                    due = time.monotonic() - scraped_s >= config.scrape_interval_s
-                    if instance.up and due:
-                        scraped_s = time.monotonic()
+                    if instance.up and self._is_due(instance.id):
+                        self._scrape_now.discard(instance.id)
+                        self._scraped_s[instance.id] = time.monotonic()
                         await self._scrape(instance, probe)
                 except Exception:
                     # The background loop's boundary: a bug here must not end health checking.

@@ -120,6 +120,8 @@ class Fleet:
         self.on_change: Callable[[], None] | None = None
         # Called when an instance comes, goes, or may be sent more or less than before.
         self.on_membership: Callable[[], None] | None = None
+        # Called after each look at what the streams have got: rows of observation end there.
+        self.on_look: Callable[[], None] | None = None
         self.ejections = Ejections(
             EjectionRules(**config.health.ejection.model_dump()), self._pools_of
         )
