@@ -17,7 +17,8 @@ Rows are divided by what the model says of them, not by what they took: the nois
 that in the divisor would bias the result. Rows far off the fit count less (weights of Huber's).
 A constant is *identified* when the rows leave it less than half of that freedom. Attention (p9)
 that was not known before must be above two standard errors, too: a little of it is much of a prompt
-that is far longer than those seen. Else it stays 0, and the others are fitted without it.
+that is far longer than those seen. Else it stays 0, and the others are fitted without it. So does
+p3, which prompts that are alone cannot tell from p1: noise in the steps would.
 
 ``bounded`` is what ``scheduler.recalibrate`` puts between such a fit and the scheduler.
 """
@@ -44,7 +45,7 @@ MOST_CHANGE = 4.0
 
 # Which of the constants are prefill's; the others are decode's.
 _PREFILL = np.array([name in ("p1", "p2", "p3", "p4", "p9") for name in NAMES])
-_ATTENTION = NAMES.index("p9")
+_PER_LENGTH, _ATTENTION = NAMES.index("p3"), NAMES.index("p9")
 
 _ZERO_SHARE = 0.1
 _IDENTIFIED = 0.5
@@ -99,6 +100,8 @@ def refit(
     is_step = np.arange(len(times)) < len(steps)
     held = np.arange(len(times)) % _HOLD_OUT == _HOLD_OUT - 1
     c0 = np.array(dataclasses.astuple(present))
+    if c0[_PER_LENGTH] == 0 and all(row.prompts == 1 for row in clear):
+        terms[:, _PER_LENGTH] = 0
     solution, spread, deviation = _fit(terms, times, c0)
     if c0[_ATTENTION] == 0 and not (
         spread[_ATTENTION] < _IDENTIFIED

@@ -16,10 +16,10 @@ A prompt is prefilled when its request begins, and what of it was cached is know
 So a row of observation (a second or so, ``observation.py``) is complete only when all whose prompts
 are in it have ended; until then it has no ``hit_tokens`` and is used for nothing. Rows with prompts
 whose end tells nothing are merged into one for each interval between two scrapes, with the share of
-that interval by the counters; engines are scraped where rows end. That is right but for prompts that
-were counted on one side of a scrape and had their first token on the other, and for other clients
-of the engine. Without counters such rows stay as they are, for good: what nobody says is not
-believed.
+that interval by the counters; engines are scraped where rows end. That is right but for prompts
+that were counted on one side of a scrape and had their first token on the other, and for other
+clients of the engine. Without counters such rows stay as they are, for good: what nobody says is
+not believed.
 
 The speed factor cannot wait. It uses what has ended, and for all others ``ratio``: what was
 prefilled of each token that was charged as such, lately. That is right on average, and a single
