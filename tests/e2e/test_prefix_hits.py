@@ -26,6 +26,7 @@ from tests.fakes.vllm import FakeInstance
 PLANTED = Constants(1.2e-4, 1e-3, 0, 8e-3, 1e-7, 3e-4, 0, 1.2e-2)
 ENGINE = Profile("GPU", "tiny", 1, PLANTED, 120_000, 64)
 LONGEST, DOCUMENTS = 1400, 6
+KEPT = httpx.Limits(max_connections=None, keepalive_expiry=600)
 
 
 class Clients:
@@ -84,7 +85,7 @@ async def test_what_an_engine_has_cached_is_not_prefilled(
         )
         async with (
             running_gateway(config) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+            httpx.AsyncClient(base_url=running.url, timeout=60, limits=KEPT) as client,
         ):
             fleet = running.gateway.fleet
             watching = asyncio.create_task(watch(fleet))

@@ -40,7 +40,7 @@ from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthP
 from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request, Usage
 from hetero_gateway.sim.engine import (
     DEFAULT_BLOCK_TOKENS,
     DEFAULT_MAX_BATCHED_TOKENS,
@@ -110,7 +110,16 @@ class Gateways(Protocol):
     def pump(self, now_s: float) -> list[Ticket]: ...
     def next_wakeup_s(self) -> float | None: ...
     def first_token(self, dispatch: Dispatch, now_s: float) -> None: ...
-    def settle(self, dispatch: Dispatch, outcome: Outcome, now_s: float) -> bool: ...
+    def settle(
+        self, dispatch: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
+    ) -> bool: ...
+    def observe_cache(
+        self,
+        instance_id: InstanceId,
+        caching: bool | None,
+        counters: tuple[float, float] | None,
+        now_s: float,
+    ) -> None: ...
     def observe_steps(
         self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
     ) -> bool: ...
@@ -193,8 +202,10 @@ class _Run:
             )
             for instance in instances
         ]
-        for spec in self._specs:
+        for spec, instance in zip(self._specs, instances, strict=True):
             scheduler.add(spec)
+            if workload.prefixes is not None:
+                scheduler.observe_cache(spec.instance_id, instance.prefix_caching, None, 0.0)
         self._records = Records(
             np.full(size, -1, dtype=np.int64),
             np.full(size, math.nan),
@@ -356,23 +367,20 @@ class _Run:
             elif kind == FINISHED:
                 self._finish_s[request] = log_s[k]
                 output_tokens = self._output_tokens[request]
+                usage = None
                 if self._prefixes is not None:
-                    self._observe_cached(request, dispatch, self._fleet.cached_tokens(slot))
+                    cached_tokens = self._cached_tokens[request] = self._fleet.cached_tokens(slot)
+                    usage = Usage(self._prompt_tokens[request], output_tokens, cached_tokens)
                 features = LengthFeatures(self._model, self._prompt_tokens[request])
                 self._predictor.observe(features, output_tokens)
                 scheduler.observe_output_tokens(self._model, output_tokens)
-                scheduler.settle(dispatch, Outcome.COMPLETED, log_s[k])
+                scheduler.settle(dispatch, Outcome.COMPLETED, log_s[k], usage)
                 self._release(slot)
             elif kind == PREEMPTED:
                 self._preemptions[request] += 1
         if scheduler.queued:
             self._now_s = log_s[log[0]]
             self._pump()
-
-    def _observe_cached(self, request: int, dispatch: Dispatch, cached_tokens: int) -> None:
-        self._cached_tokens[request] = cached_tokens
-        if self._scheduler.caches is not None:
-            self._scheduler.caches.observe(dispatch, cached_tokens)
 
     def _release(self, slot: int) -> None:
         self._dispatches[slot] = None

@@ -82,6 +82,16 @@ class _Several:
     ) -> bool:
         return dispatch.state.settle(dispatch, outcome, now_s, usage)
 
+    def observe_cache(
+        self,
+        instance_id: InstanceId,
+        caching: bool | None,
+        counters: tuple[float, float] | None,
+        now_s: float,
+    ) -> None:
+        for scheduler in self.schedulers:
+            scheduler.observe_cache(instance_id, caching, counters, now_s)
+
     def observe_output_tokens(self, model: str, output_tokens: float) -> None:
         for scheduler in self.schedulers:
             scheduler.observe_output_tokens(model, output_tokens)
@@ -351,6 +361,16 @@ class Shards(_Several):
     ) -> bool:
         scheduler = self.schedulers[self._shard_of[instance_id]]
         return scheduler.observe_steps(instance_id, steps, duration_s, now_s)
+
+    def observe_cache(
+        self,
+        instance_id: InstanceId,
+        caching: bool | None,
+        counters: tuple[float, float] | None,
+        now_s: float,
+    ) -> None:
+        scheduler = self.schedulers[self._shard_of[instance_id]]
+        scheduler.observe_cache(instance_id, caching, counters, now_s)
 
     def _take_off(self, shard: int, added_s: float) -> None:
         # Of sums of floats a residue below 0 may be left.
