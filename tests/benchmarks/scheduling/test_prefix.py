@@ -1,0 +1,65 @@
+"""Other routers' rules, on made-up candidates and in a small run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.scheduling import prefix
+from benchmarks.scheduling.prefix_peers import RULES, Candidate
+from benchmarks.scheduling.prefix_traces import main as make_trace
+
+RNG = np.random.default_rng(0)
+
+
+def candidate(position: int, **known) -> Candidate:
+    fields = {
+        "requests": 0, "match": 0, "queue": 0, "kv_usage": 0.0, "waiting_tokens": 0,
+        "waiting_s": 0.0, "prefill_s": 1.0, "active_blocks": 0, "new_blocks": 0,
+    }  # fmt: skip
+    return Candidate(position, **{**fields, **known})
+
+
+@pytest.mark.parametrize(
+    ("rule", "first", "second", "chosen"),
+    [
+        ("cache-aware", {"match": 600, "requests": 30}, {}, 0),
+        ("cache-aware", {"match": 500, "requests": 30}, {}, 1),  # not more than half
+        ("cache-aware", {"match": 600, "requests": 34}, {"requests": 1}, 1),  # out of balance
+        ("cache-aware", {"match": 600, "requests": 400}, {"requests": 365}, 0),  # within a tenth
+        ("llm-d", {"match": 64, "kv_usage": 0.9}, {}, 0),  # whoever has any match gets 2
+        ("llm-d", {"match": 64}, {"match": 640}, 1),
+        ("llm-d", {"queue": 3}, {"kv_usage": 0.9}, 1),
+        ("dynamo", {"match": 640, "active_blocks": 30}, {"active_blocks": 0}, 0),
+        ("dynamo", {"match": 640, "active_blocks": 50}, {"active_blocks": 0}, 1),
+        ("dynamo", {"waiting_tokens": 160}, {"active_blocks": 9}, 1),
+        ("aibrix", {"match": 64, "requests": 8}, {}, 0),
+        ("aibrix", {"match": 64, "requests": 9}, {}, 1),
+        ("least-ttft", {"prefill_s": 0.2, "waiting_s": 0.9}, {"prefill_s": 1.0}, 1),
+    ],
+)
+def test_a_rule_chooses_as_its_source_says(rule, first, second, chosen):
+    candidates = [candidate(0, **first), candidate(1, **second)]
+    assert RULES[rule]().choose(candidates, 1000, RNG).position == chosen
+
+
+def test_aibrix_leaves_out_those_above_the_mean_by_more_than_the_spread():
+    loads = [8, 1, 1, 1]
+    candidates = [candidate(i, requests=n, match=64 if i < 2 else 0) for i, n in enumerate(loads)]
+    candidates[0].match = 640
+    assert RULES["aibrix"]().choose(candidates, 1000, RNG).position == 1
+
+
+def test_every_router_serves_a_small_trace_and_nothing_is_run_twice(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "trace.jsonl.gz"
+    assert make_trace(["agents", "-o", str(path), "--requests", "120", "--seed", "1"]) == 0
+    monkeypatch.setattr(prefix, "can_compile", lambda: False)
+    arguments = ["prefix", f"made={path}", "-o", str(tmp_path / "cells"), "--clusters", "A"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--loads", "0.7"])
+    prefix.main()
+    text = capsys.readouterr().out.partition("made on A")[2]
+    assert all(f" {router} " in text for router in prefix.ROUTERS)
+    assert "aware over the best peer" in text
+    monkeypatch.setattr(prefix, "run", lambda *_: pytest.fail("it was run before"))
+    prefix.main()
+    assert capsys.readouterr().out.partition("made on A")[2] == text
