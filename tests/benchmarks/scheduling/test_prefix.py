@@ -27,7 +27,8 @@ def candidate(position: int, **known) -> Candidate:
         ("cache-aware", {"match": 500, "requests": 30}, {}, 1),  # not more than half
         ("cache-aware", {"match": 600, "requests": 34}, {"requests": 1}, 1),  # out of balance
         ("cache-aware", {"match": 600, "requests": 400}, {"requests": 365}, 0),  # within a tenth
-        ("llm-d", {"match": 64, "kv_usage": 0.9}, {}, 0),  # whoever has any match gets 2
+        ("llm-d", {"match": 640, "kv_usage": 0.9}, {}, 0),
+        ("llm-d", {"match": 400, "kv_usage": 0.9}, {}, 1),
         ("llm-d", {"match": 64}, {"match": 640}, 1),
         ("llm-d", {"queue": 3}, {"kv_usage": 0.9}, 1),
         ("dynamo", {"match": 640, "active_blocks": 30}, {"active_blocks": 0}, 0),
