@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from hetero_gateway.core.policies.base import Jit
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request, Usage
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
 from hetero_gateway.sim.fleet import Fleet
 from hetero_gateway.sim.prefixes import Prefixes
@@ -177,7 +177,18 @@ class PeerGateway:
             load.waiting_tokens -= dispatch.uncached
             load.waiting_s -= dispatch.prefill_s
 
-    def settle(self, dispatch: Placed, outcome: Outcome, now_s: float) -> bool:
+    def observe_cache(
+        self,
+        instance_id: InstanceId,
+        caching: bool | None,
+        counters: tuple[float, float] | None,
+        now_s: float,
+    ) -> None:
+        pass
+
+    def settle(
+        self, dispatch: Placed, outcome: Outcome, now_s: float, usage: Usage | None = None
+    ) -> bool:
         self.first_token(dispatch, now_s)
         load = self._loads[dispatch.position]
         load.requests -= 1
