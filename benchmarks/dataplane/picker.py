@@ -28,7 +28,7 @@ import yaml
 
 from benchmarks.dataplane.cpu import tree_cpu_s
 from benchmarks.dataplane.rig import BenchError, Rig, note
-from benchmarks.envoy import command, configuration
+from benchmarks.envoy import command, configuration, without_reports
 from benchmarks.ports import free_port
 
 PROFILES = ("V100-32GB-NVLink2/Llama-3-8B/tp4", "V100-32GB-NVLink2/Llama-3-8B/tp1")
@@ -43,7 +43,7 @@ class Setup:
     ``pids``: of each process by name; ``ports``: where requests go, by name.
     """
 
-    def __init__(self, rig: Rig, body_mode: str) -> None:
+    def __init__(self, rig: Rig, body_mode: str, *, reports: bool) -> None:
         self.pids: dict[str, int] = {}
         self.http_ports: dict[str, int] = {}
         self.ports: dict[str, int] = {"envoy": free_port(), "gateway": free_port()}
@@ -76,6 +76,8 @@ class Setup:
                 "request_body_mode": body_mode,
                 "request_trailer_mode": "SEND",
             }
+        if not reports:
+            without_reports(document)
         path = rig.workdir / "envoy.yaml"
         path.write_text(yaml.safe_dump(document), "utf-8")
         for url in (f":{http_port}/readyz", f":{self.ports['gateway']}/readyz"):
@@ -162,7 +164,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="picker-bench-") as folder, Rig(Path(folder)) as rig:
-        setup = Setup(rig, args.body_mode)
+        setup = Setup(rig, args.body_mode, reports=not args.without_reports)
         before, started_s = setup.cpu_s(), time.monotonic()
         time.sleep(IDLE_S)
         elapsed_s = time.monotonic() - started_s
@@ -197,6 +199,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--body-mode", default="BUFFERED", choices=("BUFFERED", "FULL_DUPLEX_STREAMED")
+    )
+    parser.add_argument(
+        "--without-reports", action="store_true", help="an Envoy that reports nothing of responses"
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
