@@ -286,6 +286,17 @@ async def test_what_is_sent_keeps_to_the_peers_windows():
         assert (await peer.trailers(1))["grpc-status"] == "0"
 
 
+async def test_a_larger_window_is_used_once_it_is_acknowledged():
+    async with running() as run, peer_of(run) as peer:
+        peer.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 0}))
+        peer.open(1, b"x")
+        peer.send(frame(PING, 0, 0, b"12345678"))
+        await peer.until(PING)
+        peer.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 100}))
+        kinds = [(await peer.read())[0] for _ in range(2)]
+        assert kinds == [SETTINGS, DATA]
+
+
 async def test_the_connections_own_window_holds_all_calls_and_frees_them_in_turn():
     async with running() as run, peer_of(run) as peer:
         whole = frames.message(b"y" * 40_000)

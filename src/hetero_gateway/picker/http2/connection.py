@@ -346,6 +346,9 @@ class Connection(asyncio.Protocol):
             # The next block begins with the header table's new size.
             self._decoder.max_allowed_table_size = 0
             return
+        # First: what is sent by the new window would be too much for a peer that has not heard
+        # that it holds.
+        self.write(_SETTINGS_ACK)
         for key, value in struct.iter_unpack(">HI", payload):
             if key == INITIAL_WINDOW_SIZE:
                 if value > MAX_WINDOW_BYTES:
@@ -357,7 +360,6 @@ class Connection(asyncio.Protocol):
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH")
             elif key == MAX_FRAME_SIZE and not MAX_FRAME_BYTES <= value < 2**24:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "MAX_FRAME_SIZE")
-        self.write(_SETTINGS_ACK)
 
     def _on_push(self, flags: int, stream_id: int, payload: bytes) -> None:
         raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a client cannot push")
