@@ -298,12 +298,25 @@ async def test_a_report_that_makes_no_sense_harms_nobody(tmp_path):
             grpc.aio.insecure_channel(picker.address) as channel,
         ):
             report = channel.unary_unary("/hetero_gateway.Reports/Report")
-            await report(b"000000000077 first" + bytes(b" " * 40))  # of no request
-            await report(b"000000000077 end 1 2 - 3")
-            for bad in (b"", b"77 first", b"000000000077 end -1 2 - 3", b"x" * 70_000):
+            await report(b"00000000000000000077 first" + bytes(b" " * 40))  # of no request
+            await report(b"00000000000000000077 end 1 2 - 3")
+            for bad in (b"", b"77 first", b"00000000000000000077 end -1 2 - 3", b"x" * 70_000):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await report(bad)
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            # Of this picker's own it believes that there are any; after another's it does not.
+            ours = picker.server.picker.ticket_prefix + b"0000000077 first"
+            (server,) = picker.server.picker._servers
+            for said, believed in (
+                (b"00000000000000000077 first", False),
+                (ours, False),
+            ):
+                await report(said)
+                (peer,) = server._connections
+                assert peer.reports is believed
+            peer.stray_until_s = 0.0
+            await report(ours)
+            assert peer.reports is True
 
 
 async def test_errors_of_the_pickers_own_have_openais_body(tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ class Destination:
 
 
 # The same length for all: what is in front of it is then the same, too.
-TICKET_DIGITS = 12
+TICKET_DIGITS = 20
 TICKET_NAMESPACE = "hetero_gateway"
 
 

@@ -16,6 +16,7 @@ the others say is bounded like everything that an engine says (``dataplane/recor
 from __future__ import annotations
 
 import re
+import time
 from typing import TYPE_CHECKING
 
 from hetero_gateway.core.types import Usage
@@ -26,7 +27,9 @@ from hetero_gateway.picker.http2.frames import Status
 if TYPE_CHECKING:
     from hetero_gateway.picker.service import Picker
 
-_REPORT = re.compile(rb"(\d{12}) (?:first|end (\d{1,9}|-) (\d{1,9}|-) (\d{1,9}|-) (\d{1,9})) *")
+_REPORT = re.compile(rb"(\d{20}) (?:first|end (\d{1,9}|-) (\d{1,9}|-) (\d{1,9}|-) (\d{1,9})) *")
+# For so long after a report that was another picker's, first bytes are predicted.
+_STRAY_S = 60.0
 
 
 class ReportCall:
@@ -43,7 +46,12 @@ class ReportCall:
         if found is None:
             self._call.finish(Status.INVALID_ARGUMENT, "this is no report")
             return
-        self._call.peer.reports = True
+        peer, now_s = self._call.peer, time.monotonic()
+        if found[1].startswith(self._picker.ticket_prefix):
+            peer.reports = now_s >= peer.stray_until_s
+        else:
+            # Of another picker: some of this one's will go there.
+            peer.reports, peer.stray_until_s = False, now_s + _STRAY_S
         stream = self._picker.tickets.get(found[1])
         if stream is not None:
             if found[5] is None:

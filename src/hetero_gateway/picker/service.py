@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import ssl
 from pathlib import Path
 from typing import NamedTuple
@@ -80,6 +81,8 @@ class Picker:
             gateway.fleet, config.resolve_interval_s, drops_credentials=gateway.admission.has_key
         )
         self.tickets: dict[bytes, Stream] = {}
+        # Envoy may ask several pickers in turn: what is of another one must be known as such.
+        self.ticket_prefix = b"%010d" % secrets.randbelow(10**10)
         self._numbers = itertools.count()
         self.open = 0
         self.port = 0
@@ -138,7 +141,7 @@ class Picker:
 
     def issue_ticket(self, stream: Stream) -> bytes:
         """A name for a request's response, by which the data plane may report on it."""
-        ticket = b"%012d" % (next(self._numbers) % 10**12)
+        ticket = b"%b%010d" % (self.ticket_prefix, next(self._numbers) % 10**10)
         self.tickets[ticket] = stream
         return ticket
 

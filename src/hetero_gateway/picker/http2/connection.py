@@ -98,7 +98,9 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.reports = False  # for its users: whether the peer reports on responses
+        # For its users: whether the peer reports on responses; until when that is not relied on.
+        self.reports = False
+        self.stray_until_s = 0.0
         self.calls: dict[int, Call] = {}
         self.blocked: dict[Call, None] = {}  # by a window; in the order in which they came
         self.window = _DEFAULT_WINDOW_BYTES  # the peer's, for what is sent
