@@ -88,7 +88,7 @@ async def running_gateway(
     """Serve until the block ends."""
     app = create_app(config, config_path)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(app, ready.set_result)
+    server = GatewayServer(app, app.gateway, ready.set_result)
     task = asyncio.ensure_future(server.serve())
     try:
         done, _ = await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)

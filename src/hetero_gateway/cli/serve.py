@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hetero_gateway.cli.arguments import add_log_level, start_logging
 from hetero_gateway.core.policies import POLICY_NAMES
-from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,7 +25,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--host", help="address to listen on (default: the file's)")
     parser.add_argument("--port", type=int, help="port; 0 takes a free one and prints it")
     parser.add_argument("--policy", choices=POLICY_NAMES, help="the policy (default: the file's)")
-    parser.add_argument("--workers", type=int, help="always 1; more is refused, with the reason")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that serve clients, with one scheduler process between them; "
+        "1: one process does all (default: the file's)",
+    )
+    # How ``serve`` starts its own processes.
+    parser.add_argument("--role", help=argparse.SUPPRESS)
     add_log_level(parser)
     parser.set_defaults(run=run)
 
@@ -39,19 +49,67 @@ def run(args: argparse.Namespace) -> int:
         },
     )
     start_logging(args.log_level)
+
+    def announce(url: str) -> None:
+        workers = config.server.workers
+        print(
+            f"hetero-gateway: serving on {url} (policy {config.scheduler.policy}, "
+            f"{len(config.instances)} instances, "
+            f"{f'{workers} workers, ' if workers > 1 else ''}dashboard {url}/dashboard)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    if args.role is not None:
+        _run_process(args, config)
+        return 0
+    if config.server.workers > 1:
+        return _run_workers(args, config, announce)
     # Imported late: validate and --help need no server.
     from hetero_gateway.gateway import server
     from hetero_gateway.gateway.app import create_app
 
     app = create_app(config, args.config)
-
-    def announce(url: str) -> None:
-        print(
-            f"hetero-gateway: serving on {url} (policy {config.scheduler.policy}, "
-            f"{len(config.instances)} instances, dashboard {url}/dashboard)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    server.run(app, announce)
+    server.run(app, app.gateway, announce)
     return 0
+
+
+def _run_workers(
+    args: argparse.Namespace, config: GatewayConfig, announce: Callable[[str], None]
+) -> int:
+    from hetero_gateway.gateway.app import create_app
+    from hetero_gateway.gateway.workers.supervisor import Supervisor
+
+    # What cannot be put together shows here, once, rather than in each process.
+    create_app(config, args.config)
+    command = [sys.executable, "-m", "hetero_gateway", "serve", "--config", str(args.config)]
+    command += ["--workers", str(config.server.workers), "--log-level", args.log_level]
+    for name in ("host", "policy"):
+        if (value := getattr(args, name)) is not None:
+            command += [f"--{name}", value]
+    return asyncio.run(Supervisor(config, [*command, "--role"], announce).run())
+
+
+def _run_process(args: argparse.Namespace, config: GatewayConfig) -> None:
+    """One process of several: the scheduler's, or a worker."""
+    import msgspec
+
+    from hetero_gateway.gateway import server
+    from hetero_gateway.gateway.app import create_app
+    from hetero_gateway.gateway.workers.supervisor import Role
+    from hetero_gateway.gateway.workers.worker import Worker
+
+    role = msgspec.json.decode(args.role, type=Role)
+    role.die_with_supervisor()
+
+    def ready(_: str) -> None:
+        role.serves()
+
+    if role.worker is None:
+        hub, control = role.sockets()
+        app = create_app(config, args.config, hub)
+        server.run(app, app.gateway, ready, control)
+    else:
+        (clients,) = role.sockets()
+        worker = Worker(config, args.config, role.worker, role.hub_path, role.control_path)
+        server.run(worker, worker, ready, clients)

@@ -20,6 +20,17 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += weight
         self.sum += value * weight
 
+    def take(self) -> tuple[list[int], float]:
+        """The count in each bin and the sum, which begin at 0 again."""
+        taken = self.counts, self.sum
+        self.counts, self.sum = [0] * len(self.counts), 0.0
+        return taken
+
+    def add(self, counts: list[int], total: float) -> None:
+        """What another histogram of the same bounds has seen. ValueError: of other bounds."""
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+        self.sum += total
+
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative (upper bound, count) pairs, the last one +Inf."""
         total = 0

@@ -69,7 +69,11 @@ class ServerConfig(StrictModel):
     host: str = Field("127.0.0.1", description="Address to listen on; loopback unless changed.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one.")
     workers: int = Field(
-        1, ge=1, description="Always 1: one process owns the ledger. More is refused."
+        1,
+        ge=1,
+        le=256,
+        description="Processes that serve clients, with one scheduler process between them; 1: one "
+        "process does all.",
     )
     max_body_bytes: int = Field(
         64 * 2**20, ge=1024, description="Largest request body; a larger one gets 413."
@@ -95,16 +99,6 @@ class ServerConfig(StrictModel):
     shutdown_timeout_s: float = Field(
         30.0, ge=0, description="How long open requests may go on after SIGTERM, in seconds."
     )
-
-    @field_validator("workers")
-    @classmethod
-    def _one_worker(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError(
-                f"{value} workers asked for, but one process owns the ledger of loads: several "
-                "would each see a part of the load and send too much to the same instance; use 1"
-            )
-        return value
 
 
 class PredictorConfig(StrictModel):

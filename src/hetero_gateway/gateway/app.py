@@ -7,6 +7,7 @@ like. The gateway starts and stops in the lifespan.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import resources
@@ -18,12 +19,14 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
+from starlette.types import ASGIApp
 
 from hetero_gateway import __version__
 from hetero_gateway.engines.vllm import work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control import admin
+from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import (
     Downstream,
@@ -84,33 +87,47 @@ class App:
         return self.gateway.dataplane.open(inbound, downstream)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "http":
+            await route(scope, receive, send, self.gateway.dataplane, self.control)
+        else:
             await self.control(scope, receive, send)
-            return
-        method, path = scope["method"], _path_of(scope)
-        work = work_of_path(path)
-        if work is not None and method == "POST":
-            await self.gateway.dataplane.serve(scope, receive, send, work)
-            return
-        if work is not None:
-            refusal = Refusal(405, "method_not_allowed", f"{path} takes POST.")
-            await _error(refusal, path, {"allow": "POST"})(scope, receive, send)
-            return
-        if not _PATH.fullmatch(path) or _DOTS.search(path):
-            await _error(_nothing_at(path), path)(scope, receive, send)
-            return
-        if method == "HEAD":
-            # The server leaves the body out.
-            scope = {**scope, "method": "GET"}
-        try:
-            await self.control(scope, receive, send)
-        except ClientDisconnect:
-            pass  # nobody is left to answer
 
 
-def create_app(config: GatewayConfig, config_path: Path | None = None) -> App:
-    """Build a gateway. Raises ConfigError for what only shows when it is put together."""
-    gateway = Gateway(config, config_path)
+async def route(
+    scope: Scope, receive: Receive, send: Send, dataplane: DataPlane, control: ASGIApp
+) -> None:
+    """A request of an ASGI server: to the data plane, to ``control``, or to nothing."""
+    method, path = scope["method"], _path_of(scope)
+    work = work_of_path(path)
+    if work is not None and method == "POST":
+        await dataplane.serve(scope, receive, send, work)
+        return
+    if work is not None:
+        refusal = Refusal(405, "method_not_allowed", f"{path} takes POST.")
+        await _error(refusal, path, {"allow": "POST"})(scope, receive, send)
+        return
+    if not _PATH.fullmatch(path) or _DOTS.search(path):
+        await _error(_nothing_at(path), path)(scope, receive, send)
+        return
+    if method == "HEAD":
+        # The server leaves the body out.
+        scope = {**scope, "method": "GET"}
+    try:
+        await control(scope, receive, send)
+    except ClientDisconnect:
+        pass  # nobody is left to answer
+
+
+def create_app(
+    config: GatewayConfig,
+    config_path: Path | None = None,
+    hub_listener: socket.socket | None = None,
+) -> App:
+    """Build a gateway; see ``Gateway``.
+
+    Raises ConfigError for what only shows when it is put together.
+    """
+    gateway = Gateway(config, config_path, hub_listener)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

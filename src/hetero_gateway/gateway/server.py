@@ -8,26 +8,43 @@ import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
 from hetero_gateway.errors import HeteroGatewayError
-from hetero_gateway.gateway.app import App
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.wire.clients import (
     Watch,
     client_limits,
     default_max_connections,
     raise_descriptor_limit,
 )
+from hetero_gateway.gateway.wire.cycle import Service
 from hetero_gateway.gateway.wire.protocol import engine_protocol
-from hetero_gateway.gateway.wiring import Gateway
 
 _log = logging.getLogger(__name__)
 
 # Short backlogs drop connections when hundreds of clients come at once: with 128, first tokens
 # came a second late at 512 clients.
-_BACKLOG = 4096
+BACKLOG = 4096
+
+
+class Served(Protocol):
+    """Whose server it is: a ``Gateway``, or a ``Worker``."""
+
+    draining: bool
+
+    @property
+    def config(self) -> GatewayConfig: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    def drain(self) -> None:
+        """It was told to stop."""
+        ...
 
 
 class DrainingServer(uvicorn.Server):
@@ -36,11 +53,15 @@ class DrainingServer(uvicorn.Server):
     Args:
         app: what is served.
         gateway: whose it is; its configuration says where to listen.
+        listener: already bound; None: to the address of the configuration.
         options: further ones of ``uvicorn.Config``.
     """
 
-    def __init__(self, app: Any, gateway: Gateway, **options: Any) -> None:
+    def __init__(
+        self, app: Any, gateway: Served, listener: socket.socket | None = None, **options: Any
+    ) -> None:
         self.gateway = gateway
+        self._listener = listener
         config = gateway.config.server
         super().__init__(
             uvicorn.Config(
@@ -63,11 +84,10 @@ class DrainingServer(uvicorn.Server):
     @property
     def url(self) -> str:
         """Where it listens, once it has started."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://{url_host(host)}:{port}"
+        return url_of(self.servers[0].sockets[0])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.gateway.draining = True
+        self.gateway.drain()
         super().handle_exit(sig, frame)
 
     def serve_until_signal(self) -> None:
@@ -76,7 +96,7 @@ class DrainingServer(uvicorn.Server):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         try:
-            self.run()
+            self.run(None if self._listener is None else [self._listener])
         except SystemExit as error:
             config = self.gateway.config.server
             raise HeteroGatewayError(
@@ -85,30 +105,51 @@ class DrainingServer(uvicorn.Server):
 
 
 class ProtocolServer(DrainingServer):
-    """With our protocol, its limits for clients, and a long listen backlog."""
+    """With our protocol, its limits for clients, and a long listen backlog.
 
-    def __init__(self, app: App) -> None:
-        gateway = app.gateway
+    Args:
+        service: serves the engine's paths, and is an ASGI application for all others.
+        gateway: whose it is.
+        listener: already bound; None: to the address of the configuration.
+    """
+
+    def __init__(
+        self, service: Service, gateway: Served, listener: socket.socket | None = None
+    ) -> None:
         metrics = gateway.metrics
         self.watch = Watch(
             client_limits(gateway.config), metrics.client_timeouts, metrics.client_refusals
         )
         metrics.client_connections = self.watch.__len__
-        protocol = engine_protocol(app, self.watch)
-        super().__init__(app, gateway, http=protocol, backlog=_BACKLOG)
+        protocol = engine_protocol(service, self.watch)
+        super().__init__(service, gateway, listener, http=protocol, backlog=BACKLOG)
 
 
 class GatewayServer(ProtocolServer):
-    """The gateway's."""
+    """The gateway's; ``on_ready`` is called with its URL once it serves."""
 
-    def __init__(self, app: App, on_ready: Callable[[str], None]) -> None:
-        super().__init__(app)
+    def __init__(
+        self,
+        service: Service,
+        gateway: Served,
+        on_ready: Callable[[str], None],
+        listener: socket.socket | None = None,
+    ) -> None:
+        super().__init__(service, gateway, listener)
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_ready(self.url)
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a bound socket is reached; of a Unix socket its path."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"http://{url_host(host)}:{port}"
 
 
 def url_host(host: str) -> str:
@@ -125,18 +166,26 @@ def freeze_what_start_made() -> None:
     gc.freeze()
 
 
-def run(app: App, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM. Raises HeteroGatewayError when the address is taken."""
+def run(
+    service: Service,
+    gateway: Served,
+    on_ready: Callable[[str], None],
+    listener: socket.socket | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM; see ``GatewayServer``.
+
+    Raises HeteroGatewayError when the address is taken.
+    """
 
     def ready(url: str) -> None:
         freeze_what_start_made()
         on_ready(url)
 
     raise_descriptor_limit()
-    most = app.gateway.config.server.max_connections
+    most = gateway.config.server.max_connections
     if most is not None and most > (allowed := default_max_connections()):
         _log.warning(
             "server.max_connections is %d, and descriptors are enough for %d clients and their "
             "instances' connections: raise the process's limit (ulimit -n)", most, allowed,
         )  # fmt: skip
-    GatewayServer(app, ready).serve_until_signal()
+    GatewayServer(service, gateway, ready, listener).serve_until_signal()

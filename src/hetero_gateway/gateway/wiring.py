@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.sharing.peers import make_sharing
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+from hetero_gateway.gateway.workers.hub import Hub
 
 
 class Gateway:
@@ -30,12 +32,20 @@ class Gateway:
     Args:
         config: the whole configuration.
         config_path: the file it came from, for reloading; profile files are relative to it.
+        hub_listener: where workers connect, if it decides for them.
     """
 
-    def __init__(self, config: GatewayConfig, config_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        config_path: Path | None = None,
+        hub_listener: socket.socket | None = None,
+    ) -> None:
         self.config = config
         self.config_path = config_path
         self.draining = False
+        self._hub_listener = hub_listener
+        self.hub: Hub | None = None
         # None is one of them: an instance without a key.
         self.known_key_names = {None, *(i.api_key_env for i in config.instances)}
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
@@ -102,6 +112,21 @@ class Gateway:
         )
         self._stack.callback(self.dataplane.close)
         await self.health.start()
+        if self._hub_listener is not None:
+            self.hub = Hub(
+                self.fleet,
+                self.placement,
+                self.dataplane.dispatcher,
+                self.metrics,
+                self._hub_listener,
+                self.drain,
+            )
+            await self.hub.start()
+            self._stack.push_async_callback(self.hub.stop)
+
+    def drain(self) -> None:
+        """It is to end soon: no longer ready."""
+        self.draining = True
 
     async def stop(self) -> None:
         self.draining = True

@@ -7,6 +7,7 @@ an instance's first dispatch, not when somebody looks.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection
 
@@ -124,8 +125,15 @@ class Members:
                 self.pools[model] = pool
         return pool
 
+    def alone(self, instance_id: InstanceId, model: str) -> Eligible:
+        """One instance as the only candidate, available or not. KeyError: unknown."""
+        spec = dataclasses.replace(
+            self.specs[instance_id], models=frozenset((model,)), available=True, draining=False
+        )
+        return Eligible(self._pool_of([spec], []), None, ())
+
     def _make_pool(self, model: str) -> Pool:
-        members: list[tuple[InstanceSpec, InstanceState]] = []
+        members: list[InstanceSpec] = []
         absent = []
         for spec in self.specs.values():
             if model not in spec.models:
@@ -135,17 +143,21 @@ class Members:
             elif not spec.available:
                 absent.append((spec, "unhealthy"))
             else:
-                members.append((spec, self.table[spec.instance_id]))
+                members.append(spec)
+        return self._pool_of(members, absent)
+
+    def _pool_of(self, members: list[InstanceSpec], absent: list[tuple[InstanceSpec, str]]) -> Pool:
+        there = [(spec, self.table[spec.instance_id]) for spec in members]
         stand_ins = None
         if self._gives_stand_ins:
-            unknown = [(spec, state) for spec, state in members if spec.profile is None]
+            unknown = [(spec, state) for spec, state in there if spec.profile is None]
             if unknown:
-                typical = typical_constants(s for s, _ in (*members, *absent))
+                typical = typical_constants((*members, *(s for s, _ in absent)))
                 stand_ins = {
                     spec.instance_id: state.constants or stand_in(spec, typical)
                     for spec, state in unknown
                 }
-        return Pool(members, absent, self._reference, stand_ins)
+        return Pool(there, absent, self._reference, stand_ins)
 
     def _nobody(self, model: str, pool: Pool) -> Reject:
         # An instance that has not answered yet may serve any name.
@@ -169,11 +181,13 @@ class Members:
     def stand_in_for(self, state: InstanceState, model: str) -> None:
         """What its pool takes it for is what it is taken for from now on, in every pool."""
         pool = self.pool(model)
+        if state.instance_id not in pool.position:  # it was taken over from another process
+            pool = self.alone(state.instance_id, model).pool
         member = pool.members[pool.position[state.instance_id]]
         speed = state.speed
         state.set_constants(Constants(*member[:9]), stands_in=True)
         state.set_speed(speed)
-        self.pools = {model: pool}
+        self.pools = {model: pool} if pool is self.pools.get(model) else {}
 
     def stand_in(self, instance_id: InstanceId) -> Constants:
         """What an instance without a profile is taken for. KeyError: unknown."""

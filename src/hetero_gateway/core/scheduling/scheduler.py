@@ -577,6 +577,21 @@ class Scheduler:
                 )
             self.caches.placed(dispatch, keys)
 
+    def adopt(
+        self, request: Request, instance_id: InstanceId, now_s: float
+    ) -> tuple[Decision, Dispatch]:
+        """Charge a request that is on an instance already, however that stands.
+
+        The policy's turn and its random draws are not taken, and nothing is learnt of the
+        instance's speed from it. Raises KeyError when there is no such instance.
+        """
+        eligible = self._members.alone(instance_id, request.model)
+        policy, rng = copy.deepcopy(self.policy), copy.deepcopy(self._rng)
+        decision = self._would_choose(request, eligible, now_s, policy, rng)
+        dispatch = self.dispatch(decision, now_s)
+        dispatch.before = None
+        return decision, dispatch
+
     def first_token(self, dispatch: Dispatch, now_s: float) -> None:
         """A dispatch's first output token was seen. Only the first call counts."""
         dispatch.state.first_token(dispatch, now_s)

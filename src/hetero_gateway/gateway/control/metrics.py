@@ -153,6 +153,9 @@ class Metrics:
         self.client_disconnects: Counter[str] = Counter()
         # Set and counted by the server, where there is one.
         self.client_connections: Callable[[], int] = lambda: 0
+        # The processes that serve clients, where it is not this one.
+        self.workers: Callable[[], int] | None = None
+        self.round_trip_s = Histogram(DECISION_BOUNDS_S)
         self.client_timeouts: Counter[str] = Counter()
         self.client_refusals: Counter[int] = Counter()
         self.queue_rejections: Counter[str] = Counter()
@@ -173,6 +176,14 @@ class Metrics:
         if series is None:
             series = self._series[key] = Series()
         return series
+
+    def take_outcomes(self) -> list[tuple[str, str, str, int]]:
+        """(model, instance, outcome, number) of all series, which begin at 0 again."""
+        taken = []
+        for key, series in self._series.items():
+            taken += [(*key, outcome, number) for outcome, number in series.outcomes.items()]
+            series.outcomes.clear()
+        return taken
 
     def forget(self, instance_id: str) -> None:
         """Drop every series of a removed instance."""
@@ -381,6 +392,17 @@ class Metrics:
         yield tasks
         if self.sharing is not None:
             yield from _sharing_families(self.sharing)
+        if self.workers is not None:
+            workers = GaugeMetricFamily(
+                PREFIX + "workers", "Processes that serve clients and are connected."
+            )
+            workers.add_metric([], self.workers())
+            yield workers
+            yield _histogram(
+                "worker_round_trip_seconds",
+                "From a worker's question to the answer that places its request at once.", (),
+                {(): self.round_trip_s},
+            )  # fmt: skip
         info = GaugeMetricFamily(PREFIX + "build_info", "Always 1.", labels=["version"])
         info.add_metric([__version__], 1)
         yield info

@@ -164,13 +164,10 @@ class LocalDispatcher:
             self._metrics.retries[failure.reason] += 1
         self._decisions.append(time.time(), job.inbound.request_id, place.decision, place.waited_s)
 
-    def stream_began(self, job: Job, place: Place, stream: Seen) -> None:
+    def stream_began(self, job: Job, place: Place, stream: Seen | None) -> None:
+        """``stream`` None: another process watches it (``Placement.observe_speed``)."""
         assert isinstance(place, Placed)
         self.placement.stream_began(place.dispatch, stream)
-        self.note_trial(job, place)
-
-    def note_trial(self, job: Job, place: Placed) -> None:
-        """A stream began: where it tried its instance, that is enough."""
         if place.instance.outcomes.trial is place.dispatch:
             # Its end may be minutes away, and until then it would be the only one.
             self._outcomes.succeeded(

@@ -28,7 +28,7 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import QueueConfig
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.answers import shutting_down
-from hetero_gateway.gateway.dataplane.speed import StepWatch, WatchedStream
+from hetero_gateway.gateway.dataplane.speed import Parts, Samples, StepWatch, WatchedStream
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.fleet.recalibration import Recalibration
 
@@ -282,10 +282,39 @@ class Placement:
 
     # Afterwards
 
+    def adopt(
+        self,
+        request: Request,
+        instance_id: InstanceId,
+        *,
+        placed_s: float,
+        waited_s: float,
+        began: bool,
+    ) -> Placed | None:
+        """Charge a request that is on an instance already; None: there is no such instance.
+
+        Args:
+            placed_s: when it was placed there, monotonic.
+            waited_s: how long it had been in a queue.
+            began: past its first token.
+        """
+        instance = self._fleet.instances.get(instance_id)
+        if instance is None:
+            return None
+        now_s = time.monotonic()
+        decision, dispatch = self._scheduler.adopt(request, instance_id, now_s)
+        if began and request.streams:
+            self._scheduler.first_token(dispatch, now_s)
+        return Placed(instance, decision, dispatch, placed_s, waited_s)
+
+    def observe_speed(self, parts: Parts, samples: Samples) -> None:
+        """What another process saw of its streams in the last second."""
+        self._steps.take_in(parts, samples)
+
     def stream_began(self, dispatch: Dispatch, stream: WatchedStream | None) -> None:
         """The first bytes of an answer are here, and its first token, if the core asks for it.
 
-        ``stream``: None where its events are not seen.
+        ``stream``: to be watched from now on; None: its events are not seen here.
         """
         if not dispatch.request.streams:
             return

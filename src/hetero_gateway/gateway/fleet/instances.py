@@ -122,6 +122,8 @@ class Fleet:
         self.on_membership: Callable[[], None] | None = None
         # Called after each look at what the streams have got: rows of observation end there.
         self.on_look: Callable[[], None] | None = None
+        # Called after any change of an instance, for other processes that have to know.
+        self.on_publish: Callable[[], None] | None = None
         self.ejections = Ejections(
             EjectionRules(**config.health.ejection.model_dump()), self._pools_of
         )
@@ -182,6 +184,8 @@ class Fleet:
             self.on_membership()
         if self.on_change is not None:
             self.on_change()
+        if self.on_publish is not None:
+            self.on_publish()
 
     def set_recalibrated(self, instance: Instance, wanted: bool) -> None:
         """Let an instance's constants follow the traffic, or bring the original back for good."""

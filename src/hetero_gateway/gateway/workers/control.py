@@ -1,0 +1,91 @@
+"""What is not an engine's path, passed on to the scheduler process by HTTP over its Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
+from hetero_gateway.gateway.wire.openai import error_body
+
+# A body that /admin takes is smaller; it says so itself.
+_MOST_BODY_BYTES = 2**20 + 1
+_TRIES, _PAUSE_S = 40, 0.05
+_TIMEOUT_S = 60.0
+_HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"content-length"))
+
+
+class ControlRelay:
+    """An ASGI application. While the scheduler process is away, it is waited for, two seconds.
+
+    Args:
+        path: of the socket.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=path), timeout=_TIMEOUT_S, trust_env=False
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _body(receive)
+        if body is None:
+            return
+        query = scope["query_string"]
+        target = scope["raw_path"] + (b"?" + query if query else b"")
+        headers = [pair for pair in scope["headers"] if pair[0] not in _HOP_BY_HOP]
+        # The host is the client's, and is looked at.
+        if not any(name == b"host" for name, _ in headers):
+            headers.append((b"host", b""))
+        try:
+            answer = await self._ask(scope["method"], target, headers, body)
+        except httpx.HTTPError:
+            message = "The gateway's scheduler process does not answer."
+            refusal = Refusal(503, "scheduler_unavailable", message, kind="server_error")
+            content = error_body(refusal, scope["path"])
+            status, fields = 503, [(b"content-type", b"application/json"), (b"retry-after", b"2")]
+        else:
+            status, content = answer.status_code, answer.content
+            fields = [
+                (name.lower(), value)
+                for name, value in answer.headers.raw
+                if name.lower() not in _HOP_BY_HOP
+            ]
+        fields.append((b"content-length", b"%d" % len(content)))
+        await send({"type": "http.response.start", "status": status, "headers": fields})
+        await send({"type": "http.response.body", "body": content})
+
+    async def _ask(
+        self, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> httpx.Response:
+        """Raises httpx.HTTPError."""
+        url = httpx.URL("http://gateway").copy_with(raw_path=target)
+        for tries_left in range(_TRIES, -1, -1):
+            try:
+                return await self._client.request(method, url, headers=headers, content=body)
+            except httpx.ConnectError:
+                if not tries_left:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
+        raise AssertionError
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """The request's; cut off above what anybody takes. None: the client is gone."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        part = message.get("body", b"")
+        if size < _MOST_BODY_BYTES:
+            parts.append(part)
+        size += len(part)
+        if not message.get("more_body"):
+            return b"".join(parts)[:_MOST_BODY_BYTES]

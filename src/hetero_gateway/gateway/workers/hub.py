@@ -1,0 +1,466 @@
+"""The scheduler process's end: what its workers ask and report, and what they are told.
+
+Each worker has a ``Session``. Its requests go to the same ``LocalDispatcher`` as those of a gateway
+of one process, so that policies, queue, ledger, records and predictors are none of this module's
+business. A session that ends, however it ends, leaves nothing on any instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hetero_gateway import __version__
+from hetero_gateway.core.types import InstanceId, Outcome, Reject
+from hetero_gateway.engines.vllm import WORK_BY_PATH
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher, Place, Waiting
+from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.placement import Placed, Placement
+from hetero_gateway.gateway.failures import Failure, InstanceError
+from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.openai import ParsedRequest
+from hetero_gateway.gateway.workers import messages
+from hetero_gateway.gateway.workers.channel import Channel
+
+VIEW_INTERVAL_S = 1.0
+
+_FAILURES = {failure.value: failure for failure in Failure}
+
+_log = logging.getLogger(__name__)
+
+
+class SeenElsewhere:
+    """A response as a worker reports it: ``dispatcher.Seen``."""
+
+    __slots__ = ("_usage", "complete", "congested", "empty", "error", "events", "first_body_at_s",
+                 "status")  # fmt: skip
+
+    def __init__(self, report: messages.Report) -> None:
+        self.status = report.status
+        self.error = error_of(report.error)
+        self.first_body_at_s = report.first_body_at_s
+        self.events = report.events
+        self.empty = report.empty
+        self.complete = report.complete
+        self.congested = False
+        self._usage = report.usage
+
+    def usage(self) -> tuple[int | None, int | None]:
+        return self._usage
+
+
+def error_of(said: messages.Error | None) -> InstanceError | None:
+    """The error that a worker says an attempt met."""
+    if said is None:
+        return None
+    return InstanceError(_FAILURES[said.failure], said.message, said.retry_after_s)
+
+
+class _Request:
+    """A worker's request: the ``Owner`` of its place."""
+
+    __slots__ = ("deadline_s", "job", "key", "place", "session", "settled", "wait")
+
+    def __init__(self, session: Session, key: int, job: Job, deadline_s: float) -> None:
+        self.session = session
+        self.key = key
+        self.job = job
+        self.deadline_s = deadline_s
+        self.wait: Waiting | None = None
+        self.place: Place | None = None  # and not settled
+        self.settled: Place | None = None  # the last one
+
+    def submit(self, tried: list[str], failure: InstanceError | None) -> None:
+        exclude = [InstanceId(name) for name in tried]
+        try:
+            place = self.session.dispatcher.submit(
+                self.job, exclude, failure, self.deadline_s, self
+            )
+        except Refusal as refusal:
+            self.turned_away(refusal)
+        except Exception as error:
+            self.broke(error)
+        else:
+            if isinstance(place, Waiting):
+                self.wait = place
+            else:
+                self.placed(place)
+
+    def placed(self, place: Place | Reject) -> None:
+        self.wait = None
+        send = self.session.channel.send
+        if isinstance(place, Reject):
+            send(messages.Rejected(self.key, place.reason.value, place.detail))
+            return
+        assert isinstance(place, Placed)
+        self.place = place
+        request = place.dispatch.request
+        lengths = messages.Lengths(
+            request.prompt_tokens,
+            request.predicted_output_tokens,
+            request.sequences,
+            request.streams,
+        )
+        instance_id = place.instance.id
+        send(messages.Placed(self.key, instance_id, lengths, place.placed_s, place.waited_s))
+
+    def turned_away(self, refusal: Refusal) -> None:
+        self.wait = None
+        self.session.channel.send(
+            messages.Refused(
+                self.key,
+                refusal.status,
+                refusal.code,
+                refusal.message,
+                refusal.param,
+                refusal.kind,
+                refusal.retry_after_s,
+            )
+        )
+
+    def broke(self, error: Exception) -> None:
+        self.wait = None
+        name = self.job.inbound.request_id.decode("ascii", "replace")
+        _log.error("request %s cannot be placed", name, exc_info=error)
+        self.session.channel.send(messages.Failed(self.key))
+
+    def end(self) -> None:
+        """Whatever it has, it gives back."""
+        if self.wait is not None:
+            self.wait.leave()
+            self.wait = None
+        place, self.place = self.place, None
+        if place is not None:
+            self.session.dispatcher.withdraw(place, None)
+
+
+class Session:
+    """One worker, for as long as its connection lasts."""
+
+    def __init__(self, hub: Hub, channel: Channel) -> None:
+        self.channel = channel
+        self.dispatcher = hub.dispatcher
+        self.name = "a worker"
+        self.connections = 0
+        self.draining = False
+        self._hub = hub
+        self._requests: dict[int, _Request] = {}
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            messages.Hello: self._hello,
+            messages.Outstanding: self._outstanding,
+            messages.Submit: self._submit,
+            messages.Again: self._again,
+            messages.Leave: self._leave,
+            messages.Began: self._began,
+            messages.Settle: self._settle,
+            messages.PassOn: self._pass_on,
+            messages.Over: self._over,
+            messages.Speed: self._speed,
+            messages.Counts: self._counts,
+        }
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __repr__(self) -> str:
+        return f"<Session {self.name}: {len(self._requests)} requests>"
+
+    def received(self, received: list[Any]) -> None:
+        for message in received:
+            try:
+                self._handlers[type(message)](message)
+            except Exception as error:
+                self._broke(message, error)
+
+    def _broke(self, message: Any, error: Exception) -> None:
+        """The boundary of a request: a bug costs the one that met it."""
+        _log.error("%s: a %s failed", self.name, type(message).__name__, exc_info=error)
+        key = getattr(message, "key", None)
+        if key is None:
+            return
+        request = self._requests.pop(key, None)
+        if request is not None:
+            request.end()
+        if isinstance(message, messages.Submit | messages.Again):
+            self.channel.send(messages.Failed(key))
+
+    def lost(self) -> None:
+        """The worker is gone: its requests are over, now."""
+        self._hub.forget(self)
+        requests, self._requests = self._requests, {}
+        if requests:
+            _log.warning("%s is gone, and %d requests with it", self.name, len(requests))
+        for request in requests.values():
+            try:
+                request.end()
+            except Exception:
+                _log.exception("a request of %s cannot be settled", self.name)
+
+    # Who it is, and what it has
+
+    def _hello(self, said: messages.Hello) -> None:
+        self.name = f"worker {said.worker} (process {said.pid})"
+        if said.version != __version__:
+            # They are started together; a package that was exchanged meanwhile needs a restart.
+            _log.error("%s is of version %s and this is %s", self.name, said.version, __version__)
+            self.channel.abort()
+            return
+        self.channel.send(self._hub.members())
+
+    def _outstanding(self, said: messages.Outstanding) -> None:
+        for carried in said.requests:
+            job = self._job_of(carried.facts)
+            lengths = carried.lengths
+            job.request = job.request._replace(
+                prompt_tokens=lengths.prompt_tokens,
+                predicted_output_tokens=lengths.output_tokens,
+                sequences=lengths.sequences,
+                streams=lengths.streams,
+            )
+            request = _Request(self, carried.key, job, carried.facts.deadline_s)
+            self._requests[carried.key] = request
+            request.place = self._hub.placement.adopt(
+                job.request,
+                InstanceId(carried.instance),
+                placed_s=carried.placed_s,
+                waited_s=carried.waited_s,
+                began=carried.began_s is not None,
+            )
+
+    # Requests
+
+    def _job_of(self, facts: messages.Facts) -> Job:
+        inbound = Inbound(facts.path, b"", WORK_BY_PATH[facts.path], [])
+        inbound.request_id = facts.request_id
+        inbound.received_s = facts.received_s
+        inbound.body = facts.body
+        parsed = ParsedRequest(
+            facts.model,
+            facts.stream,
+            facts.max_output_tokens,
+            facts.sequences,
+            facts.text_bytes,
+            facts.media_parts,
+            facts.exact_prompt_tokens,
+            facts.prompt_count,
+            facts.truncates,
+        )
+        return self.dispatcher.describe(inbound, Client(facts.client), parsed, facts.counted)
+
+    def _submit(self, said: messages.Submit) -> None:
+        job = self._job_of(said.facts)
+        request = _Request(self, said.key, job, said.facts.deadline_s)
+        self._requests[said.key] = request
+        request.submit(said.tried, error_of(said.failure))
+
+    def _again(self, said: messages.Again) -> None:
+        self._requests[said.key].submit(said.tried, error_of(said.failure))
+
+    def _leave(self, said: messages.Leave) -> None:
+        request = self._requests.pop(said.key, None)
+        if request is not None:
+            request.end()
+
+    def _began(self, said: messages.Began) -> None:
+        request = self._requests.get(said.key)
+        if request is not None and request.place is not None:
+            self.dispatcher.stream_began(request.job, request.place, None)
+
+    def _settle(self, said: messages.Settle) -> None:
+        request = self._requests.get(said.key)
+        if request is None:
+            return
+        if said.final:
+            del self._requests[said.key]
+        place, request.place = request.place, None
+        if place is None:
+            return  # its instance was unknown when it was told of
+        request.settled = place
+        job = request.job
+        job.inbound.body = said.report.mark
+        seen = SeenElsewhere(said.report)
+        self.dispatcher.settle(job, place, seen, Outcome(said.outcome), final=said.final)
+
+    def _pass_on(self, said: messages.PassOn) -> None:
+        request = self._requests.pop(said.key, None)
+        if request is None:
+            return
+        request.end()
+        if request.settled is not None:
+            seen = SeenElsewhere(said.report)
+            self.dispatcher.pass_on(request.job, request.settled, seen)
+
+    def _over(self, said: messages.Over) -> None:
+        request = self._requests.pop(said.key, None)
+        if request is None:
+            return
+        request.end()
+        if said.outcome:
+            self.dispatcher.note(request.job, said.outcome)
+
+    # Besides
+
+    def _speed(self, said: messages.Speed) -> None:
+        parts: dict[InstanceId, list[tuple[float, float]]] = {}
+        for name, duration_s, steps in said.parts:
+            parts.setdefault(InstanceId(name), []).append((duration_s, steps))
+        samples = [(InstanceId(name), events, tokens) for name, events, tokens in said.samples]
+        self._hub.placement.observe_speed(parts, samples)
+
+    def _counts(self, said: messages.Counts) -> None:
+        metrics = self._hub.metrics
+        self.connections = said.connections
+        self.draining = said.draining
+        for model, instance_id, outcome, number in said.outcomes:
+            metrics.series(model, instance_id).outcomes[outcome] += number
+        metrics.client_timeouts.update(said.timeouts)
+        metrics.client_refusals.update(said.refusals)
+        metrics.overhead_s.add(*said.overhead)
+        metrics.round_trip_s.add(*said.round_trip)
+        self._hub.heard_counts()
+
+
+class Hub:
+    """All workers of a gateway. Needs a running event loop.
+
+    Args:
+        fleet, placement, dispatcher, metrics: of the gateway; the fleet tells of its changes from
+            now on.
+        listener: where the workers connect.
+        on_draining: called once a worker was told to stop.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        placement: Placement,
+        dispatcher: LocalDispatcher,
+        metrics: Metrics,
+        listener: socket.socket,
+        on_draining: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.placement = placement
+        self.dispatcher = dispatcher
+        self.metrics = metrics
+        self._fleet = fleet
+        self._listener = listener
+        self._on_draining = on_draining
+        self._sessions: set[Session] = set()
+        self._loop = asyncio.get_running_loop()
+        self._server: asyncio.Server | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._soon: asyncio.Handle | None = None
+        self._told: messages.Members | None = None
+        self._configs: dict[InstanceId, tuple[Any, bytes]] = {}
+        metrics.workers = self.__len__
+        metrics.client_connections = lambda: sum(s.connections for s in self._sessions)
+
+    def __len__(self) -> int:
+        """Workers that are connected."""
+        return len(self._sessions)
+
+    @property
+    def requests(self) -> int:
+        """Requests that are not over, of all workers."""
+        return sum(len(session) for session in self._sessions)
+
+    async def start(self) -> None:
+        """Let workers in."""
+        self._server = await self._loop.create_unix_server(self._channel, sock=self._listener)
+        self._fleet.on_publish = self._tell_soon
+        self._timer = self._loop.call_later(VIEW_INTERVAL_S, self._tick)
+
+    async def stop(self) -> None:
+        """Let go of all workers."""
+        self._fleet.on_publish = None
+        for handle in (self._timer, self._soon):
+            if handle is not None:
+                handle.cancel()
+        if self._server is not None:
+            self._server.close()
+        for session in list(self._sessions):
+            session.channel.close()
+            session.lost()
+
+    def _channel(self) -> Channel:
+        channel = Channel(messages.FromWorker)
+        session = Session(self, channel)
+        channel.listener = session
+        self._sessions.add(session)
+        return channel
+
+    def forget(self, session: Session) -> None:
+        self._sessions.discard(session)
+
+    def heard_counts(self) -> None:
+        """A worker has said how it is."""
+        if any(session.draining for session in self._sessions):
+            self._on_draining()
+
+    # The instances
+
+    def members(self) -> messages.Members:
+        """The instances, as workers need to know them."""
+        instances = []
+        for instance in self._fleet.instances.values():
+            known = self._configs.get(instance.id)
+            if known is None or known[0] is not instance.config:
+                known = (instance.config, instance.config.model_dump_json().encode())
+                self._configs[instance.id] = known
+            instances.append(
+                messages.Member(
+                    known[1],
+                    sorted(instance.models),
+                    instance.max_model_len,
+                    instance.engine_kv_capacity_tokens,
+                    instance.weight,
+                    instance.up and not instance.outcomes.ejected,
+                    instance.draining,
+                )
+            )
+        for gone in self._configs.keys() - self._fleet.instances.keys():
+            del self._configs[gone]
+        return messages.Members(instances)
+
+    def _tell_soon(self) -> None:
+        if self._soon is None:
+            self._soon = self._loop.call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._soon = None
+        members = self.members()
+        if members != self._told:
+            self._told = members
+            for session in self._sessions:
+                session.channel.send(members)
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(VIEW_INTERVAL_S, self._tick)
+        if not self._sessions:
+            return
+        self._tell()  # whom failures have ejected is published nowhere else
+        scheduler, now_s = self._fleet.scheduler, time.monotonic()
+        view = messages.View(
+            [(name, list(scheduler.own_load(name, now_s))) for name in self._fleet.instances]
+        )
+        for session in self._sessions:
+            session.channel.send(view)
+
+
+def listen(path: str) -> socket.socket:
+    """A Unix socket that listens at ``path``, for this user alone."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    os.chmod(path, 0o600)
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener

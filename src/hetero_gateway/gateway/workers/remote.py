@@ -1,0 +1,614 @@
+"""A worker's ``Dispatcher``: the scheduler is in another process, or for a while in none.
+
+Connected, each question and each event is a message, and the answer comes in a callback. When the
+connection is lost, the worker places on by itself: a scheduler of its own gets what the worker has
+outstanding, and of the others' load what the last ``View`` said. Whoever waits for an answer asks
+that one. When the scheduler process is back, it is told all that is outstanding here, whoever waits
+asks it anew, and the own scheduler is empty again. No request ends of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from hetero_gateway import __version__
+from hetero_gateway.core.instances.dispatch import PeerLoad
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.errors import ConfigError, Refusal
+from hetero_gateway.files.gateway_config import InstanceConfig
+from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.dispatcher import (
+    LocalDispatcher,
+    Owner,
+    Place,
+    Seen,
+    Waiting,
+)
+from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.placement import Placed
+from hetero_gateway.gateway.dataplane.speed import StreamWatch
+from hetero_gateway.gateway.failures import InstanceError
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.openai import ParsedRequest
+from hetero_gateway.gateway.workers import messages
+from hetero_gateway.gateway.workers.channel import Channel
+
+# Without a word for so long the scheduler process is taken for gone; it says one each second.
+_SILENCE_S = 3.0
+_TICK_S = 1.0
+_OTHERS = "other workers"
+_MARKED_BYTES = 2048
+# What is shown of a request that was not described here.
+_UNKNOWN = Request("", 1, 0.0)
+
+_Key = TypeVar("_Key")
+
+_log = logging.getLogger(__name__)
+
+
+class _Job(Job):
+    """A request that is described elsewhere. ``request`` is known once it is placed."""
+
+    __slots__ = ("counted", "deadline_s", "described", "key", "session")
+
+    def __init__(
+        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
+    ) -> None:
+        super().__init__(inbound, client, parsed, _UNKNOWN, None)
+        self.counted = counted
+        self.deadline_s = 0.0
+        self.described = False
+        self.key = 0
+        self.session = 0  # in which the scheduler process knows it; 0: in none
+
+
+class _Assignment:
+    """A place. ``local``: in the worker's own scheduler, while it is on its own."""
+
+    __slots__ = ("began_s", "instance", "job", "local", "outcome", "placed_s", "waited_s")
+
+    def __init__(
+        self,
+        job: _Job,
+        instance: Instance,
+        placed_s: float,
+        waited_s: float,
+        local: Placed | None = None,
+    ) -> None:
+        self.job = job
+        self.instance = instance
+        self.placed_s = placed_s
+        self.waited_s = waited_s
+        self.local = local
+        self.began_s: float | None = None
+        self.outcome: Outcome | None = None
+
+    # What the watch over streams asks of it
+
+    @property
+    def instance_id(self) -> InstanceId:
+        return self.instance.id
+
+    @property
+    def request(self) -> Request:
+        return self.job.request
+
+
+class _Ask(Waiting):
+    """A question that has no answer yet; an ``Owner`` where the worker asks itself."""
+
+    __slots__ = ("asked_s", "failure", "job", "local", "owner", "remote", "tried")
+
+    def __init__(
+        self,
+        remote: RemoteDispatcher,
+        job: _Job,
+        tried: Sequence[InstanceId],
+        failure: InstanceError | None,
+        owner: Owner,
+    ) -> None:
+        self.remote = remote
+        self.job = job
+        self.tried = tried
+        self.failure = failure
+        self.owner = owner
+        self.asked_s = time.monotonic()
+        self.local: Waiting | None = None
+
+    def leave(self) -> None:
+        self.remote.forget(self)
+
+    def placed(self, place: Place | Reject) -> None:
+        self.remote.answered(self)
+        if isinstance(place, Placed):
+            place = self.remote.assign(self.job, place.instance, place.placed_s, place)
+        self.owner.placed(place)
+
+    def turned_away(self, refusal: Refusal) -> None:
+        self.remote.answered(self)
+        self.owner.turned_away(refusal)
+
+    def broke(self, error: Exception) -> None:
+        self.remote.answered(self)
+        self.owner.broke(error)
+
+
+class RemoteDispatcher:
+    """See above. Needs a running event loop.
+
+    Args:
+        local: drives the worker's own scheduler, over ``fleet``.
+        fleet: the instances as this worker knows them; kept as the scheduler process says.
+        metrics: of this worker; its counts are passed on.
+        worker: its number.
+        sends_bodies: the predictor reads prompts.
+    """
+
+    def __init__(
+        self,
+        local: LocalDispatcher,
+        fleet: Fleet,
+        metrics: Metrics,
+        worker: int,
+        *,
+        sends_bodies: bool,
+    ) -> None:
+        self.ready = asyncio.Event()  # it knows the instances
+        self.gone = asyncio.Event()  # the connection that there was
+        self.draining = False
+        self._local = local
+        self._fleet = fleet
+        self._metrics = metrics
+        self._worker = worker
+        self._sends_bodies = sends_bodies
+        self._loop = asyncio.get_running_loop()
+        self._connected: Channel | None = None  # not greeted yet
+        self._channel: Channel | None = None
+        self._session = 0
+        self._keys = itertools.count(1)
+        self._asked: dict[int, _Ask] = {}
+        self._open: dict[int, _Assignment] = {}
+        self._streams = StreamWatch()
+        self._view: dict[InstanceId, PeerLoad] = {}
+        self._heard_s = 0.0
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+
+    @property
+    def alone(self) -> bool:
+        """No scheduler process answers."""
+        return self._channel is None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is asked or outstanding."""
+        return not self._asked and not self._open and not self._streams
+
+    def close(self) -> None:
+        """Report what there is to report, and end."""
+        self._timer.cancel()
+        if self._channel is not None:
+            self._tell_counts(self._channel)
+        channel, self._channel, self._connected = self._connected, None, None
+        if channel is not None:
+            channel.close()
+
+    # A Dispatcher
+
+    def describe(
+        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
+    ) -> Job:
+        return _Job(inbound, client, parsed, counted)
+
+    def submit(
+        self,
+        job: Job,
+        tried: Sequence[InstanceId],
+        failure: InstanceError | None,
+        deadline_s: float,
+        owner: Owner,
+    ) -> Place | Reject | Waiting:
+        assert isinstance(job, _Job)
+        job.deadline_s = deadline_s
+        ask = _Ask(self, job, tried, failure, owner)
+        if self._channel is None:
+            return self._ask_locally(ask)
+        self._ask(self._channel, ask)
+        return ask
+
+    def stream_began(self, job: Job, place: Place, stream: Seen) -> None:
+        assert isinstance(place, _Assignment)
+        place.began_s = time.monotonic()
+        if place.request.streams:
+            self._streams.add(stream, place, place.began_s)
+        if place.local is not None:
+            self._local.stream_began(place.job, place.local, stream)
+        elif self._channel is not None:
+            self._channel.send(messages.Began(place.job.key))
+
+    def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
+        assert isinstance(place, _Assignment)
+        self._close_place(place, seen)
+        if place.local is not None:
+            self._local.settle(place.job, place.local, seen, outcome, final=final)
+        elif self._channel is not None:
+            report = _report_of(seen, place.job.inbound.body)
+            self._channel.send(messages.Settle(place.job.key, outcome.value, final, report))
+
+    def withdraw(self, place: Place, seen: Seen | None) -> None:
+        assert isinstance(place, _Assignment)
+        self._close_place(place, seen)
+        if place.local is not None:
+            self._local.withdraw(place.local, seen)
+        elif self._channel is not None:
+            self._channel.send(messages.Over(place.job.key, ""))
+
+    def pass_on(self, job: Job, place: Place, seen: Seen) -> None:
+        assert isinstance(place, _Assignment)
+        if place.local is not None:
+            self._local.pass_on(place.job, place.local, seen)
+        elif self._knows(place.job) is not None:
+            report = _report_of(seen, place.job.inbound.body)
+            self._send(messages.PassOn(place.job.key, report))
+
+    def note(self, job: Job | None, outcome: str) -> None:
+        if job is None:
+            self._local.note(None, outcome)
+            return
+        assert isinstance(job, _Job)
+        if self._knows(job) is not None:
+            self._send(messages.Over(job.key, outcome))
+        else:
+            self._describe(job)
+            self._local.note(job, outcome)
+
+    def _knows(self, job: _Job) -> Channel | None:
+        """Where the scheduler process knows of the job, the way there."""
+        return self._channel if job.session == self._session else None
+
+    def _send(self, message: Any) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def _close_place(self, place: _Assignment, seen: Seen | None) -> None:
+        self._open.pop(place.job.key, None)
+        if seen is not None:
+            self._streams.discard(seen, time.monotonic())
+
+    # Questions
+
+    def _ask(self, channel: Channel, ask: _Ask) -> None:
+        job, tried = ask.job, [str(name) for name in ask.tried]
+        failure = None if ask.failure is None else _error_of(ask.failure)
+        if job.session == self._session:
+            channel.send(messages.Again(job.key, tried, failure))
+        else:
+            job.key = job.key or next(self._keys)
+            job.session = self._session
+            channel.send(messages.Submit(job.key, self._facts_of(job), tried, failure))
+        self._asked[job.key] = ask
+
+    def _facts_of(self, job: _Job) -> messages.Facts:
+        inbound, parsed = job.inbound, job.parsed
+        assert parsed.model is not None
+        return messages.Facts(
+            inbound.request_id,
+            inbound.path,
+            job.client.name,
+            inbound.received_s,
+            job.deadline_s,
+            parsed.model,
+            parsed.stream,
+            parsed.max_output_tokens,
+            parsed.sequences,
+            parsed.text_bytes,
+            parsed.media_parts,
+            parsed.exact_prompt_tokens,
+            parsed.prompt_count,
+            parsed.truncates,
+            job.counted,
+            inbound.body if self._sends_bodies else b"",
+        )
+
+    def _ask_locally(self, ask: _Ask) -> Place | Reject | Waiting:
+        """Raises Refusal."""
+        job = ask.job
+        self._describe(job)
+        job.key = job.key or next(self._keys)
+        place = self._local.submit(job, ask.tried, ask.failure, job.deadline_s, ask)
+        if isinstance(place, Waiting):
+            ask.local = place
+            self._asked[job.key] = ask
+            return ask
+        if isinstance(place, Placed):
+            return self.assign(job, place.instance, place.placed_s, place)
+        return place
+
+    def _describe(self, job: _Job) -> None:
+        if not job.described:
+            described = self._local.describe(job.inbound, job.client, job.parsed, job.counted)
+            job.request, job.features = described.request, described.features
+            job.described = True
+
+    def assign(
+        self, job: _Job, instance: Instance, placed_s: float, local: Placed | None = None
+    ) -> _Assignment:
+        """Remember a place."""
+        waited_s = 0.0 if local is None else local.waited_s
+        place = self._open[job.key] = _Assignment(job, instance, placed_s, waited_s, local)
+        return place
+
+    def answered(self, ask: _Ask) -> None:
+        """The worker's own scheduler has answered."""
+        ask.local = None
+        self._asked.pop(ask.job.key, None)
+
+    def forget(self, ask: _Ask) -> None:
+        """Its owner wants no answer any more."""
+        if self._asked.pop(ask.job.key, None) is None:
+            return
+        if ask.local is not None:
+            ask.local.leave()
+        elif self._knows(ask.job) is not None:
+            self._send(messages.Leave(ask.job.key))
+
+    # A Listener
+
+    def connected(self, channel: Channel) -> None:
+        """There is a connection; who is at its other end has to answer first."""
+        self._connected = channel
+        self._heard_s = time.monotonic()
+        self.gone.clear()
+        channel.send(messages.Hello(self._worker, os.getpid(), __version__))
+
+    def received(self, received: list[Any]) -> None:
+        self._heard_s = time.monotonic()
+        for message in received:
+            kind = type(message)
+            if kind is messages.Placed:
+                self._placed(message)
+            elif kind is messages.Members:
+                self._take_members(message)
+            elif kind is messages.View:
+                self._view = {InstanceId(i): PeerLoad(*load) for i, load in message.loads}
+            else:
+                self._not_placed(message)
+
+    def lost(self) -> None:
+        """The scheduler process is gone, or does not answer: go on alone."""
+        was_there = self._channel is not None
+        self._connected = self._channel = None
+        self.gone.set()
+        if not was_there:
+            return
+        _log.warning("the scheduler process is gone: placing by the last view of it")
+        now_s = time.monotonic()
+        for place in self._open.values():
+            place.local = self._local.placement.adopt(
+                place.request,
+                place.instance.id,
+                placed_s=place.placed_s,
+                waited_s=place.waited_s,
+                began=place.began_s is not None,
+            )
+        scheduler = self._fleet.scheduler
+        for instance_id, total in self._view.items():
+            if instance_id in self._fleet.instances:
+                own = scheduler.own_load(instance_id, now_s)
+                others = PeerLoad(*(max(0.0, a - b) for a, b in zip(total, own, strict=True)))
+                scheduler.set_peer(instance_id, _OTHERS, others, now_s)
+        for ask in list(self._asked.values()):
+            self._ask_again(ask)
+
+    def _ask_again(self, ask: _Ask) -> None:
+        """Ask the own scheduler what the other one has not answered."""
+        try:
+            place = self._ask_locally(ask)
+        except Refusal as refusal:
+            ask.turned_away(refusal)
+            return
+        except Exception as error:
+            ask.broke(error)
+            return
+        if place is not ask:
+            self._asked.pop(ask.job.key, None)
+            assert not isinstance(place, Waiting)
+            ask.owner.placed(place)
+
+    # Answers
+
+    def _placed(self, said: messages.Placed) -> None:
+        ask = self._asked.pop(said.key, None)
+        if ask is None:
+            return  # its owner has left, and the scheduler process hears of it
+        job, lengths = ask.job, said.lengths
+        model = job.parsed.model
+        assert model is not None
+        job.request = Request(
+            model,
+            lengths.prompt_tokens,
+            lengths.output_tokens,
+            lengths.sequences,
+            lengths.streams,
+            job.client.name,
+        )
+        job.described = True
+        if said.waited_s == 0.0:
+            self._metrics.round_trip_s.observe(self._heard_s - ask.asked_s)
+        instance = self._fleet.instances.get(InstanceId(said.instance))
+        if instance is None:
+            # It was added and removed again, or the other way round, within this turn.
+            detail = f"instance {said.instance} is not known here"
+            ask.owner.placed(Reject(RejectReason.NO_AVAILABLE_INSTANCE, detail))
+            return
+        place = self.assign(job, instance, said.placed_s)
+        place.waited_s = said.waited_s
+        ask.owner.placed(place)
+
+    def _not_placed(self, said: Any) -> None:
+        ask = self._asked.pop(said.key, None)
+        if ask is None:
+            return
+        if isinstance(said, messages.Rejected):
+            ask.owner.placed(Reject(RejectReason(said.reason), said.detail))
+        elif isinstance(said, messages.Refused):
+            ask.owner.turned_away(
+                Refusal(
+                    said.status,
+                    said.code,
+                    said.message,
+                    param=said.param,
+                    kind=said.kind,
+                    retry_after_s=said.retry_after_s,
+                )
+            )
+        else:
+            ask.owner.broke(RuntimeError("the scheduler process could not place it"))
+
+    # The instances
+
+    def _take_members(self, said: messages.Members) -> None:
+        fleet = self._fleet
+        wanted = {}
+        for member in said.instances:
+            config = InstanceConfig.model_validate_json(member.config)
+            wanted[InstanceId(config.id)] = config, member
+        for instance_id in [i for i in fleet.instances if i not in wanted]:
+            fleet.remove(instance_id)
+        for instance_id, (config, member) in wanted.items():
+            instance = fleet.instances.get(instance_id)
+            weighted = config.model_copy(update={"weight": member.weight})
+            if instance is not None and instance.config != weighted:
+                same = instance.config.model_copy(update={"weight": member.weight}) == weighted
+                if not same:
+                    fleet.remove(instance_id)
+                    instance = None
+            if instance is None:
+                try:
+                    instance = fleet.build(weighted)
+                except ConfigError as error:
+                    _log.error("instance %s cannot be used in this process: %s", config.id, error)
+                    continue
+                fleet.admit(instance)
+            instance.config = weighted
+            instance.models = frozenset(member.models)
+            instance.max_model_len = member.max_model_len
+            instance.engine_kv_capacity_tokens = member.kv_capacity_tokens
+            instance.weight = member.weight
+            instance.up = member.available
+            instance.draining = member.draining
+            fleet.publish(instance)
+        if self._channel is None and self._connected is not None:
+            self._greeted(self._connected)
+
+    def _greeted(self, channel: Channel) -> None:
+        """The scheduler process answers: it decides from now on."""
+        self._channel = channel
+        self._session += 1
+        if self._session > 1:
+            _log.info("the scheduler process is back; it is told of %d requests", len(self._open))
+        carried = []
+        for place in self._open.values():
+            if place.local is not None:
+                self._local.withdraw(place.local, None)
+                place.local = None
+            place.job.session = self._session
+            carried.append(self._carried(place))
+        for instance_id in self._fleet.instances:
+            self._fleet.scheduler.set_peer(instance_id, _OTHERS, None)
+        if carried:
+            channel.send(messages.Outstanding(carried))
+        for ask in list(self._asked.values()):
+            if ask.local is not None:
+                ask.local.leave()
+                ask.local = None
+            self._ask(channel, ask)
+        self.ready.set()
+
+    def _carried(self, place: _Assignment) -> messages.Carried:
+        request = place.request
+        return messages.Carried(
+            place.job.key,
+            self._facts_of(place.job),
+            messages.Lengths(
+                request.prompt_tokens,
+                request.predicted_output_tokens,
+                request.sequences,
+                request.streams,
+            ),
+            place.instance.id,
+            place.placed_s,
+            place.waited_s,
+            place.began_s,
+        )
+
+    # Once a second
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        now_s = time.monotonic()
+        seen, samples = self._streams.look(now_s)
+        channel = self._channel
+        if self._connected is not None and now_s - self._heard_s > _SILENCE_S:
+            _log.warning("the scheduler process has said nothing for %g s", _SILENCE_S)
+            self._connected.abort()
+            return
+        if channel is None:
+            return
+        parts = [(str(name), *part) for name, of_one in seen.items() for part in of_one]
+        if parts or samples:
+            channel.send(messages.Speed(parts, [(str(i), n, tokens) for i, n, tokens in samples]))
+        self._tell_counts(channel)
+
+    def _tell_counts(self, channel: Channel) -> None:
+        metrics = self._metrics
+        channel.send(
+            messages.Counts(
+                self.draining,
+                metrics.client_connections(),
+                metrics.take_outcomes(),
+                _taken(metrics.client_timeouts),
+                _taken(metrics.client_refusals),
+                metrics.overhead_s.take(),
+                metrics.round_trip_s.take(),
+            )
+        )
+
+
+def _taken(counter: Counter[_Key]) -> dict[_Key, int]:
+    taken = dict(counter)
+    counter.clear()
+    return taken
+
+
+def _error_of(error: InstanceError) -> messages.Error:
+    return messages.Error(error.reason, str(error), error.retry_after_s)
+
+
+def _report_of(seen: Seen, body: bytes) -> messages.Report:
+    error = seen.error
+    return messages.Report(
+        seen.status,
+        None if error is None else _error_of(error),
+        seen.first_body_at_s,
+        seen.events,
+        seen.empty,
+        seen.complete,
+        seen.usage(),
+        mark(body),
+    )
+
+
+def mark(body: bytes) -> bytes:
+    """Tells a body from others, in every process: its length and its ends."""
+    ends = zlib.crc32(body[-_MARKED_BYTES:], zlib.crc32(body[:_MARKED_BYTES]))
+    return b"%x-%x" % (len(body), ends)

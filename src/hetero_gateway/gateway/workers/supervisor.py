@@ -1,0 +1,280 @@
+"""Starts the scheduler process and the workers, and starts anew what dies.
+
+It holds their listening sockets, so that clients that come while a worker is being started wait in
+its backlog, and its requests are all that a worker takes with it. It serves nothing itself.
+
+    signal            what is done
+    SIGTERM, SIGINT   the workers end as ``serve`` does, then the scheduler process
+    its own end       however it came: the others see it, and end as after SIGTERM
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.server import BACKLOG, url_of
+from hetero_gateway.gateway.workers.hub import listen
+
+# Who has lived for less is given a pause before the next start.
+_SHORT_LIFE_S, _PAUSE_S = 5.0, 1.0
+# After the time that requests have to end.
+_GRACE_S = 10.0
+_HUB, _CONTROL = "scheduler.sock", "control.sock"
+
+_log = logging.getLogger(__name__)
+
+
+class Role(msgspec.Struct):
+    """What a process of the gateway is to be.
+
+    Args:
+        worker: its number; None: the scheduler process.
+        listeners: descriptors of the sockets that it listens on: a worker's one for clients; or
+            the workers' and the control paths'.
+        ready: descriptor to write a byte to, once it serves.
+        life: descriptor that ends when the supervisor does.
+        directory: of the Unix sockets.
+    """
+
+    worker: int | None
+    listeners: list[int]
+    ready: int
+    life: int
+    directory: str
+
+    @property
+    def hub_path(self) -> str:
+        return str(Path(self.directory) / _HUB)
+
+    @property
+    def control_path(self) -> str:
+        return str(Path(self.directory) / _CONTROL)
+
+    def sockets(self) -> list[socket.socket]:
+        """The listeners."""
+        sockets = [socket.socket(fileno=fd) for fd in self.listeners]
+        for listener in sockets:
+            listener.setblocking(False)
+        return sockets
+
+    def serves(self) -> None:
+        """Say that the process is ready, once."""
+        with contextlib.suppress(OSError):
+            os.write(self.ready, b"1")
+            os.close(self.ready)
+
+    def die_with_supervisor(self) -> None:
+        """End as after SIGTERM, when the supervisor is gone."""
+
+        def wait() -> None:
+            os.read(self.life, 1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=wait, daemon=True, name="supervisor").start()
+
+
+class _Process:
+    """One process, in all its lives."""
+
+    def __init__(self, name: str, worker: int | None, listeners: list[socket.socket]) -> None:
+        self.name = name
+        self.worker = worker
+        self.listeners = listeners
+        self.running: asyncio.subprocess.Process | None = None
+        self.ready = asyncio.Event()
+
+    def send(self, number: int) -> None:
+        if self.running is not None and self.running.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.running.send_signal(number)
+
+
+class Supervisor:
+    """See above. ``run`` needs a running event loop.
+
+    Args:
+        config: of the gateway.
+        command: starts a process of it; ``Role`` as JSON is appended.
+        on_ready: called with the gateway's URL, once all serve.
+    """
+
+    def __init__(
+        self, config: GatewayConfig, command: list[str], on_ready: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._command = command
+        self._on_ready = on_ready
+        self._ending: asyncio.Future[int] | None = None
+        self._signal: int = signal.SIGTERM
+
+    async def run(self) -> int:
+        """Until SIGINT or SIGTERM; returns the exit code.
+
+        Raises:
+            HeteroGatewayError: the address is taken.
+        """
+        loop = asyncio.get_running_loop()
+        server = self._config.server
+        clients = _listen_together(server.host, server.port, server.workers)
+        url = url_of(clients[0])
+        self._directory = tempfile.mkdtemp(prefix="hetero-gateway-")
+        self._life, lifeline = os.pipe()
+        directory = Path(self._directory)
+        hub, control = listen(str(directory / _HUB)), listen(str(directory / _CONTROL))
+        scheduler = _Process("the scheduler process", None, [hub, control])
+        workers = [_Process(f"worker {i}", i, [sock]) for i, sock in enumerate(clients)]
+        self._ending = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._end, number, [scheduler, *workers])
+        tasks = []
+        try:
+            for each in (scheduler, *workers):
+                tasks.append(loop.create_task(self._keep(each)))
+                if each is scheduler:
+                    await self._or_end(scheduler)
+            for each in workers:
+                await self._or_end(each)
+            if not self._ending.done():
+                self._on_ready(url)
+            code = await self._ending
+            await self._stop(scheduler, workers, clients)
+        finally:
+            for task in tasks:
+                task.cancel()
+            for each in (scheduler, *workers):
+                each.send(signal.SIGKILL)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            os.close(lifeline)
+            os.close(self._life)
+            for listener in (*clients, hub, control):
+                listener.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+        return code
+
+    def _end(self, number: int, processes: list[_Process]) -> None:
+        assert self._ending is not None
+        if self._ending.done():
+            for process in processes:
+                process.send(number)  # once more: at once
+        else:
+            self._signal = number
+            self._ending.set_result(0)
+
+    async def _or_end(self, process: _Process) -> None:
+        """Wait until a process serves, or nobody needs to any more."""
+        assert self._ending is not None
+        ready = asyncio.ensure_future(process.ready.wait())
+        either: set[asyncio.Future[Any]] = {ready, self._ending}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+
+    async def _stop(
+        self, scheduler: _Process, workers: list[_Process], clients: list[socket.socket]
+    ) -> None:
+        for listener in clients:
+            listener.close()  # who comes now is refused rather than kept waiting
+        limit_s = self._config.server.shutdown_timeout_s + _GRACE_S
+        for group in (workers, [scheduler]):
+            running = []
+            for process in group:
+                process.send(self._signal)
+                if process.running is not None:
+                    running.append(asyncio.ensure_future(process.running.wait()))
+            if running:
+                await asyncio.wait(running, timeout=limit_s)
+
+    async def _keep(self, process: _Process) -> None:
+        """Run a process, again and again, until the end."""
+        assert self._ending is not None
+        while not self._ending.done():
+            began_s = time.monotonic()
+            code = await self._run_once(process)
+            if self._ending.done():
+                return
+            if not process.ready.is_set():
+                # It could not even start: what it said about that is on stderr.
+                self._ending.set_result(code if code > 0 else 1)
+                return
+            how = f"signal {-code}" if code < 0 else f"code {code}"
+            _log.error("%s ended by %s; it is started again", process.name, how)
+            if time.monotonic() - began_s < _SHORT_LIFE_S:
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _run_once(self, process: _Process) -> int:
+        reading, writing = os.pipe()
+        role = Role(
+            process.worker,
+            [listener.fileno() for listener in process.listeners],
+            writing,
+            self._life,
+            self._directory,
+        )
+        try:
+            process.running = await asyncio.create_subprocess_exec(
+                *self._command,
+                msgspec.json.encode(role).decode(),
+                pass_fds=(*role.listeners, writing, self._life),
+                stdin=subprocess.DEVNULL,
+                # A terminal's SIGINT is for the supervisor, who sees to the order of the ends.
+                start_new_session=True,
+            )
+        finally:
+            os.close(writing)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(reading, self._heard, reading, process)
+        code = await process.running.wait()
+        loop.remove_reader(reading)
+        os.close(reading)
+        return code
+
+    def _heard(self, reading: int, process: _Process) -> None:
+        if os.read(reading, 1):
+            process.ready.set()
+        asyncio.get_running_loop().remove_reader(reading)
+
+
+def _listen_together(host: str, port: int, number: int) -> list[socket.socket]:
+    """So many sockets that share an address; the kernel deals connections out between them.
+
+    Raises HeteroGatewayError: somebody else has it, or it cannot be had.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # Alone first: a socket that shares would join a stranger that shares as well.
+        with socket.socket(family, socket.SOCK_STREAM) as alone:
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind(address)
+            address = alone.getsockname()
+        listeners = []
+        for _ in range(number):
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(address)
+            listeners.append(listener)
+        for listener in listeners:
+            listener.listen(BACKLOG)
+    except OSError as error:
+        raise HeteroGatewayError(
+            f"cannot listen on {host}:{port} ({error.strerror}; is the port taken?)"
+        ) from error
+    return listeners

@@ -1,0 +1,199 @@
+"""A worker: the data plane, whose scheduler is in another process.
+
+It has what ``wiring.Gateway`` has but for probes, sharing and control: an own fleet and scheduler,
+which follow the scheduler process and decide while that is away. All paths that are not an
+engine's are passed on to it (``control``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from hetero_gateway.core.lengths.estimates import BytesPerToken
+from hetero_gateway.core.policies import default_predictor
+from hetero_gateway.files.gateway_config import GatewayConfig, secret
+from hetero_gateway.gateway.admission.clients import Admission
+from hetero_gateway.gateway.app import route
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.application import DataPlane
+from hetero_gateway.gateway.dataplane.placement import Placement
+from hetero_gateway.gateway.dataplane.predictor import make_predictor
+from hetero_gateway.gateway.dataplane.relay import Deadlines
+from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
+from hetero_gateway.gateway.fleet.health import HealthMonitor
+from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.wire.bodies import BodyLimits
+from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
+from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+from hetero_gateway.gateway.workers import messages
+from hetero_gateway.gateway.workers.channel import Channel
+from hetero_gateway.gateway.workers.control import ControlRelay
+from hetero_gateway.gateway.workers.remote import RemoteDispatcher
+
+_RECONNECT_S = 0.05
+# Predictors that look at lengths alone.
+_BY_LENGTH = ("bucket-mean", "constant", "normal")
+
+_log = logging.getLogger(__name__)
+
+
+def share_of(config: GatewayConfig, workers: int) -> GatewayConfig:
+    """The configuration of one of so many workers: of what is limited, each has its part."""
+    server, pool = config.server, config.pool
+    connections = server.max_connections
+    return config.model_copy(
+        update={
+            "server": server.model_copy(
+                update={
+                    "max_buffered_bytes": math.ceil(server.max_buffered_bytes / workers),
+                    "max_connections": None
+                    if connections is None
+                    else math.ceil(connections / workers),
+                }
+            ),
+            "pool": pool.model_copy(
+                update={"max_connections": math.ceil(pool.max_connections / workers)}
+            ),
+        }
+    )
+
+
+class Worker:
+    """Serves clients. ``start`` needs a running event loop.
+
+    Args:
+        config: of the gateway.
+        config_path: profile files are relative to it.
+        number: from 0, of ``config.server.workers``.
+        hub_path, control_path: the scheduler process's Unix sockets.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        config_path: Path | None,
+        number: int,
+        hub_path: str,
+        control_path: str,
+    ) -> None:
+        self.config = share_of(config, config.server.workers)
+        self.number = number
+        self.draining = False
+        base_dir = config_path.parent if config_path else Path()
+        self.admission = Admission(secret(config.server.api_key_env, "server.api_key_env"))
+        self.fleet = Fleet(self.config, base_dir)
+        self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges)
+        self.control = ControlRelay(control_path)
+        self._predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
+        self._hub_path = hub_path
+        self._stack = AsyncExitStack()
+        self.dataplane: DataPlane
+        self.remote: RemoteDispatcher
+
+    # A Service
+
+    @property
+    def body_limits(self) -> BodyLimits:
+        return self.dataplane.body_limits
+
+    def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
+        return self.dataplane.open(inbound, downstream)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        else:
+            await route(scope, receive, send, self.dataplane, self.control)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            await self.start()
+        except Exception as error:
+            _log.exception("worker %d cannot start", self.number)
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def start(self) -> None:
+        """Connect to the scheduler process; returns once it has told of the instances."""
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        config = self.config
+        outcomes = OutcomeWatch(self.fleet, self.metrics)
+        self._stack.callback(outcomes.close)
+        deadlines = Deadlines(config.timeouts)
+        self._stack.callback(deadlines.close)
+        self._stack.callback(self.fleet.close)
+        placement = Placement(self.fleet, self.metrics, config.scheduler.queue)
+        self._stack.callback(placement.close)
+        tokens = config.scheduler.tokens
+        self.dataplane = DataPlane(
+            config,
+            self.fleet,
+            # Never started: probes are the scheduler process's.
+            HealthMonitor(self.fleet, config.health, tasks),
+            outcomes,
+            self.metrics,
+            self.admission,
+            self._predictor,
+            BytesPerToken(tokens.bytes_per_token),
+            Tokenizer(tokens.tokenizer_file, tokens.thread_above_bytes)
+            if tokens.tokenizer_file
+            else None,
+            deadlines,
+            placement,
+        )
+        kind = config.scheduler.predictor.kind or default_predictor(config.scheduler.policy)
+        self.remote = RemoteDispatcher(
+            self.dataplane.dispatcher,
+            self.fleet,
+            self.metrics,
+            self.number,
+            sends_bodies=kind not in _BY_LENGTH,
+        )
+        self._stack.callback(self.remote.close)
+        self.dataplane.rooms.dispatcher = self.remote
+        self._stack.callback(self.dataplane.close)
+        for work in (self._keep_connected(), self._close_idle_connections()):
+            task = tasks.create_task(work)
+            self._stack.callback(task.cancel)
+        await self.remote.ready.wait()
+
+    async def stop(self) -> None:
+        self.draining = True
+        await self._stack.aclose()
+        await self.control.close()
+
+    def drain(self) -> None:
+        """It was told to end: the scheduler process is to know, and to say so."""
+        self.draining = True
+        if hasattr(self, "remote"):
+            self.remote.draining = True
+
+    async def _keep_connected(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                _, channel = await loop.create_unix_connection(
+                    lambda: Channel(messages.FromScheduler, self.remote), self._hub_path
+                )
+            except OSError:
+                await asyncio.sleep(_RECONNECT_S)
+                continue
+            self.remote.connected(channel)
+            await self.remote.gone.wait()
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _close_idle_connections(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.pool.idle_expiry_s)
+            for instance in self.fleet.instances.values():
+                instance.pool.close_expired()
