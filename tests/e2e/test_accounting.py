@@ -83,11 +83,12 @@ SMALL_QUEUE = {
 }
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     "scheduler", [SMALL_QUEUE, {"policy": "min-max"}], ids=lambda s: s["policy"]
 )
 async def test_two_thousand_mixed_requests_leave_nothing_behind(
-    scheduler: dict[str, object],
+    scheduler: dict[str, object], workers: int
 ) -> None:
     rng = random.Random(7)
     timeouts = {"first_byte_s": 0.4, "idle_s": 0.4, "total_s": 5}
@@ -95,7 +96,7 @@ async def test_two_thousand_mixed_requests_leave_nothing_behind(
     async with fake_instances(4) as fakes:
         retry = {"budget_ratio": 1.0}
         config = config_for(fakes, timeouts=timeouts, retry=retry, pool=pool, scheduler=scheduler)
-        async with running_gateway(config) as running:
+        async with running_gateway(config, workers=workers) as running:
             gate = asyncio.Semaphore(AT_ONCE)
 
             async def client() -> None:
@@ -114,15 +115,18 @@ async def test_two_thousand_mixed_requests_leave_nothing_behind(
             await asyncio.gather(*(client() for _ in range(REQUESTS)))
             await disturbance
             await eventually(running.settled, within_s=60)
-            gateway = running.gateway
-            await eventually(lambda: len(gateway.dataplane.open_exchanges) == 0)
-            await eventually(lambda: len(gateway.dataplane) == 0)
+            processes = running.processes()
+            for each in processes:
+                await eventually(lambda: len(each.dataplane.open_exchanges) == 0)  # noqa: B023
+                await eventually(lambda: len(each.dataplane) == 0)  # noqa: B023
             # No timer of the queue, and no stream that is watched for its speed.
-            await eventually(lambda: gateway.placement.idle)
+            await eventually(lambda: running.gateway.placement.idle)
             # Idle keep-alive connections are closed by the gateway itself, and no task is left.
-            pools = [i.pool for i in gateway.fleet.instances.values()]
+            pools = [i.pool for each in processes for i in each.fleet.instances.values()]
             await eventually(lambda: all(p.open_connections == 0 for p in pools), within_s=60)
             await eventually(lambda: not request_tasks(), within_s=60)
+            if workers > 1:
+                await asyncio.sleep(2)  # what workers count themselves is told each second
             text = await running.metrics()
     if scheduler["policy"] == "finish-time":
         for reason in ("queue_full", "queue_timeout"):

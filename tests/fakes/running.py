@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import socket
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +16,11 @@ import httpx
 
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.app import App, create_app
-from hetero_gateway.gateway.server import GatewayServer
+from hetero_gateway.gateway.server import GatewayServer, Served
+from hetero_gateway.gateway.wire.cycle import Service
 from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.gateway.workers.hub import listen
+from hetero_gateway.gateway.workers.worker import Worker
 from tests.fakes.vllm import FakeInstance
 
 FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"
@@ -24,13 +30,24 @@ SLOW = "V100-32GB-NVLink2/Llama-3-8B/tp1"
 @dataclass
 class RunningGateway:
     url: str
-    port: int
     app: App
     server: GatewayServer
+    workers: list[Worker] = dataclasses.field(default_factory=list)
+    ports: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        """Of the workers, where there are several, in turn."""
+        self.ports.append(self.ports.pop(0))
+        return self.ports[-1]
 
     @property
     def gateway(self) -> Gateway:
         return self.app.gateway
+
+    def processes(self) -> list[Gateway | Worker]:
+        """What would be processes: the gateway, and its workers."""
+        return [self.gateway, *self.workers]
 
     def loads(self) -> list[tuple[float, int, int]]:
         """(load, KV tokens, in flight) of every instance."""
@@ -54,6 +71,8 @@ class RunningGateway:
             and self.gateway.fleet.scheduler.queued == 0
             and len(self.gateway.placement) == 0
             and not any(any(row) for row in self.progress())
+            and all(worker.remote.idle for worker in self.workers)
+            and (self.gateway.hub is None or self.gateway.hub.requests == 0)
         )
 
     async def metrics(self) -> str:
@@ -83,23 +102,48 @@ def config_for(
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    config: GatewayConfig, config_path: Path | None = None
+    config: GatewayConfig, config_path: Path | None = None, workers: int = 1
 ) -> AsyncIterator[RunningGateway]:
-    """Serve until the block ends."""
-    app = create_app(config, config_path)
+    """Serve until the block ends; with several workers, all in this event loop."""
+    if workers == 1:
+        app = create_app(config, config_path)
+        async with serving(app, app.gateway) as (server, url):
+            yield RunningGateway(url, app, server, ports=[_port_of(url)])
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        hub, control = f"{directory}/hub", f"{directory}/control"
+        app = create_app(config, config_path, listen(hub))
+        shared = config.model_copy(
+            update={"server": config.server.model_copy(update={"workers": workers})}
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            server, _ = await stack.enter_async_context(serving(app, app.gateway, listen(control)))
+            many = [Worker(shared, config_path, i, hub, control) for i in range(workers)]
+            urls = [(await stack.enter_async_context(serving(w, w)))[1] for w in many]
+            yield RunningGateway(urls[0], app, server, many, [_port_of(url) for url in urls])
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    service: Service, gateway: Served, listener: socket.socket | None = None
+) -> AsyncIterator[tuple[GatewayServer, str]]:
+    """One server until the block ends, and its URL."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(app, app.gateway, ready.set_result)
+    server = GatewayServer(service, gateway, ready.set_result, listener)
     task = asyncio.ensure_future(server.serve())
     try:
         done, _ = await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
         if task in done:
             task.result()
             raise RuntimeError("the server stopped before it was ready")
-        url = ready.result()
-        yield RunningGateway(url, int(url.rsplit(":", 1)[1]), app, server)
+        yield server, ready.result()
     finally:
         server.should_exit = True
         await task
+
+
+def _port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1])
 
 
 async def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:

@@ -86,6 +86,11 @@ class DrainingServer(uvicorn.Server):
         """Where it listens, once it has started."""
         return url_of(self.servers[0].sockets[0])
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._listener is not None:
+            sockets = [self._listener]
+        await super().serve(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.gateway.drain()
         super().handle_exit(sig, frame)
@@ -96,7 +101,7 @@ class DrainingServer(uvicorn.Server):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         try:
-            self.run(None if self._listener is None else [self._listener])
+            self.run()
         except SystemExit as error:
             config = self.gateway.config.server
             raise HeteroGatewayError(

@@ -224,8 +224,8 @@ class Attempts:
             self._end()
         else:
             if self._wait is not None:
-                self._wait.leave()
                 self._note("client_disconnected")
+                self._wait.leave()
             # Else it was not understood yet: whatever is being counted is for nothing.
             self._end()
 

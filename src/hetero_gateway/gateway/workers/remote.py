@@ -558,11 +558,11 @@ class RemoteDispatcher:
         now_s = time.monotonic()
         seen, samples = self._streams.look(now_s)
         channel = self._channel
-        if self._connected is not None and now_s - self._heard_s > _SILENCE_S:
-            _log.warning("the scheduler process has said nothing for %g s", _SILENCE_S)
-            self._connected.abort()
-            return
         if channel is None:
+            return
+        if now_s - self._heard_s > _SILENCE_S:
+            _log.warning("the scheduler process has said nothing for %g s", _SILENCE_S)
+            channel.abort()
             return
         parts = [(str(name), *part) for name, of_one in seen.items() for part in of_one]
         if parts or samples:
