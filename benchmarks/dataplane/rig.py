@@ -188,6 +188,10 @@ class LoadRun:
         self._cpu_before_s = process_cpu_s(process.pid)
         self._started_s = 0.0
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def go(self) -> None:
         assert self._process.stdin is not None
         self._started_s = time.monotonic()
