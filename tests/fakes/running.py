@@ -132,7 +132,8 @@ async def serving(
     server = GatewayServer(service, gateway, ready.set_result, listener)
     task = asyncio.ensure_future(server.serve())
     try:
-        done, _ = await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {ready, task}
+        done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if task in done:
             task.result()
             raise RuntimeError("the server stopped before it was ready")
