@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,7 +24,14 @@ from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.sharing.peers import make_sharing
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
-from hetero_gateway.gateway.workers.hub import Hub
+from hetero_gateway.gateway.workers.hub import SECRET_ENV, Hub
+
+
+def prefix_secret(config: GatewayConfig) -> bytes | None:
+    """What the keys of prompts begin with: the configuration's, or that of all workers."""
+    named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env")
+    named = named or os.environ.get(SECRET_ENV)
+    return named.encode() if named else None
 
 
 class Gateway:
@@ -51,8 +59,7 @@ class Gateway:
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
         self.admission = Admission(secret(config.server.api_key_env, "server.api_key_env"))
         base_dir = config_path.parent if config_path else Path()
-        named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env")
-        self._prefix_secret = named.encode() if named else None
+        self._prefix_secret = prefix_secret(config)
         self.fleet = Fleet(config, base_dir)
         scheduler = self.fleet.scheduler
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)

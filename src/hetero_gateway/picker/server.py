@@ -63,7 +63,7 @@ class PickerServer(ProtocolServer):
         on_ready: Callable[[str, str], None],
     ) -> None:
         app = create_app(config, config_path)
-        super().__init__(ControlApp(app.gateway, app.control))
+        super().__init__(ControlApp(app.gateway, app.control), app.gateway)
         base_dir = config_path.parent if config_path else Path()
         self.picker = Picker(app.gateway, config.picker, base_dir)
         self._grpc_host = config.picker.host

@@ -305,3 +305,50 @@ async def test_messages_of_one_turn_go_in_one_write() -> None:
     received: list[Any] = []
     FrameReader(messages.FromWorker, received.append).feed(written[0])
     assert received == [[messages.Began(key) for key in range(5)]]
+
+
+async def test_what_cannot_be_sent_costs_its_own_request() -> None:
+    async with two_workers() as (running, client, _):
+        good = asyncio.ensure_future(
+            post(client, running, body(stream=True, events=5, delay_s=0.1))
+        )
+        await eventually(lambda: in_flight(running) == 1)
+        odd = await post(client, running, body() | {"max_tokens": 10**30})
+        assert odd.status_code in (200, 400, 500)
+        assert (await good).text.endswith("data: [DONE]\n\n")
+        remote = running.workers[0].remote
+        channel = remote._channel
+        assert channel is not None
+        channel.send(messages.Settle(10**30, "completed", True, None))  # type: ignore[arg-type]
+        assert (await post(client, running, body())).status_code == 200
+        assert (await post(client, running, body())).status_code == 200
+        assert not remote.alone
+        await eventually(running.settled)
+
+
+@pytest.mark.parametrize(
+    "request_body",
+    [
+        body(),
+        body(stream=True) | {"n": 3, "max_tokens": 7},
+        {"model": "m", "prompt": "a text " * 500, "max_tokens": 9},
+        {"model": "m", "prompt": ["one", "two"], "cache_salt": "s"},
+    ],
+    ids=["tokens", "several", "text", "prompts"],
+)
+async def test_a_request_is_described_as_in_one_process(request_body: dict[str, Any]) -> None:
+    seen = []
+    for workers in (1, 2):
+        async with (
+            fake_instances(1) as fakes,
+            running_gateway(config_for(fakes), workers=workers) as running,
+            httpx.AsyncClient(timeout=60) as client,
+        ):
+            assert (await post(client, running, request_body)).status_code == 200
+            await eventually(running.settled)
+            record = next(iter(running.gateway.dataplane.decisions.newest_first()))
+            request = record.decision.request
+            # Their hashes begin with a secret of each gateway's.
+            lengths = None if request.prefix is None else request.prefix[1:]
+            seen.append((request._replace(prefix=None), lengths, fakes[0].bodies))
+    assert seen[0] == seen[1]

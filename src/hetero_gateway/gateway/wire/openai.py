@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -122,8 +121,7 @@ _decode_raw = msgspec.json.Decoder(_RawBody).decode
 _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-@dataclass(slots=True)
-class ParsedRequest:
+class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
     """What a body says. ``text_bytes`` is 0 when the prompt is exact.
 
     ``truncates``: the engine cuts the prompt down to a length that the client gives. ``prefix``:

@@ -18,6 +18,10 @@ class Listener(Protocol):
 
     def received(self, messages: list[Any]) -> None: ...
 
+    def unsent(self, message: Any, error: Exception) -> None:
+        """A message holds what cannot be sent: a number of too many digits, say."""
+        ...
+
     def lost(self) -> None:
         """The other end is gone. Called once, unless ``close`` was."""
         ...
@@ -53,9 +57,24 @@ class Channel(asyncio.Protocol):
 
     def flush(self) -> None:
         if self._outbox and self._transport is not None and not self.closed:
-            data = frame(self._outbox)
-            self._outbox.clear()
+            outbox, self._outbox = self._outbox, []
+            try:
+                data = frame(outbox)
+            except Exception:
+                data = self._what_can_be_sent(outbox)
             self._transport.write(data)
+
+    def _what_can_be_sent(self, outbox: list[Any]) -> bytes:
+        """One message that cannot be written must not take the others with it."""
+        parts = []
+        for message in outbox:
+            try:
+                parts.append(frame([message]))
+            except Exception as error:
+                _log.exception("a %s cannot be sent", type(message).__name__)
+                if self.listener is not None:
+                    self.listener.unsent(message, error)
+        return b"".join(parts)
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hetero_gateway import __version__
-from hetero_gateway.core.types import InstanceId, Outcome, Reject
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, Usage
 from hetero_gateway.engines.vllm import WORK_BY_PATH
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
@@ -27,11 +27,12 @@ from hetero_gateway.gateway.dataplane.placement import Placed, Placement
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 
 VIEW_INTERVAL_S = 1.0
+# By which the supervisor gives all of its processes one secret for the keys of prompts.
+SECRET_ENV = "HETERO_GATEWAY_PROCESS_SECRET"
 
 _FAILURES = {failure.value: failure for failure in Failure}
 
@@ -54,7 +55,7 @@ class SeenElsewhere:
         self.congested = False
         self._usage = report.usage
 
-    def usage(self) -> tuple[int | None, int | None]:
+    def usage(self) -> Usage:
         return self._usage
 
 
@@ -193,6 +194,11 @@ class Session:
         if isinstance(message, messages.Submit | messages.Again):
             self.channel.send(messages.Failed(key))
 
+    def unsent(self, message: Any, error: Exception) -> None:
+        if isinstance(message, messages.Placed):
+            self._broke(message, error)
+            self.channel.send(messages.Failed(message.key))
+
     def lost(self) -> None:
         """The worker is gone: its requests are over, now."""
         self._hub.forget(self)
@@ -243,18 +249,8 @@ class Session:
         inbound.request_id = facts.request_id
         inbound.received_s = facts.received_s
         inbound.body = facts.body
-        parsed = ParsedRequest(
-            facts.model,
-            facts.stream,
-            facts.max_output_tokens,
-            facts.sequences,
-            facts.text_bytes,
-            facts.media_parts,
-            facts.exact_prompt_tokens,
-            facts.prompt_count,
-            facts.truncates,
-        )
-        return self.dispatcher.describe(inbound, Client(facts.client), parsed, facts.counted)
+        client = Client(facts.client)
+        return self.dispatcher.describe(inbound, client, facts.parsed, facts.counted)
 
     def _submit(self, said: messages.Submit) -> None:
         job = self._job_of(said.facts)

@@ -26,6 +26,9 @@ from typing import Any
 
 import msgspec
 
+from hetero_gateway.core.types import Usage
+from hetero_gateway.gateway.wire.openai import ParsedRequest
+
 PREFIX = struct.Struct("<I")
 # A frame is one turn's messages; a whole body may be among them, for a predictor that reads it.
 MOST_FRAME_BYTES = 1 << 30
@@ -36,7 +39,7 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
 
 
 class Facts(msgspec.Struct, array_like=True, gc=False):
-    """What the scheduler process has to know of a request; see ``ParsedRequest`` and ``Inbound``.
+    """What the scheduler process has to know of a request; see ``Inbound``.
 
     ``body``: for a predictor that reads the prompt; else empty.
     """
@@ -46,15 +49,7 @@ class Facts(msgspec.Struct, array_like=True, gc=False):
     client: str
     received_s: float
     deadline_s: float
-    model: str
-    stream: bool
-    max_output_tokens: int | None
-    sequences: int
-    text_bytes: int
-    media_parts: int
-    exact_prompt_tokens: int | None
-    prompt_count: int
-    truncates: bool
+    parsed: ParsedRequest
     counted: int | None
     body: bytes
 
@@ -85,7 +80,7 @@ class Report(msgspec.Struct, array_like=True, gc=False):
     events: int
     empty: bool
     complete: bool
-    usage: tuple[int | None, int | None]
+    usage: Usage
     mark: bytes  # tells the request's body from others
 
 

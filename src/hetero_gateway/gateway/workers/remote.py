@@ -299,22 +299,13 @@ class RemoteDispatcher:
 
     def _facts_of(self, job: _Job) -> messages.Facts:
         inbound, parsed = job.inbound, job.parsed
-        assert parsed.model is not None
         return messages.Facts(
             inbound.request_id,
             inbound.path,
             job.client.name,
             inbound.received_s,
             job.deadline_s,
-            parsed.model,
-            parsed.stream,
-            parsed.max_output_tokens,
-            parsed.sequences,
-            parsed.text_bytes,
-            parsed.media_parts,
-            parsed.exact_prompt_tokens,
-            parsed.prompt_count,
-            parsed.truncates,
+            parsed,
             job.counted,
             inbound.body if self._sends_bodies else b"",
         )
@@ -382,6 +373,17 @@ class RemoteDispatcher:
                 self._view = {InstanceId(i): PeerLoad(*load) for i, load in message.loads}
             else:
                 self._not_placed(message)
+
+    def unsent(self, message: Any, error: Exception) -> None:
+        key = getattr(message, "key", None)
+        if key is None:
+            return
+        ask = self._asked.pop(key, None)
+        if ask is not None:
+            ask.job.session = 0  # nobody has heard of it
+            ask.owner.broke(error)
+        elif not isinstance(message, messages.Over):
+            self._send(messages.Over(key, ""))
 
     def lost(self) -> None:
         """The scheduler process is gone, or does not answer: go on alone."""

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -30,7 +31,7 @@ import msgspec
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.server import BACKLOG, url_of
-from hetero_gateway.gateway.workers.hub import listen
+from hetero_gateway.gateway.workers.hub import SECRET_ENV, listen
 
 # Who has lived for less is given a pause before the next start.
 _SHORT_LIFE_S, _PAUSE_S = 5.0, 1.0
@@ -123,6 +124,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._ending: asyncio.Future[int] | None = None
         self._signal: int = signal.SIGTERM
+        self._secret = secrets.token_hex(32)
 
     async def run(self) -> int:
         """Until SIGINT or SIGTERM; returns the exit code.
@@ -232,6 +234,7 @@ class Supervisor:
                 msgspec.json.encode(role).decode(),
                 pass_fds=(*role.listeners, writing, self._life),
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, SECRET_ENV: self._secret},
                 # A terminal's SIGINT is for the supervisor, who sees to the order of the ends.
                 start_new_session=True,
             )

@@ -30,6 +30,7 @@ from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+from hetero_gateway.gateway.wiring import prefix_secret
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 from hetero_gateway.gateway.workers.control import ControlRelay
@@ -150,6 +151,7 @@ class Worker:
             else None,
             deadlines,
             placement,
+            prefix_secret(config),
         )
         kind = config.scheduler.predictor.kind or default_predictor(config.scheduler.policy)
         self.remote = RemoteDispatcher(
