@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 
+from hetero_gateway.core.types import Request
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 from hetero_gateway.gateway.workers.messages import FrameReader, frame
@@ -336,18 +337,31 @@ async def test_what_cannot_be_sent_costs_its_own_request() -> None:
     ],
     ids=["tokens", "several", "text", "prompts"],
 )
-async def test_a_request_is_described_as_in_one_process(request_body: dict[str, Any]) -> None:
+@pytest.mark.parametrize("policy", ["finish-time", "session"])
+async def test_a_request_is_described_as_in_one_process(
+    request_body: dict[str, Any], policy: str
+) -> None:
     seen = []
     for workers in (1, 2):
         async with (
             fake_instances(1) as fakes,
-            running_gateway(config_for(fakes), workers=workers) as running,
-            httpx.AsyncClient(timeout=60) as client,
+            running_gateway(
+                config_for(fakes, scheduler={"policy": policy}), workers=workers
+            ) as running,
+            httpx.AsyncClient(timeout=60, headers={"x-session-id": "a"}) as client,
         ):
+            asked: list[Request] = []
+            submit = running.gateway.placement.submit
+
+            def spy(request: Request, *args: Any, **options: Any) -> Any:
+                asked.append(request)  # noqa: B023
+                return submit(request, *args, **options)  # noqa: B023
+
+            running.gateway.placement.submit = spy  # type: ignore[method-assign]
             assert (await post(client, running, request_body)).status_code == 200
             await eventually(running.settled)
-            record = next(iter(running.gateway.dataplane.decisions.newest_first()))
-            request = record.decision.request
+            (request,) = asked
+            assert (request.session is not None) == (policy == "session")
             # Their hashes begin with a secret of each gateway's.
             lengths = None if request.prefix is None else request.prefix[1:]
             seen.append((request._replace(prefix=None), lengths, fakes[0].bodies))

@@ -96,6 +96,8 @@ class Intake:
         self._tokenizer = tokenizer
         self._seed = seed_of(prefix_secret) if config.scheduler.prefix_cache else None
         self._sessions = config.scheduler.policy == "session"
+        # Of a request's headers, what ``describe`` looks at.
+        self.described_headers = frozenset((_SESSION_HEADER,) if self._sessions else ())
         self._tenants = Tenants(prefix_secret) if config.scheduler.isolate_clients else None
 
     def check_size(self, size_bytes: int) -> None:

@@ -245,7 +245,7 @@ class Session:
     # Requests
 
     def _job_of(self, facts: messages.Facts) -> Job:
-        inbound = Inbound(facts.path, b"", WORK_BY_PATH[facts.path], [])
+        inbound = Inbound(facts.path, b"", WORK_BY_PATH[facts.path], facts.headers)
         inbound.request_id = facts.request_id
         inbound.received_s = facts.received_s
         inbound.body = facts.body

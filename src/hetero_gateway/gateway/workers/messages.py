@@ -41,6 +41,7 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
 class Facts(msgspec.Struct, array_like=True, gc=False):
     """What the scheduler process has to know of a request; see ``Inbound``.
 
+    ``headers``: those that ``Intake.describe`` looks at.
     ``body``: for a predictor that reads the prompt; else empty.
     """
 
@@ -49,6 +50,7 @@ class Facts(msgspec.Struct, array_like=True, gc=False):
     client: str
     received_s: float
     deadline_s: float
+    headers: list[tuple[bytes, bytes]]
     parsed: ParsedRequest
     counted: int | None
     body: bytes

@@ -151,6 +151,7 @@ class RemoteDispatcher:
         fleet: the instances as this worker knows them; kept as the scheduler process says.
         metrics: of this worker; its counts are passed on.
         worker: its number.
+        headers: names of those that describing looks at.
         sends_bodies: the predictor reads prompts.
     """
 
@@ -161,6 +162,7 @@ class RemoteDispatcher:
         metrics: Metrics,
         worker: int,
         *,
+        headers: frozenset[bytes],
         sends_bodies: bool,
     ) -> None:
         self.ready = asyncio.Event()  # it knows the instances
@@ -170,6 +172,7 @@ class RemoteDispatcher:
         self._fleet = fleet
         self._metrics = metrics
         self._worker = worker
+        self._headers = headers
         self._sends_bodies = sends_bodies
         self._loop = asyncio.get_running_loop()
         self._connected: Channel | None = None  # not greeted yet
@@ -298,13 +301,14 @@ class RemoteDispatcher:
         self._asked[job.key] = ask
 
     def _facts_of(self, job: _Job) -> messages.Facts:
-        inbound, parsed = job.inbound, job.parsed
+        inbound, parsed, names = job.inbound, job.parsed, self._headers
         return messages.Facts(
             inbound.request_id,
             inbound.path,
             job.client.name,
             inbound.received_s,
             job.deadline_s,
+            [pair for pair in inbound.headers if pair[0] in names] if names else [],
             parsed,
             job.counted,
             inbound.body if self._sends_bodies else b"",

@@ -159,6 +159,7 @@ class Worker:
             self.fleet,
             self.metrics,
             self.number,
+            headers=self.dataplane.intake.described_headers,
             sends_bodies=kind not in _BY_LENGTH,
         )
         self._stack.callback(self.remote.close)
