@@ -6,8 +6,8 @@ One gateway of one process and one of several are up at once, in front of the sa
 instances (mock.c), and take turns under the same load (load.c, distinct prompts). For the cost both
 have one core, and mocks and load the other: CPU is read from each process's own clock, less what it
 uses when idle, and the several are added up: workers, scheduler process and supervisor. Requests
-come as fast as they are answered (``busy``) and 200 per second (``paced``); streams have 200 chunks.
-The round trip is the workers' own histogram, of paced requests.
+come as fast as they are answered (``busy``) and 200 per second (``paced``); streams have 200
+chunks. The round trip is the workers' own histogram, of paced requests.
 
 For the capacity nothing is pinned: all processes, mocks and load share the machine's cores, and
 more streams begin each second than can be served; the load's and the mocks' own share is printed.
@@ -182,7 +182,8 @@ def costs(rounds: int) -> dict[str, Any]:
         one = [sum(r["cpu_us"].values()) for r in seen[kind, "one"]]
         two = [sum(r["cpu_us"].values()) for r in seen[kind, "two"]]
         shares = [
-            r["cpu_us"]["scheduler"] / total for r, total in zip(seen[kind, "two"], two, strict=True)
+            r["cpu_us"]["scheduler"] / total
+            for r, total in zip(seen[kind, "two"], two, strict=True)
         ]
         parts = {
             name: statistics.median(r["cpu_us"][name] for r in seen[kind, "two"])
@@ -269,8 +270,8 @@ def main() -> None:
     if "capacity" in document:
         for name in ("one", "two"):
             row = document["capacity"][name]
-            print(f"{name}: {row['streams_per_s']:.1f} streams/s of {CHUNKS} chunks; cores: "
-                  f"{row['cores']}, mocks {row['mocks_cores']:.2f}, load {row['load_cores']}")  # fmt: skip
+            print(f"{name}: {row['streams_per_s']:.1f} streams/s of {CHUNKS} chunks; cores:")
+            print(f"  {row['cores']}, mocks {row['mocks_cores']:.2f}, load {row['load_cores']}")
         print(f"two carry {document['capacity']['ratio']:.2f} times the streams of one")
 
 
