@@ -1,5 +1,7 @@
 """Paths, refusals, key, metrics: everything around the answers."""
 
+import time
+
 import pytest
 
 from hetero_gateway.engines.vllm import CacheFacts, EngineMetrics, read_metrics
@@ -193,8 +195,10 @@ def test_metrics_have_vllms_series_and_bounds(emulate):
         assert label in text
     told = read_metrics(text)
     assert told == EngineMetrics(
-        0, 0, 0, 50, 5, 0, 50, 0, CacheFacts(4800, 16, None, "auto", prefix_caching=True)
-    )
+        0, 0, 0, 50, 5, 0, 50, 0, told.started_s, told.asleep,
+        CacheFacts(4800, 16, None, "auto", prefix_caching=True),
+    )  # fmt: skip
+    assert abs(told.started_s - time.time()) < 3600
     assert instance.metric("vllm:prompt_tokens_total") == 50
     assert instance.metric("vllm:generation_tokens_total") == 5
     assert instance.metric("vllm:num_preemptions_total") == 0

@@ -86,9 +86,9 @@ class Witness(Scheduler):
         self.first_tokens.append(now_s)
         return super().first_token(dispatch, now_s)
 
-    def settle(self, dispatch, outcome, now_s=0.0):
+    def settle(self, dispatch, outcome, now_s=0.0, usage=None):
         self.times.append(now_s)
-        return super().settle(dispatch, outcome, now_s)
+        return super().settle(dispatch, outcome, now_s, usage)
 
     def observe_steps(self, instance_id, steps, duration_s, now_s):
         self.times.append(now_s)

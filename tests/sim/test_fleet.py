@@ -203,15 +203,16 @@ def test_instances_do_not_disturb_each_other():
 @pytest.mark.parametrize("size", [1, 16, 61])
 def test_finish_time_compiled_estimates_the_same(size):
     rng = np.random.default_rng(size)
-    for _ in range(20):
+    for cached in (None, np.full(size, 100.0)) * 10:
         rows = rng.random((14, size)) * 100
         kv, max_num_seqs = 1 + rng.random(size) * 1e5, rng.integers(1, 256, size) * 1.0
         further = rng.random((2, size)) * 1e4
         times = 0.1 + rng.random((2, size))
         prefill = np.full(size, 600.0)
         args = (rng.random((9, size)) * 1e-4, rows, kv, max_num_seqs, *further, *times, prefill)
-        plain = estimates.estimates(*args, 2.0, 300.0, 200.0)
-        compiled = jit(estimates.estimates)(*args, 2.0, 300.0, 200.0)
+        request = (cached, 3.0, 2.0, 300.0, 200.0)
+        plain = estimates.estimates(*args, *request)
+        compiled = jit(estimates.estimates)(*args, *request)
         for one, other in zip(plain, compiled, strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-12)
         room = estimates.room(rows, max_num_seqs, 8)
