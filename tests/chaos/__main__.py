@@ -33,6 +33,12 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="default: %(default)g")
     parser.add_argument("--clients", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--instances", type=int, default=8, help="default: %(default)s")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="of the gateway; with several, they and its scheduler process are killed in turn",
+    )
     parser.add_argument("--json", action="store_true", help="one document instead of tables")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and files there")
     args = parser.parse_args(words)
@@ -41,7 +47,9 @@ def main(words: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        options = Options(args.seed, args.seconds, args.clients, args.instances, directory)
+        options = Options(
+            args.seed, args.seconds, args.clients, args.instances, directory, args.workers
+        )
         result = asyncio.run(Run(options).run())
     if args.json:
         print(json.dumps(_document(result), indent=1))

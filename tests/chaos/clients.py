@@ -37,6 +37,7 @@ class Outcome(enum.StrEnum):
     BROKEN = "broken"  # an answer that began and was broken off, visibly
     EMPTY = "empty"  # what an instance answered: 200 without a body
     LEFT = "left"  # the client went away
+    KILLED = "killed"  # it was in a worker that was killed
     UNSENT = "unsent"  # a kept connection was closed as it was sent: sent again, as clients do
 
 
@@ -106,6 +107,8 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.open = True
         self.port = 0
+        self.local_port = 0
+        self.killed_s: float | None = None  # when the worker that had it was killed
         self.requests = 0
         self._request: Request | None = None
         self._done: asyncio.Future[None] | None = None
@@ -137,6 +140,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.local_port = transport.get_extra_info("sockname")[1]
 
     def data_received(self, data: bytes) -> None:
         request = self._request

@@ -61,9 +61,9 @@ class GatewayProcess(Process):
         self._client = httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False)
 
     @classmethod
-    async def start(cls, config: Path, log: Path) -> GatewayProcess:
+    async def start(cls, config: Path, log: Path, workers: int = 1) -> GatewayProcess:
         """Serve on a free port. Raises RuntimeError when it does not come up."""
-        process, url = await asyncio.to_thread(_start, config, log)
+        process, url = await asyncio.to_thread(_start, config, log, workers)
         return cls(process, url, log)
 
     async def get(self, path: str) -> Any:
@@ -122,9 +122,10 @@ class GatewayProcess(Process):
         self.process.wait()
 
 
-def _start(config: Path, log: Path) -> tuple[subprocess.Popen[bytes], str]:
+def _start(config: Path, log: Path, workers: int) -> tuple[subprocess.Popen[bytes], str]:
     """(the process, its URL)."""
     command = [sys.executable, "-m", "hetero_gateway", "serve", "-c", str(config), "--port", "0"]
+    command += ["--workers", str(workers)]
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL)
     deadline_s = time.monotonic() + _READY_WITHIN_S

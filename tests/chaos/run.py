@@ -7,7 +7,10 @@ works: all is seen from the clients' side, /admin, /metrics, /proc and the log.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -31,6 +34,8 @@ LOG_BYTES_PER_REQUEST = 300
 SHUTDOWN_TIMEOUT_S = 30
 # What is sent so shortly ahead of a gateway's end, or later, may meet a connection that it closes.
 CROSSING_S = 0.5
+# The processes of a gateway of several.
+KILLED_EVERY_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class Options:
     clients: int = 200
     instances: int = 8
     directory: Path = Path()
+    workers: int = 1
 
 
 @dataclass
@@ -66,7 +72,9 @@ class Run:
         self._latencies_s: list[float] = []
         self._changes = 0
         self._changing = asyncio.Lock()  # there is one file
-        self._removed = False  # the counts of an instance go with it
+        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._killing = False
+        self._removed = False  # the counts of an instance, or of all, go with it
         self._baseline: dict[str, float] = {}
         self._ended_s: dict[int, float] = {}  # when a gateway was told to end, by its port
         self._warm_rss_bytes = 0
@@ -99,6 +107,8 @@ class Run:
                     tasks.create_task(self._client(number))
                 tasks.create_task(self._disturb())
                 tasks.create_task(self._watch())
+                if options.workers > 1:
+                    tasks.create_task(self._kill_processes())
                 await asyncio.sleep(options.seconds / 2)
                 first = self.gateway
                 await self._take_over(stack, "second")
@@ -140,9 +150,12 @@ class Run:
     async def _take_over(self, stack: AsyncExitStack, name: str) -> None:
         """A gateway of its own port gets all requests from now on."""
         directory = self.options.directory
-        gateway = await GatewayProcess.start(directory / "gateway.yaml", directory / f"{name}.log")
+        gateway = await GatewayProcess.start(
+            directory / "gateway.yaml", directory / f"{name}.log", self.options.workers
+        )
         stack.push_async_callback(gateway.aclose)
         await self._ready(gateway)
+        self._killing = name == "second"  # the first one is to end well
         self._baseline = await self._holdings(gateway)
         self._warm_rss_bytes = 0
         self._removed = False
@@ -216,6 +229,7 @@ class Run:
                 return None
             return await self._connect(self.gateway.port)  # it was replaced meanwhile
         connection.port = port
+        self._connections.add(connection)
         connection.watch(lambda data: self.violation(f"bytes that nobody asked for: {data[:80]!r}"))
         return connection
 
@@ -241,6 +255,10 @@ class Run:
             self.violation(f"{request.tag}: no outcome within {PATIENCE_S:g} s")
             return Outcome.BROKEN
         request.ended_s = self.now_s()
+        if connection.killed_s is not None and not request.whole:
+            connection.open = False
+            self._sent[port] -= 1
+            return Outcome.KILLED
         if not request.whole:
             connection.open = False
         if self._crossed_the_end(request, port):
@@ -310,6 +328,37 @@ class Run:
             instance.break_off(kind, disturbance.share, self.now_s())
             await asyncio.sleep(disturbance.duration_s)
             instance.break_off(None, 0.0, self.now_s())
+
+    async def _kill_processes(self) -> None:
+        """A worker, the scheduler process, another worker, and so on, by SIGKILL."""
+        number = 0
+        while self.now_s() < self._end_s - CALM_S - KILLED_EVERY_S:
+            await asyncio.sleep(KILLED_EVERY_S)
+            if not self._killing:
+                continue
+            gateway = self.gateway
+            async with self._changing:  # a reload is nobody's while there is no scheduler
+                there = processes(gateway.pid)
+                workers = sorted(role for role in there if role != "null")
+                number += 1
+                if number % 2:
+                    role = workers[number // 2 % len(workers)]
+                    ports = kill_worker(there[role], gateway.port)
+                    for connection in self._connections:
+                        if connection.port == gateway.port and connection.local_port in ports:
+                            connection.killed_s = self.now_s()
+                    self.result.disturbances["worker killed"] += 1
+                else:
+                    os.kill(there["null"], signal.SIGKILL)
+                    self._removed = True
+                    self.result.disturbances["scheduler killed"] += 1
+
+                async def all_there() -> str | None:
+                    metrics = await gateway.metrics()  # noqa: B023
+                    count = metrics["hetero_gateway_workers"][()]
+                    return None if count == self.options.workers else f"{count:g} workers"
+
+                await self._eventually(all_there)
 
     async def _change_config(self, disturbance: Disturbance) -> None:
         """An instance goes and comes back, one gets a new weight, or a file must be refused."""

@@ -43,6 +43,13 @@ def test_a_minute_of_it_with_two_hundred_clients() -> None:
     assert {"restart", "stop", "reload"} <= document["disturbances"].keys()
 
 
+@pytest.mark.slow
+def test_workers_and_their_scheduler_are_killed_too() -> None:
+    document = run("--seed", "3", "--seconds", "30", "--clients", "100", "--workers", "2")
+    assert document["outcomes"]["completed"] > 100
+    assert {"worker killed", "scheduler killed"} <= document["disturbances"].keys()
+
+
 # What the verdicts are worth: each of these answers must be found out.
 
 

@@ -1,0 +1,40 @@
+"""The processes of one gateway, killed one at a time: its workers and its scheduler process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+
+
+def processes(supervisor: int) -> dict[str, int]:
+    """Process ids by role: ``null`` is the scheduler process, a number a worker."""
+    found = {}
+    for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
+        try:
+            words = Path(f"/proc/{child}/cmdline").read_text()
+        except OSError:
+            continue
+        if '"worker":' in words:
+            found[words.partition('"worker":')[2].partition(",")[0]] = int(child)
+    return found
+
+
+def kill_worker(pid: int, port: int) -> set[int]:
+    """SIGKILL; returns the client ports of the connections to ``port`` that it had."""
+    os.kill(pid, signal.SIGSTOP)  # so that it has those, and no others
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        match = _SOCKET.match(os.readlink(entry))
+        if match:
+            inodes.add(match[1])
+    clients = set()
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[9] in inodes and int(fields[1].rpartition(":")[2], 16) == port:
+            clients.add(int(fields[2].rpartition(":")[2], 16))
+    os.kill(pid, signal.SIGKILL)
+    return clients
