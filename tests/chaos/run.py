@@ -21,9 +21,10 @@ from typing import Any
 import yaml
 
 from tests.chaos.clients import PATIENCE_S, Connection, Outcome, Request, draw_request, judge
-from tests.chaos.disturbances import Disturbance, draw_disturbances
+from tests.chaos.disturbances import CALM_S, Disturbance, draw_disturbances
 from tests.chaos.gateway import GatewayProcess
 from tests.chaos.instances import Instance, make_instances, write_profiles
+from tests.chaos.workers import kill_worker, processes
 
 # How long loads, connections and tasks may take to go back to where they were.
 SETTLED_WITHIN_S = 30.0
@@ -35,7 +36,7 @@ SHUTDOWN_TIMEOUT_S = 30
 # What is sent so shortly ahead of a gateway's end, or later, may meet a connection that it closes.
 CROSSING_S = 0.5
 # The processes of a gateway of several.
-KILLED_EVERY_S = 3.0
+KILLED_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Run:
         self._changes = 0
         self._changing = asyncio.Lock()  # there is one file
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-        self._killing = False
+        self._killing = asyncio.Lock()
         self._removed = False  # the counts of an instance, or of all, go with it
         self._baseline: dict[str, float] = {}
         self._ended_s: dict[int, float] = {}  # when a gateway was told to end, by its port
@@ -111,8 +112,9 @@ class Run:
                     tasks.create_task(self._kill_processes())
                 await asyncio.sleep(options.seconds / 2)
                 first = self.gateway
-                await self._take_over(stack, "second")
-                await self._drained(first)
+                async with self._killing:
+                    await self._take_over(stack, "second")
+                    await self._drained(first)
                 await asyncio.sleep(max(0.0, self._end_s - self.now_s()))
                 self._over = True
             await self._check_end()
@@ -155,7 +157,6 @@ class Run:
         )
         stack.push_async_callback(gateway.aclose)
         await self._ready(gateway)
-        self._killing = name == "second"  # the first one is to end well
         self._baseline = await self._holdings(gateway)
         self._warm_rss_bytes = 0
         self._removed = False
@@ -334,10 +335,9 @@ class Run:
         number = 0
         while self.now_s() < self._end_s - CALM_S - KILLED_EVERY_S:
             await asyncio.sleep(KILLED_EVERY_S)
-            if not self._killing:
-                continue
-            gateway = self.gateway
-            async with self._changing:  # a reload is nobody's while there is no scheduler
+            # A reload is nobody's while there is no scheduler; and a gateway is to end well.
+            async with self._killing, self._changing:
+                gateway = self.gateway
                 there = processes(gateway.pid)
                 workers = sorted(role for role in there if role != "null")
                 number += 1

@@ -131,6 +131,11 @@ class Gateway:
             await self.hub.start()
             self._stack.push_async_callback(self.hub.stop)
 
+    def connections_to(self, instance: Instance) -> int:
+        """Open connections to an instance, those of workers included."""
+        workers = 0 if self.hub is None else self.hub.connections_to(instance.id)
+        return instance.pool.open_connections + workers
+
     def drain(self) -> None:
         """It is to end soon: no longer ready."""
         self.draining = True

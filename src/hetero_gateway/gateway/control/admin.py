@@ -421,7 +421,7 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         **_describe_prefixes(gateway, instance),
         "learnt_max_num_seqs": seen.learnt_max_num_seqs,
         "waiting_first_token": seen.waiting_first_token,
-        "connections": instance.pool.open_connections,
+        "connections": gateway.connections_to(instance),
         "requests": gateway.metrics.decisions[instance.id],
     }
 

@@ -152,6 +152,7 @@ class Session:
         self.dispatcher = hub.dispatcher
         self.name = "a worker"
         self.connections = 0
+        self.pools: dict[str, int] = {}
         self.draining = False
         self._hub = hub
         self._requests: dict[int, _Request] = {}
@@ -315,6 +316,7 @@ class Session:
     def _counts(self, said: messages.Counts) -> None:
         metrics = self._hub.metrics
         self.connections = said.connections
+        self.pools = said.pools
         self.draining = said.draining
         for model, instance_id, outcome, number in said.outcomes:
             metrics.series(model, instance_id).outcomes[outcome] += number
@@ -368,6 +370,10 @@ class Hub:
     def requests(self) -> int:
         """Requests that are not over, of all workers."""
         return sum(len(session) for session in self._sessions)
+
+    def connections_to(self, instance_id: InstanceId) -> int:
+        """The workers' open connections to an instance, within the last second."""
+        return sum(session.pools.get(instance_id, 0) for session in self._sessions)
 
     async def start(self) -> None:
         """Let workers in."""

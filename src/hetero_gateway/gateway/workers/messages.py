@@ -162,11 +162,13 @@ class Counts(_Message, tag=11):
     """What has come to a worker's own counts since the last time.
 
     ``outcomes``: (model, instance, outcome, number); ``refusals``: by status; ``connections``: now;
-    ``overhead``, ``round_trip``: (number in each bin, sum) of the histograms.
+    ``pools``: open connections to each instance, now. ``overhead``, ``round_trip``: (number in each
+    bin, sum) of the histograms.
     """
 
     draining: bool
     connections: int
+    pools: dict[str, int]
     outcomes: list[tuple[str, str, str, int]]
     timeouts: dict[str, int]
     refusals: dict[int, int]

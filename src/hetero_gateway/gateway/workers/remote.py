@@ -581,6 +581,7 @@ class RemoteDispatcher:
             messages.Counts(
                 self.draining,
                 metrics.client_connections(),
+                {str(i.id): i.pool.open_connections for i in self._fleet.instances.values()},
                 metrics.take_outcomes(),
                 _taken(metrics.client_timeouts),
                 _taken(metrics.client_refusals),
