@@ -18,10 +18,11 @@ MODEL = "llama-3-8b"
 HELLO = [{"role": "user", "content": "Say hello"}]
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two workers"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     profiles = {"fast": FAST, "slow": SLOW}
-    with emulated_cluster(tmp_path_factory.mktemp("cluster"), profiles) as (gateway, _):
+    directory = tmp_path_factory.mktemp("cluster")
+    with emulated_cluster(directory, profiles, workers=request.param) as (gateway, _):
         yield gateway.url
 
 

@@ -64,7 +64,7 @@ class Process:
 
 @contextlib.contextmanager
 def emulated_cluster(
-    directory: Path, profiles: dict[str, str], time_scale: float = 50
+    directory: Path, profiles: dict[str, str], time_scale: float = 50, workers: int = 1
 ) -> Iterator[tuple[Process, dict[str, Process]]]:
     """(gateway, emulated instances by id) for ``{id: profile name}``; model ``llama-3-8b``."""
     instances = {
@@ -85,7 +85,8 @@ def emulated_cluster(
         }
         path = directory / "gateway.yaml"
         path.write_text(yaml.safe_dump(document))
-        gateway = Process("serve", "-c", str(path), "--port", "0")
+        command = ("serve", "-c", str(path), "--port", "0", "--workers", str(workers))
+        gateway = Process(*command)
         gateway.wait_ready()
         yield gateway, instances
     finally:
