@@ -10,7 +10,8 @@ come as fast as they are answered (``busy``) and 200 per second (``paced``); str
 chunks. The round trip is the workers' own histogram, of paced requests.
 
 For the capacity nothing is pinned: all processes, mocks and load share the machine's cores, and
-more streams begin each second than can be served; the load's and the mocks' own share is printed.
+more streams begin each second than can be served, under `min-max`, which keeps none waiting for an
+instance's slot; the load's and the mocks' own share is printed.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Target:
             *("--port", str(self.port), "--workers", str(workers), "--log-level", "warning"),
         ]
         if core is None:
+            command += ["--policy", "min-max"]  # which never keeps a stream waiting for a slot
             log = (rig.workdir / f"{name}.log").open("wb")
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             rig.processes.append(process)
@@ -215,7 +217,7 @@ def capacity(seconds: float, rate: float) -> dict[str, Any]:
             target = Target(rig, name, workers, None)
             count = int(seconds * rate)
             run = rig.load(
-                target.port, stream=1, connections=1024, rate=rate, count=count, chunks=CHUNKS,
+                target.port, stream=1, connections=3072, rate=rate, count=count, chunks=CHUNKS,
                 distinct=1,
             )  # fmt: skip
             os.sched_setaffinity(run.pid, cores)
