@@ -14,7 +14,6 @@ import itertools
 import logging
 import os
 import time
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -42,66 +41,16 @@ from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
+from hetero_gateway.gateway.workers.places import Assignment, RemoteJob, error_of, report_of
 
 # Without a word for so long the scheduler process is taken for gone; it says one each second.
 _SILENCE_S = 3.0
 _TICK_S = 1.0
 _OTHERS = "other workers"
-_MARKED_BYTES = 2048
-# What is shown of a request that was not described here.
-_UNKNOWN = Request("", 1, 0.0)
 
 _Key = TypeVar("_Key")
 
 _log = logging.getLogger(__name__)
-
-
-class _Job(Job):
-    """A request that is described elsewhere. ``request`` is known once it is placed."""
-
-    __slots__ = ("counted", "deadline_s", "described", "key", "session")
-
-    def __init__(
-        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
-    ) -> None:
-        super().__init__(inbound, client, parsed, _UNKNOWN, None)
-        self.counted = counted
-        self.deadline_s = 0.0
-        self.described = False
-        self.key = 0
-        self.session = 0  # in which the scheduler process knows it; 0: in none
-
-
-class _Assignment:
-    """A place. ``local``: in the worker's own scheduler, while it is on its own."""
-
-    __slots__ = ("began_s", "instance", "job", "local", "outcome", "placed_s", "waited_s")
-
-    def __init__(
-        self,
-        job: _Job,
-        instance: Instance,
-        placed_s: float,
-        waited_s: float,
-        local: Placed | None = None,
-    ) -> None:
-        self.job = job
-        self.instance = instance
-        self.placed_s = placed_s
-        self.waited_s = waited_s
-        self.local = local
-        self.began_s: float | None = None
-        self.outcome: Outcome | None = None
-
-    # What the watch over streams asks of it
-
-    @property
-    def instance_id(self) -> InstanceId:
-        return self.instance.id
-
-    @property
-    def request(self) -> Request:
-        return self.job.request
 
 
 class _Ask(Waiting):
@@ -112,7 +61,7 @@ class _Ask(Waiting):
     def __init__(
         self,
         remote: RemoteDispatcher,
-        job: _Job,
+        job: RemoteJob,
         tried: Sequence[InstanceId],
         failure: InstanceError | None,
         owner: Owner,
@@ -180,7 +129,7 @@ class RemoteDispatcher:
         self._session = 0
         self._keys = itertools.count(1)
         self._asked: dict[int, _Ask] = {}
-        self._open: dict[int, _Assignment] = {}
+        self._open: dict[int, Assignment] = {}
         self._streams = StreamWatch()
         self._view: dict[InstanceId, PeerLoad] = {}
         self._heard_s = 0.0
@@ -210,7 +159,7 @@ class RemoteDispatcher:
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
     ) -> Job:
-        return _Job(inbound, client, parsed, counted)
+        return RemoteJob(inbound, client, parsed, counted)
 
     def submit(
         self,
@@ -220,7 +169,7 @@ class RemoteDispatcher:
         deadline_s: float,
         owner: Owner,
     ) -> Place | Reject | Waiting:
-        assert isinstance(job, _Job)
+        assert isinstance(job, RemoteJob)
         job.deadline_s = deadline_s
         ask = _Ask(self, job, tried, failure, owner)
         if self._channel is None:
@@ -229,7 +178,7 @@ class RemoteDispatcher:
         return ask
 
     def stream_began(self, job: Job, place: Place, stream: Seen) -> None:
-        assert isinstance(place, _Assignment)
+        assert isinstance(place, Assignment)
         place.began_s = time.monotonic()
         if place.request.streams:
             self._streams.add(stream, place, place.began_s)
@@ -239,16 +188,16 @@ class RemoteDispatcher:
             self._channel.send(messages.Began(place.job.key))
 
     def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
-        assert isinstance(place, _Assignment)
+        assert isinstance(place, Assignment)
         self._close_place(place, seen)
         if place.local is not None:
             self._local.settle(place.job, place.local, seen, outcome, final=final)
         elif self._channel is not None:
-            report = _report_of(seen, place.job.inbound.body)
+            report = report_of(seen, place.job.inbound.body)
             self._channel.send(messages.Settle(place.job.key, outcome.value, final, report))
 
     def withdraw(self, place: Place, seen: Seen | None) -> None:
-        assert isinstance(place, _Assignment)
+        assert isinstance(place, Assignment)
         self._close_place(place, seen)
         if place.local is not None:
             self._local.withdraw(place.local, seen)
@@ -256,25 +205,25 @@ class RemoteDispatcher:
             self._channel.send(messages.Over(place.job.key, ""))
 
     def pass_on(self, job: Job, place: Place, seen: Seen) -> None:
-        assert isinstance(place, _Assignment)
+        assert isinstance(place, Assignment)
         if place.local is not None:
             self._local.pass_on(place.job, place.local, seen)
         elif self._knows(place.job) is not None:
-            report = _report_of(seen, place.job.inbound.body)
+            report = report_of(seen, place.job.inbound.body)
             self._send(messages.PassOn(place.job.key, report))
 
     def note(self, job: Job | None, outcome: str) -> None:
         if job is None:
             self._local.note(None, outcome)
             return
-        assert isinstance(job, _Job)
+        assert isinstance(job, RemoteJob)
         if self._knows(job) is not None:
             self._send(messages.Over(job.key, outcome))
         else:
             self._describe(job)
             self._local.note(job, outcome)
 
-    def _knows(self, job: _Job) -> Channel | None:
+    def _knows(self, job: RemoteJob) -> Channel | None:
         """Where the scheduler process knows of the job, the way there."""
         return self._channel if job.session == self._session else None
 
@@ -282,7 +231,7 @@ class RemoteDispatcher:
         if self._channel is not None:
             self._channel.send(message)
 
-    def _close_place(self, place: _Assignment, seen: Seen | None) -> None:
+    def _close_place(self, place: Assignment, seen: Seen | None) -> None:
         self._open.pop(place.job.key, None)
         if seen is not None:
             self._streams.discard(seen, time.monotonic())
@@ -291,7 +240,7 @@ class RemoteDispatcher:
 
     def _ask(self, channel: Channel, ask: _Ask) -> None:
         job, tried = ask.job, [str(name) for name in ask.tried]
-        failure = None if ask.failure is None else _error_of(ask.failure)
+        failure = None if ask.failure is None else error_of(ask.failure)
         if job.session == self._session:
             channel.send(messages.Again(job.key, tried, failure))
         else:
@@ -300,7 +249,7 @@ class RemoteDispatcher:
             channel.send(messages.Submit(job.key, self._facts_of(job), tried, failure))
         self._asked[job.key] = ask
 
-    def _facts_of(self, job: _Job) -> messages.Facts:
+    def _facts_of(self, job: RemoteJob) -> messages.Facts:
         inbound, parsed, names = job.inbound, job.parsed, self._headers
         return messages.Facts(
             inbound.request_id,
@@ -328,18 +277,18 @@ class RemoteDispatcher:
             return self.assign(job, place.instance, place.placed_s, place)
         return place
 
-    def _describe(self, job: _Job) -> None:
+    def _describe(self, job: RemoteJob) -> None:
         if not job.described:
             described = self._local.describe(job.inbound, job.client, job.parsed, job.counted)
             job.request, job.features = described.request, described.features
             job.described = True
 
     def assign(
-        self, job: _Job, instance: Instance, placed_s: float, local: Placed | None = None
-    ) -> _Assignment:
+        self, job: RemoteJob, instance: Instance, placed_s: float, local: Placed | None = None
+    ) -> Assignment:
         """Remember a place."""
         waited_s = 0.0 if local is None else local.waited_s
-        place = self._open[job.key] = _Assignment(job, instance, placed_s, waited_s, local)
+        place = self._open[job.key] = Assignment(job, instance, placed_s, waited_s, local)
         return place
 
     def answered(self, ask: _Ask) -> None:
@@ -540,7 +489,7 @@ class RemoteDispatcher:
             self._ask(channel, ask)
         self.ready.set()
 
-    def _carried(self, place: _Assignment) -> messages.Carried:
+    def _carried(self, place: Assignment) -> messages.Carried:
         request = place.request
         return messages.Carried(
             place.job.key,
@@ -595,27 +544,3 @@ def _taken(counter: Counter[_Key]) -> dict[_Key, int]:
     taken = dict(counter)
     counter.clear()
     return taken
-
-
-def _error_of(error: InstanceError) -> messages.Error:
-    return messages.Error(error.reason, str(error), error.retry_after_s)
-
-
-def _report_of(seen: Seen, body: bytes) -> messages.Report:
-    error = seen.error
-    return messages.Report(
-        seen.status,
-        None if error is None else _error_of(error),
-        seen.first_body_at_s,
-        seen.events,
-        seen.empty,
-        seen.complete,
-        seen.usage(),
-        mark(body),
-    )
-
-
-def mark(body: bytes) -> bytes:
-    """Tells a body from others, in every process: its length and its ends."""
-    ends = zlib.crc32(body[-_MARKED_BYTES:], zlib.crc32(body[:_MARKED_BYTES]))
-    return b"%x-%x" % (len(body), ends)
