@@ -71,7 +71,7 @@ async def test_both_workers_are_placed_by_one_scheduler() -> None:
         assert [fake.requests for fake in fakes] == [4, 4]
         assert running.gateway.metrics.series("m", "i0").outcomes["completed"] == 4
         instances = list(running.gateway.fleet.instances.values())
-        await eventually(lambda: [running.gateway.connections_to(i) for i in instances] == [2, 2])
+        await eventually(lambda: [running.gateway.connections_to(i) for i in instances] == [1, 1])
 
 
 async def test_decisions_and_history_are_the_gateways() -> None:

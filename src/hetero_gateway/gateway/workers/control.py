@@ -26,7 +26,12 @@ class ControlRelay:
 
     def __init__(self, path: str) -> None:
         self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=path), timeout=_TIMEOUT_S, trust_env=False
+            # None is kept open: one that a process left behind would fail its next request.
+            transport=httpx.AsyncHTTPTransport(
+                uds=path, limits=httpx.Limits(max_keepalive_connections=0)
+            ),
+            timeout=_TIMEOUT_S,
+            trust_env=False,
         )
 
     async def close(self) -> None:
@@ -68,8 +73,11 @@ class ControlRelay:
         for tries_left in range(_TRIES, -1, -1):
             try:
                 return await self._client.request(method, url, headers=headers, content=body)
-            except httpx.ConnectError:
-                if not tries_left:
+            except httpx.TransportError as error:
+                # What only reads may be asked again, wherever the process was when it ended.
+                again = isinstance(error, httpx.ConnectError) or method in ("GET", "HEAD")
+                late = isinstance(error, httpx.TimeoutException)
+                if late or not again or not tries_left:
                     raise
                 await asyncio.sleep(_PAUSE_S)
         raise AssertionError
