@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from tests.chaos.clients import PATIENCE_S, Connection, Outcome, Request, draw_request, judge
@@ -354,7 +355,10 @@ class Run:
                     self.result.disturbances["scheduler killed"] += 1
 
                 async def all_there() -> str | None:
-                    metrics = await gateway.metrics()  # noqa: B023
+                    try:
+                        metrics = await gateway.metrics()  # noqa: B023
+                    except httpx.HTTPError as error:
+                        return f"no metrics: {error!r}"
                     count = metrics["hetero_gateway_workers"][()]
                     return None if count == self.options.workers else f"{count:g} workers"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -28,9 +29,10 @@ def kill_worker(pid: int, port: int) -> set[int]:
     os.kill(pid, signal.SIGSTOP)  # so that it has those, and no others
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        match = _SOCKET.match(os.readlink(entry))
-        if match:
-            inodes.add(match[1])
+        with contextlib.suppress(OSError):  # closed in the moment before it stood still
+            match = _SOCKET.match(os.readlink(entry))
+            if match:
+                inodes.add(match[1])
     clients = set()
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
