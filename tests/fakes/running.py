@@ -114,7 +114,7 @@ async def running_gateway(
         hub, control = f"{directory}/hub", f"{directory}/control"
         app = create_app(config, config_path, listen(hub))
         shared = config.model_copy(
-            update={"server": config.server.model_copy(update={"workers": workers})}
+            update={"server": config.server.model_copy(update={"workers": workers, "port": 0})}
         )
         async with contextlib.AsyncExitStack() as stack:
             server, _ = await stack.enter_async_context(serving(app, app.gateway, listen(control)))
