@@ -23,7 +23,7 @@ from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.sharing.peers import make_sharing
-from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, Hub
 
 
@@ -71,11 +71,7 @@ class Gateway:
         self.predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
         tokens = config.scheduler.tokens
         self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
-        self._tokenizer = (
-            Tokenizer(tokens.tokenizer_file, tokens.thread_above_bytes)
-            if tokens.tokenizer_file
-            else None
-        )
+        self._tokenizer = tokenizer_of(tokens)
         self._stack = AsyncExitStack()
         self.dataplane: DataPlane
         self.placement: Placement
@@ -101,7 +97,7 @@ class Gateway:
             self.sharing.on_change = self.placement.pump_soon
             await self.sharing.start(tasks)
             self._stack.push_async_callback(self.sharing.stop)
-        expiry = tasks.create_task(self._close_idle_connections())
+        expiry = tasks.create_task(self.fleet.close_idle_connections())
         self._stack.callback(expiry.cancel)
         self.dataplane = DataPlane(
             self.config,
@@ -216,9 +212,3 @@ class Gateway:
             "changed": changed,
             "needs_restart": sections,
         }
-
-    async def _close_idle_connections(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.pool.idle_expiry_s)
-            for instance in self.fleet.instances.values():
-                instance.pool.close_expired()

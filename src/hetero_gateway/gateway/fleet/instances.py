@@ -6,6 +6,7 @@ something changes; nobody else writes it.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import ssl
@@ -264,6 +265,13 @@ class Fleet:
                     prefix_trust=None if caches is None else caches.eta(instance.id),
                     prefix_bytes=None if caches is None else caches.index.bytes_on(instance.id)[0],
                 )
+
+    async def close_idle_connections(self) -> None:
+        """Again and again: those that were idle for too long."""
+        while True:
+            await asyncio.sleep(self._config.pool.idle_expiry_s)
+            for instance in self.instances.values():
+                instance.pool.close_expired()
 
     def close(self) -> None:
         for instance in self.instances.values():

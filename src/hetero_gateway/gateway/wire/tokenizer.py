@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.gateway_config import TokensConfig
 from hetero_gateway.gateway.wire.folding import count, count_byte
 
 # What common chat templates add around one message and at the end of the prompt.
@@ -86,6 +87,13 @@ class Tokenizer:
             len(e.ids) for e in self._tokenizer.encode_batch(texts, add_special_tokens=not chat)
         )
         return tokens + (_TOKENS_PER_PROMPT + _TOKENS_PER_MESSAGE * len(value) if chat else 0)
+
+
+def tokenizer_of(config: TokensConfig) -> Tokenizer | None:
+    """The configuration's; None: it names none. Raises ConfigError: it cannot be used."""
+    if config.tokenizer_file is None:
+        return None
+    return Tokenizer(config.tokenizer_file, config.thread_above_bytes)
 
 
 def _too_many_values(raw: bytes) -> bool:

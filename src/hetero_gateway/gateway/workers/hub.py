@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hetero_gateway import __version__
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, Usage
+from hetero_gateway.core.types import InstanceId, Reject, Usage
 from hetero_gateway.engines.vllm import WORK_BY_PATH
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
@@ -24,7 +24,7 @@ from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher, Place, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed, Placement
-from hetero_gateway.gateway.failures import Failure, InstanceError
+from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.workers import messages
@@ -33,8 +33,6 @@ from hetero_gateway.gateway.workers.channel import Channel
 VIEW_INTERVAL_S = 1.0
 # By which the supervisor gives all of its processes one secret for the keys of prompts.
 SECRET_ENV = "HETERO_GATEWAY_PROCESS_SECRET"
-
-_FAILURES = {failure.value: failure for failure in Failure}
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +61,7 @@ def error_of(said: messages.Error | None) -> InstanceError | None:
     """The error that a worker says an attempt met."""
     if said is None:
         return None
-    return InstanceError(_FAILURES[said.failure], said.message, said.retry_after_s)
+    return InstanceError(said.failure, said.message, said.retry_after_s)
 
 
 class _Request:
@@ -80,12 +78,9 @@ class _Request:
         self.place: Place | None = None  # and not settled
         self.settled: Place | None = None  # the last one
 
-    def submit(self, tried: list[str], failure: InstanceError | None) -> None:
-        exclude = [InstanceId(name) for name in tried]
+    def submit(self, tried: list[InstanceId], failure: InstanceError | None) -> None:
         try:
-            place = self.session.dispatcher.submit(
-                self.job, exclude, failure, self.deadline_s, self
-            )
+            place = self.session.dispatcher.submit(self.job, tried, failure, self.deadline_s, self)
         except Refusal as refusal:
             self.turned_away(refusal)
         except Exception as error:
@@ -100,7 +95,7 @@ class _Request:
         self.wait = None
         send = self.session.channel.send
         if isinstance(place, Reject):
-            send(messages.Rejected(self.key, place.reason.value, place.detail))
+            send(messages.Rejected(self.key, place.reason, place.detail))
             return
         assert isinstance(place, Placed)
         self.place = place
@@ -152,8 +147,7 @@ class Session:
         self.dispatcher = hub.dispatcher
         self.name = "a worker"
         self.connections = 0
-        self.pools: dict[str, int] = {}
-        self.draining = False
+        self.pools: dict[InstanceId, int] = {}
         self._hub = hub
         self._requests: dict[int, _Request] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -237,7 +231,7 @@ class Session:
             self._requests[carried.key] = request
             request.place = self._hub.placement.adopt(
                 job.request,
-                InstanceId(carried.instance),
+                carried.instance,
                 placed_s=carried.placed_s,
                 waited_s=carried.waited_s,
                 began=carried.began_s is not None,
@@ -285,7 +279,7 @@ class Session:
         job = request.job
         job.inbound.body = said.report.mark
         seen = SeenElsewhere(said.report)
-        self.dispatcher.settle(job, place, seen, Outcome(said.outcome), final=said.final)
+        self.dispatcher.settle(job, place, seen, said.outcome, final=said.final)
 
     def _pass_on(self, said: messages.PassOn) -> None:
         request = self._requests.pop(said.key, None)
@@ -308,23 +302,22 @@ class Session:
 
     def _speed(self, said: messages.Speed) -> None:
         parts: dict[InstanceId, list[tuple[float, float]]] = {}
-        for name, duration_s, steps in said.parts:
-            parts.setdefault(InstanceId(name), []).append((duration_s, steps))
-        samples = [(InstanceId(name), events, tokens) for name, events, tokens in said.samples]
-        self._hub.placement.observe_speed(parts, samples)
+        for instance_id, duration_s, steps in said.parts:
+            parts.setdefault(instance_id, []).append((duration_s, steps))
+        self._hub.placement.observe_speed(parts, said.samples)
 
     def _counts(self, said: messages.Counts) -> None:
         metrics = self._hub.metrics
         self.connections = said.connections
         self.pools = said.pools
-        self.draining = said.draining
         for model, instance_id, outcome, number in said.outcomes:
             metrics.series(model, instance_id).outcomes[outcome] += number
         metrics.client_timeouts.update(said.timeouts)
         metrics.client_refusals.update(said.refusals)
         metrics.overhead_s.add(*said.overhead)
         metrics.round_trip_s.add(*said.round_trip)
-        self._hub.heard_counts()
+        if said.draining:
+            self._hub.on_draining()
 
 
 class Hub:
@@ -351,7 +344,7 @@ class Hub:
         self.metrics = metrics
         self._fleet = fleet
         self._listener = listener
-        self._on_draining = on_draining
+        self.on_draining = on_draining
         self._sessions: set[Session] = set()
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
@@ -403,11 +396,6 @@ class Hub:
     def forget(self, session: Session) -> None:
         self._sessions.discard(session)
 
-    def heard_counts(self) -> None:
-        """A worker has said how it is."""
-        if any(session.draining for session in self._sessions):
-            self._on_draining()
-
     # The instances
 
     def members(self) -> messages.Members:
@@ -452,7 +440,7 @@ class Hub:
         self._tell()  # whom failures have ejected is published nowhere else
         scheduler, now_s = self._fleet.scheduler, time.monotonic()
         view = messages.View(
-            [(name, list(scheduler.own_load(name, now_s))) for name in self._fleet.instances]
+            [(name, scheduler.own_load(name, now_s)) for name in self._fleet.instances]
         )
         for session in self._sessions:
             session.channel.send(view)

@@ -26,7 +26,9 @@ from typing import Any
 
 import msgspec
 
-from hetero_gateway.core.types import Usage
+from hetero_gateway.core.instances.dispatch import PeerLoad
+from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
+from hetero_gateway.gateway.failures import Failure
 from hetero_gateway.gateway.wire.openai import ParsedRequest
 
 PREFIX = struct.Struct("<I")
@@ -66,15 +68,15 @@ class Lengths(msgspec.Struct, array_like=True, gc=False):
 
 
 class Error(msgspec.Struct, array_like=True, gc=False):
-    """An ``InstanceError``; ``failure`` is its label."""
+    """An ``InstanceError``."""
 
-    failure: str
+    failure: Failure
     message: str
     retry_after_s: float | None
 
 
 class Report(msgspec.Struct, array_like=True, gc=False):
-    """What was seen of a response: ``records.Answered``, and when the attempt began."""
+    """What was seen of a response: ``dispatcher.Seen``."""
 
     status: int
     error: Error | None
@@ -101,7 +103,7 @@ class Carried(msgspec.Struct, array_like=True, gc=False):
     key: int
     facts: Facts
     lengths: Lengths
-    instance: str
+    instance: InstanceId
     placed_s: float
     waited_s: float
     began_s: float | None
@@ -114,13 +116,13 @@ class Outstanding(_Message, tag=2):
 class Submit(_Message, tag=3):
     key: int
     facts: Facts
-    tried: list[str]
+    tried: list[InstanceId]
     failure: Error | None
 
 
 class Again(_Message, tag=4):
     key: int
-    tried: list[str]
+    tried: list[InstanceId]
     failure: Error | None
 
 
@@ -134,7 +136,7 @@ class Began(_Message, tag=6):
 
 class Settle(_Message, tag=7):
     key: int
-    outcome: str
+    outcome: Outcome
     final: bool
     report: Report
 
@@ -154,8 +156,8 @@ class Over(_Message, tag=9):
 class Speed(_Message, tag=10):
     """``parts``: (instance, seconds, steps) of streams; ``samples``: (instance, events, tokens)."""
 
-    parts: list[tuple[str, float, float]]
-    samples: list[tuple[str, int, int]]
+    parts: list[tuple[InstanceId, float, float]]
+    samples: list[tuple[InstanceId, int, int]]
 
 
 class Counts(_Message, tag=11):
@@ -168,7 +170,7 @@ class Counts(_Message, tag=11):
 
     draining: bool
     connections: int
-    pools: dict[str, int]
+    pools: dict[InstanceId, int]
     outcomes: list[tuple[str, str, str, int]]
     timeouts: dict[str, int]
     refusals: dict[int, int]
@@ -201,14 +203,14 @@ class Members(_Message, tag=101):
 
 
 class View(_Message, tag=102):
-    """``loads``: by instance, the fields of ``PeerLoad``: all workers' together."""
+    """``loads``: by instance, all workers' together."""
 
-    loads: list[tuple[str, list[float]]]
+    loads: list[tuple[InstanceId, PeerLoad]]
 
 
 class Placed(_Message, tag=103):
     key: int
-    instance: str
+    instance: InstanceId
     lengths: Lengths
     placed_s: float
     waited_s: float
@@ -216,7 +218,7 @@ class Placed(_Message, tag=103):
 
 class Rejected(_Message, tag=104):
     key: int
-    reason: str
+    reason: RejectReason
     detail: str
 
 

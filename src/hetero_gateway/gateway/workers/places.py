@@ -69,7 +69,7 @@ class Assignment:
 
 
 def error_of(error: InstanceError) -> messages.Error:
-    return messages.Error(error.reason, str(error), error.retry_after_s)
+    return messages.Error(error.failure, str(error), error.retry_after_s)
 
 
 def report_of(seen: Seen, body: bytes) -> messages.Report:

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hetero_gateway import __version__
@@ -36,7 +36,7 @@ from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed
 from hetero_gateway.gateway.dataplane.speed import StreamWatch
 from hetero_gateway.gateway.failures import InstanceError
-from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.gateway.workers import messages
@@ -80,7 +80,7 @@ class _Ask(Waiting):
     def placed(self, place: Place | Reject) -> None:
         self.remote.answered(self)
         if isinstance(place, Placed):
-            place = self.remote.assign(self.job, place.instance, place.placed_s, place)
+            place = self.remote.assign(self.job, place)
         self.owner.placed(place)
 
     def turned_away(self, refusal: Refusal) -> None:
@@ -102,6 +102,7 @@ class RemoteDispatcher:
         worker: its number.
         headers: names of those that describing looks at.
         sends_bodies: the predictor reads prompts.
+        draining: whether the worker was told to end.
     """
 
     def __init__(
@@ -113,16 +114,17 @@ class RemoteDispatcher:
         *,
         headers: frozenset[bytes],
         sends_bodies: bool,
+        draining: Callable[[], bool],
     ) -> None:
         self.ready = asyncio.Event()  # it knows the instances
         self.gone = asyncio.Event()  # the connection that there was
-        self.draining = False
         self._local = local
         self._fleet = fleet
         self._metrics = metrics
         self._worker = worker
         self._headers = headers
         self._sends_bodies = sends_bodies
+        self._draining = draining
         self._loop = asyncio.get_running_loop()
         self._connected: Channel | None = None  # not greeted yet
         self._channel: Channel | None = None
@@ -184,8 +186,8 @@ class RemoteDispatcher:
             self._streams.add(stream, place, place.began_s)
         if place.local is not None:
             self._local.stream_began(place.job, place.local, stream)
-        elif self._channel is not None:
-            self._channel.send(messages.Began(place.job.key))
+        else:
+            self._send(messages.Began(place.job.key))
 
     def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
         assert isinstance(place, Assignment)
@@ -194,21 +196,21 @@ class RemoteDispatcher:
             self._local.settle(place.job, place.local, seen, outcome, final=final)
         elif self._channel is not None:
             report = report_of(seen, place.job.inbound.body)
-            self._channel.send(messages.Settle(place.job.key, outcome.value, final, report))
+            self._channel.send(messages.Settle(place.job.key, outcome, final, report))
 
     def withdraw(self, place: Place, seen: Seen | None) -> None:
         assert isinstance(place, Assignment)
         self._close_place(place, seen)
         if place.local is not None:
             self._local.withdraw(place.local, seen)
-        elif self._channel is not None:
-            self._channel.send(messages.Over(place.job.key, ""))
+        else:
+            self._send(messages.Over(place.job.key, ""))
 
     def pass_on(self, job: Job, place: Place, seen: Seen) -> None:
         assert isinstance(place, Assignment)
         if place.local is not None:
             self._local.pass_on(place.job, place.local, seen)
-        elif self._knows(place.job) is not None:
+        elif self._knows(place.job):
             report = report_of(seen, place.job.inbound.body)
             self._send(messages.PassOn(place.job.key, report))
 
@@ -217,15 +219,15 @@ class RemoteDispatcher:
             self._local.note(None, outcome)
             return
         assert isinstance(job, RemoteJob)
-        if self._knows(job) is not None:
+        if self._knows(job):
             self._send(messages.Over(job.key, outcome))
         else:
             self._describe(job)
             self._local.note(job, outcome)
 
-    def _knows(self, job: RemoteJob) -> Channel | None:
-        """Where the scheduler process knows of the job, the way there."""
-        return self._channel if job.session == self._session else None
+    def _knows(self, job: RemoteJob) -> bool:
+        """Whether the scheduler process is there, and knows of the job."""
+        return self._channel is not None and job.session == self._session
 
     def _send(self, message: Any) -> None:
         if self._channel is not None:
@@ -239,7 +241,7 @@ class RemoteDispatcher:
     # Questions
 
     def _ask(self, channel: Channel, ask: _Ask) -> None:
-        job, tried = ask.job, [str(name) for name in ask.tried]
+        job, tried = ask.job, list(ask.tried)
         failure = None if ask.failure is None else error_of(ask.failure)
         if job.session == self._session:
             channel.send(messages.Again(job.key, tried, failure))
@@ -274,7 +276,7 @@ class RemoteDispatcher:
             self._asked[job.key] = ask
             return ask
         if isinstance(place, Placed):
-            return self.assign(job, place.instance, place.placed_s, place)
+            return self.assign(job, place)
         return place
 
     def _describe(self, job: RemoteJob) -> None:
@@ -283,12 +285,10 @@ class RemoteDispatcher:
             job.request, job.features = described.request, described.features
             job.described = True
 
-    def assign(
-        self, job: RemoteJob, instance: Instance, placed_s: float, local: Placed | None = None
-    ) -> Assignment:
-        """Remember a place."""
-        waited_s = 0.0 if local is None else local.waited_s
-        place = self._open[job.key] = Assignment(job, instance, placed_s, waited_s, local)
+    def assign(self, job: RemoteJob, local: Placed) -> Assignment:
+        """Remember a place that the own scheduler gave."""
+        place = Assignment(job, local.instance, local.placed_s, local.waited_s, local)
+        self._open[job.key] = place
         return place
 
     def answered(self, ask: _Ask) -> None:
@@ -302,7 +302,7 @@ class RemoteDispatcher:
             return
         if ask.local is not None:
             ask.local.leave()
-        elif self._knows(ask.job) is not None:
+        elif self._knows(ask.job):
             self._send(messages.Leave(ask.job.key))
 
     # A Listener
@@ -323,7 +323,7 @@ class RemoteDispatcher:
             elif kind is messages.Members:
                 self._take_members(message)
             elif kind is messages.View:
-                self._view = {InstanceId(i): PeerLoad(*load) for i, load in message.loads}
+                self._view = dict(message.loads)
             else:
                 self._not_placed(message)
 
@@ -399,14 +399,14 @@ class RemoteDispatcher:
         job.described = True
         if said.waited_s == 0.0:
             self._metrics.round_trip_s.observe(self._heard_s - ask.asked_s)
-        instance = self._fleet.instances.get(InstanceId(said.instance))
+        instance = self._fleet.instances.get(said.instance)
         if instance is None:
             # It was added and removed again, or the other way round, within this turn.
             detail = f"instance {said.instance} is not known here"
             ask.owner.placed(Reject(RejectReason.NO_AVAILABLE_INSTANCE, detail))
             return
-        place = self.assign(job, instance, said.placed_s)
-        place.waited_s = said.waited_s
+        place = Assignment(job, instance, said.placed_s, said.waited_s)
+        self._open[job.key] = place
         ask.owner.placed(place)
 
     def _not_placed(self, said: Any) -> None:
@@ -414,7 +414,7 @@ class RemoteDispatcher:
         if ask is None:
             return
         if isinstance(said, messages.Rejected):
-            ask.owner.placed(Reject(RejectReason(said.reason), said.detail))
+            ask.owner.placed(Reject(said.reason, said.detail))
         elif isinstance(said, messages.Refused):
             ask.owner.turned_away(
                 Refusal(
@@ -519,18 +519,18 @@ class RemoteDispatcher:
             _log.warning("the scheduler process has said nothing for %g s", _SILENCE_S)
             channel.abort()
             return
-        parts = [(str(name), *part) for name, of_one in seen.items() for part in of_one]
+        parts = [(name, *part) for name, of_one in seen.items() for part in of_one]
         if parts or samples:
-            channel.send(messages.Speed(parts, [(str(i), n, tokens) for i, n, tokens in samples]))
+            channel.send(messages.Speed(parts, samples))
         self._tell_counts(channel)
 
     def _tell_counts(self, channel: Channel) -> None:
         metrics = self._metrics
         channel.send(
             messages.Counts(
-                self.draining,
+                self._draining(),
                 metrics.client_connections(),
-                {str(i.id): i.pool.open_connections for i in self._fleet.instances.values()},
+                {i.id: i.pool.open_connections for i in self._fleet.instances.values()},
                 metrics.take_outcomes(),
                 _taken(metrics.client_timeouts),
                 _taken(metrics.client_refusals),

@@ -29,7 +29,7 @@ from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.wiring import prefix_secret
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
@@ -146,9 +146,7 @@ class Worker:
             self.admission,
             self._predictor,
             BytesPerToken(tokens.bytes_per_token),
-            Tokenizer(tokens.tokenizer_file, tokens.thread_above_bytes)
-            if tokens.tokenizer_file
-            else None,
+            tokenizer_of(tokens),
             deadlines,
             placement,
             prefix_secret(config),
@@ -161,11 +159,12 @@ class Worker:
             self.number,
             headers=self.dataplane.intake.described_headers,
             sends_bodies=kind not in _BY_LENGTH,
+            draining=lambda: self.draining,
         )
         self._stack.callback(self.remote.close)
         self.dataplane.rooms.dispatcher = self.remote
         self._stack.callback(self.dataplane.close)
-        for work in (self._keep_connected(), self._close_idle_connections()):
+        for work in (self._keep_connected(), self.fleet.close_idle_connections()):
             task = tasks.create_task(work)
             self._stack.callback(task.cancel)
         await self.remote.ready.wait()
@@ -176,10 +175,8 @@ class Worker:
         await self.control.close()
 
     def drain(self) -> None:
-        """It was told to end: the scheduler process is to know, and to say so."""
+        """It was told to end; the scheduler process will hear of it, and say so."""
         self.draining = True
-        if hasattr(self, "remote"):
-            self.remote.draining = True
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()
@@ -194,9 +191,3 @@ class Worker:
             self.remote.connected(channel)
             await self.remote.gone.wait()
             await asyncio.sleep(_RECONNECT_S)
-
-    async def _close_idle_connections(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.pool.idle_expiry_s)
-            for instance in self.fleet.instances.values():
-                instance.pool.close_expired()
