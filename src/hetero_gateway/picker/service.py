@@ -12,15 +12,13 @@ from typing import NamedTuple
 import msgspec
 from google.protobuf.message import DecodeError
 
-from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.gateway_config import PickerConfig
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.app import model_list
 from hetero_gateway.gateway.control.metrics import Metrics
-from hetero_gateway.gateway.dataplane.intake import Intake
-from hetero_gateway.gateway.dataplane.placement import Placement
-from hetero_gateway.gateway.dataplane.records import Recorder
+from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
+from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.picker import answers
 from hetero_gateway.picker.endpoints import Endpoints
@@ -48,16 +46,14 @@ _MESSAGE_MARGIN_BYTES = 2**20
 
 
 class Rooms(NamedTuple):
-    """What every request passes through. ``reading``: one long body is read at a time."""
+    """What every request passes through."""
 
     admission: Admission
     intake: Intake
-    placement: Placement
-    recorder: Recorder
-    decisions: DecisionLog
+    dispatcher: LocalDispatcher
     metrics: Metrics
     total_timeout_s: float
-    reading: asyncio.Lock
+    reading: LongBodies
 
 
 class Picker:
@@ -98,9 +94,7 @@ class Picker:
         self.rooms = Rooms(
             dataplane.rooms.admission,
             dataplane.intake,
-            self._gateway.placement,
-            dataplane.recorder,
-            dataplane.decisions,
+            dataplane.dispatcher,
             self._gateway.metrics,
             dataplane.rooms.total_timeout_s,
             dataplane.rooms.reading,

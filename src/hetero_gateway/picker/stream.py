@@ -42,11 +42,11 @@ from hetero_gateway.engines.vllm import work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import rejection
-from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
 from hetero_gateway.gateway.dataplane.placement import Placed, SleeperGone
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.bodies import BodyBuffer
-from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps, advance
+from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps
 from hetero_gateway.gateway.wire.headers import CREDENTIALS
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest
@@ -82,10 +82,6 @@ _CODE_DETAILS = "response.code_details"
 _FROM_INSTANCE = "via_upstream"
 # What the data plane is given beyond the queue's own limit.
 _GRACE_S = 10.0
-# How long the reading of a body may hold the event loop at a time.
-_STEP_S = 0.001
-# Of each end of a long body, once it is not needed any more.
-_LEFT_BYTES = 1024
 
 
 class _State(enum.Enum):
@@ -268,7 +264,7 @@ class Stream:
             self._understand(intake.read(inbound))
             return
         steps = intake.read_in_steps(inbound)
-        parsed = advance(steps, _STEP_S)
+        parsed = self._picker.rooms.reading.begin(steps)
         if parsed is not None:
             self._understand(parsed)
         else:
@@ -276,11 +272,7 @@ class Stream:
 
     async def _read_on(self, steps: Steps[ParsedRequest]) -> None:
         """Read the rest of a long body, while the event loop has its turns."""
-        parsed = None
-        async with self._picker.rooms.reading:
-            while parsed is None and not self.gone:
-                await asyncio.sleep(0)
-                parsed = advance(steps, _STEP_S)
+        parsed = await self._picker.rooms.reading.finish(steps, lambda: self.gone)
         if parsed is not None and not self.gone:
             assert self._inbound is not None
             if self._picker.rooms.intake.counts(self._inbound, parsed):
@@ -323,7 +315,9 @@ class Stream:
         if self._subset is not None:
             exclude = (*exclude, *picker.endpoints.outside(self._subset))
         try:
-            place = picker.rooms.placement.submit(request, exclude, waits=job.waits, first=False)
+            place = picker.rooms.dispatcher.placement.submit(
+                request, exclude, waits=job.waits, first=False
+            )
         except Refusal:
             self._note("unavailable")
             raise
@@ -338,7 +332,7 @@ class Stream:
         assert self._inbound is not None
         deadline_s = self._inbound.received_s + rooms.total_timeout_s
         try:
-            place = await rooms.placement.wait(ticket, self, deadline_s)
+            place = await rooms.dispatcher.placement.wait(ticket, self, deadline_s)
         except SleeperGone:
             self._note("client_disconnected")
             return
@@ -372,10 +366,10 @@ class Stream:
     def _send_there(self, placed: Placed) -> None:
         """Say where the request goes."""
         picker, rooms, instance = self._picker, self._picker.rooms, placed.instance
-        inbound, call = self._inbound, self._call
+        inbound, job, call = self._inbound, self._job, self._call
         assert inbound is not None
-        rooms.metrics.decisions[instance.id] += 1
-        rooms.decisions.append(time.time(), inbound.request_id, placed.decision, placed.waited_s)
+        assert job is not None
+        rooms.dispatcher.note_place(job, None, placed)
         destination = picker.endpoints.destination(instance)
         if destination is None:
             raise Refusal(
@@ -407,15 +401,13 @@ class Stream:
         self._buffer = None
         if buffer is None or inbound is None or not buffer.holds:
             return
-        inbound.body = inbound.body[:_LEFT_BYTES] + inbound.body[-_LEFT_BYTES:]
-        if job is not None and job.features is not None:
-            job.features.body = inbound.body
+        shorten_body(inbound, job)
         buffer.release()
 
     def _refuse(self, refusal: Refusal) -> None:
         """An ImmediateResponse in place of any instance's."""
         if self._job is None and self._inbound is not None:
-            self._picker.rooms.metrics.series("unknown", "").outcomes["rejected"] += 1
+            self._picker.rooms.dispatcher.note(None, "rejected")
         inbound, path, request_id = self._inbound, "", b""
         if inbound is not None:
             path, request_id = inbound.path, inbound.request_id
@@ -483,7 +475,7 @@ class Stream:
             return  # it is none of ours
         request = job.request._replace(streams=False, only=served)
         try:
-            moved = rooms.placement.submit(request, (), waits=False)
+            moved = rooms.dispatcher.placement.submit(request, (), waits=False)
         except Refusal:
             return
         if isinstance(moved, Placed):
@@ -499,7 +491,7 @@ class Stream:
             return
         self._first_s = time.monotonic()
         dispatch, ttft_s = placed.dispatch, placed.decision.choice.ttft_s
-        self._picker.rooms.placement.stream_began(dispatch, None)
+        self._picker.rooms.dispatcher.placement.stream_began(dispatch, None)
         if dispatch.predicted_s is None and ttft_s is not None:
             # Its steps are not seen: its whole time is what it says of the engine's speed.
             dispatch.predicted_s = (placed.placed_s, ttft_s)
@@ -544,15 +536,12 @@ class Stream:
         assert placed is not None
         assert job is not None
         self._placed = None
-        rooms.placement.settle(placed.dispatch, outcome, seen)
-        rooms.recorder.record(job, placed, seen, outcome, final=final)
+        rooms.dispatcher.settle(job, placed, seen, outcome, final=final)
 
     def _note(self, outcome: str) -> None:
         """Count a request that reached no instance."""
         assert self._job is not None
-        model, rooms = self._job.request.model, self._picker.rooms
-        known = rooms.placement.knows(model)
-        rooms.metrics.series(model if known else "unknown", "").outcomes[outcome] += 1
+        self._picker.rooms.dispatcher.note(self._job, outcome)
 
     # A Sleeper
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from hetero_gateway.gateway.dataplane import attempts
+from hetero_gateway.gateway.dataplane import intake
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
@@ -62,7 +62,7 @@ async def test_while_a_long_body_is_read_the_event_loop_has_its_turns(
 ) -> None:
     turns = 0
     between: list[int] = []  # turns of the event loop, from one step to the next
-    advance = attempts.advance
+    advance = intake.advance
 
     def counted(*args: object) -> object:
         between.append(turns)
@@ -74,9 +74,9 @@ async def test_while_a_long_body_is_read_the_event_loop_has_its_turns(
             turns += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(attempts, "advance", counted)
+    monkeypatch.setattr(intake, "advance", counted)
     # One block at a time, however fast the machine is.
-    monkeypatch.setattr(attempts, "_STEP_S", 0.0)
+    monkeypatch.setattr(intake, "_STEP_S", 0.0)
     async with (
         fake_instances(1) as fakes,
         running_gateway(config_for(fakes)) as running,

@@ -23,7 +23,7 @@ from hetero_gateway.gateway.control.history import new_history
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.attempts import Attempts, RetryBudget, Rooms
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
-from hetero_gateway.gateway.dataplane.intake import Intake
+from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Deadlines
@@ -104,7 +104,7 @@ class DataPlane:
             budget=RetryBudget(config.retry),
             total_timeout_s=config.timeouts.total_s,
             open=set(),
-            reading=asyncio.Lock(),
+            reading=LongBodies(),
         )
         self._request_ids = itertools.count()
         self._request_id_prefix = os.urandom(6).hex().encode()

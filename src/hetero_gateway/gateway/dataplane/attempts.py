@@ -56,12 +56,12 @@ from hetero_gateway.gateway.dataplane.answers import (
     shutting_down,
 )
 from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher, Place, Waiting
-from hetero_gateway.gateway.dataplane.intake import Intake, Job
+from hetero_gateway.gateway.dataplane.intake import Intake, Job, LongBodies, shorten_body
 from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.downstream import Downstream
-from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps, advance
+from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps
 from hetero_gateway.gateway.wire.headers import (
     NOT_TO_INSTANCES,
     NOT_TO_INSTANCES_NOR_CREDENTIALS,
@@ -73,10 +73,6 @@ from hetero_gateway.gateway.wire.upstream import UpstreamConnection
 _log = logging.getLogger(__name__)
 
 _RETRY_WINDOW_S = 10.0
-# How long the reading of a body may hold the event loop at a time.
-_STEP_S = 0.001
-# Of each end of a long body, once it is not needed any more.
-_LEFT_BYTES = 1024
 
 
 class RetryBudget:
@@ -111,11 +107,7 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class Rooms:
-    """What every request passes through.
-
-    ``open``: the requests that are not over. ``reading``: one long body is read at a time, so that
-    all of them together hold the event loop for no longer than one.
-    """
+    """What every request passes through. ``open``: the requests that are not over."""
 
     admission: Admission
     intake: Intake
@@ -125,7 +117,7 @@ class Rooms:
     budget: RetryBudget
     total_timeout_s: float
     open: set[Attempts]
-    reading: asyncio.Lock
+    reading: LongBodies
 
 
 class Attempts:
@@ -199,7 +191,7 @@ class Attempts:
                 self._understand(rooms.intake.read(inbound))
                 return
             steps = rooms.intake.read_in_steps(inbound)
-            parsed = advance(steps, _STEP_S)
+            parsed = rooms.reading.begin(steps)
             if parsed is not None:
                 self._understand(parsed)
             else:
@@ -243,16 +235,12 @@ class Attempts:
 
     async def _read_on(self, steps: Steps[ParsedRequest]) -> None:
         """Read the rest of a long body, while the event loop has its turns."""
-        parsed = None
-        async with self._rooms.reading:
-            while parsed is None and not self.over:
-                await asyncio.sleep(0)
-                try:
-                    parsed = advance(steps, _STEP_S)
-                except Refusal as refusal:
-                    if not self.over:
-                        self._reject(refusal)
-                    return
+        try:
+            parsed = await self._rooms.reading.finish(steps, lambda: self.over)
+        except Refusal as refusal:
+            if not self.over:
+                self._reject(refusal)
+            return
         if parsed is None or self.over:
             return
         try:
@@ -393,11 +381,8 @@ class Attempts:
         buffer = self._inbound.buffer
         if buffer is None or exchange is not self._exchange:
             return
-        # Nothing is tried again from here on: what is left is enough to tell it from others.
-        inbound, job = self._inbound, self._job
-        inbound.body = inbound.body[:_LEFT_BYTES] + inbound.body[-_LEFT_BYTES:]
-        if job is not None and job.features is not None:
-            job.features.body = inbound.body
+        # Nothing is tried again from here on.
+        shorten_body(self._inbound, self._job)
         buffer.release()
 
     def stream_began(self, exchange: Exchange) -> None:

@@ -7,7 +7,9 @@ configuration names one: the only step that may take a while, so that its driver
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Callable
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
@@ -20,7 +22,7 @@ from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.tenants import Tenants
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.bodies import BodyLimits
-from hetero_gateway.gateway.wire.folding import Steps
+from hetero_gateway.gateway.wire.folding import Steps, advance
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import (
     ParsedRequest,
@@ -31,6 +33,10 @@ from hetero_gateway.gateway.wire.openai import (
 )
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
 
+# How long the reading of a body may hold the event loop at a time.
+_STEP_S = 0.001
+# Of each end of a long body, once it is not needed any more.
+_LEFT_BYTES = 1024
 _SESSION_HEADER = b"x-session-id"
 _NO_SESSION = (b"", b"null", b'""')
 
@@ -64,6 +70,38 @@ class Job:
 
     def __repr__(self) -> str:
         return f"<Job {self.inbound!r} {self.request!r}>"
+
+
+def shorten_body(inbound: Inbound, job: Job | None) -> None:
+    """A long body is not needed any more: what is left is enough to tell it from others."""
+    inbound.body = inbound.body[:_LEFT_BYTES] + inbound.body[-_LEFT_BYTES:]
+    if job is not None and job.features is not None:
+        job.features.body = inbound.body
+
+
+class LongBodies:
+    """Reads long bodies in steps, with turns of the event loop between them.
+
+    One at a time, so that all of them together hold it for no longer than one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    def begin(self, steps: Steps[ParsedRequest]) -> ParsedRequest | None:
+        """The first step; None: there are more. Raises Refusal."""
+        return advance(steps, _STEP_S)
+
+    async def finish(
+        self, steps: Steps[ParsedRequest], over: Callable[[], bool]
+    ) -> ParsedRequest | None:
+        """The others; None: nobody wants it any more. Raises Refusal."""
+        parsed = None
+        async with self._lock:
+            while parsed is None and not over():
+                await asyncio.sleep(0)
+                parsed = advance(steps, _STEP_S)
+        return parsed
 
 
 class Intake:
