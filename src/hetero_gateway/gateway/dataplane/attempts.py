@@ -281,33 +281,35 @@ class Attempts:
         except Refusal as refusal:
             self._turn_away(refusal, "unavailable")
             return
-        if isinstance(place, Reject):
-            self._refuse_place(place)
-        elif isinstance(place, Waiting):
+        if isinstance(place, Waiting):
             self._wait = place
         else:
-            self._send(place)
+            self._take(place)
 
     # An Owner
 
     def placed(self, place: Place | Reject) -> None:
         self._wait = None
         try:
-            if isinstance(place, Reject):
-                self._refuse_place(place)
-            else:
-                self._send(place)
+            self._take(place)
         except Exception as error:
             self.broke(error)
 
     def turned_away(self, refusal: Refusal) -> None:
         self._wait = None
-        self._turn_away(refusal, "timed_out" if refusal.status == 504 else "unavailable")
+        try:
+            self._turn_away(refusal, "timed_out" if refusal.status == 504 else "unavailable")
+        except Exception as error:
+            self.broke(error)
 
-    def _refuse_place(self, reject: Reject) -> None:
-        ours = reject.reason is RejectReason.NO_AVAILABLE_INSTANCE
+    def _take(self, place: Place | Reject) -> None:
+        """Send a request where it was placed, or answer that it cannot be."""
+        if not isinstance(place, Reject):
+            self._send(place)
+            return
+        ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
         spent = len(self._tried) > 1
-        refusal = rejection(reject, self._failure, self._inbound.path, spent=spent)
+        refusal = rejection(place, self._failure, self._inbound.path, spent=spent)
         self._turn_away(refusal, "unavailable" if ours else "rejected")
 
     # Sending

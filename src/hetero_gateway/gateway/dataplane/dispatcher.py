@@ -41,7 +41,10 @@ class Place(Protocol):
 
 
 class Owner(Protocol):
-    """Whose request it is. Exactly one of these is called for each ``Waiting``, unless it left."""
+    """Whose request it is. One of these is called for each ``Waiting``, unless it left.
+
+    They do not raise.
+    """
 
     def placed(self, place: Place | Reject) -> None: ...
 
@@ -232,14 +235,12 @@ class _LocalWait(Waiting):
         dispatcher, owner = self._dispatcher, self._owner
         try:
             place = await dispatcher.placement.wait(ticket, self, deadline_s)
+            if isinstance(place, Placed):
+                dispatcher.note_place(job, failure, place)
+            owner.placed(place)
         except SleeperGone:
-            return
+            pass
         except Refusal as refusal:
             owner.turned_away(refusal)
-            return
         except Exception as error:
             owner.broke(error)
-            return
-        if isinstance(place, Placed):
-            dispatcher.note_place(job, failure, place)
-        owner.placed(place)
