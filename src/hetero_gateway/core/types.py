@@ -16,6 +16,8 @@ InstanceId = NewType("InstanceId", str)
 # than that, the arithmetic of everybody's placement could break.
 MOST_TOKENS = 2**40
 MOST_SEQUENCES = 2**31
+# The class of a request that nobody has put into another one.
+DEFAULT_CLASS = "interactive"
 
 
 class Request(NamedTuple):
@@ -36,6 +38,7 @@ class Request(NamedTuple):
         certain_tokens: of one sequence, what it needs whatever the estimates say: it is refused for
             no more than these; None: for all of its tokens, as where nothing is estimated.
         session: which conversation or user it belongs to, as a hash of 64 bits; None: not known.
+        request_class: which class of a queue of classes it stands in, by name.
     """
 
     model: str
@@ -49,6 +52,7 @@ class Request(NamedTuple):
     only: InstanceId | None = None
     certain_tokens: int | None = None
     session: int | None = None
+    request_class: str = DEFAULT_CLASS
 
     @property
     def kv_tokens(self) -> int:
