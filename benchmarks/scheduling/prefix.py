@@ -2,11 +2,13 @@
 
     python benchmarks/scheduling/prefix.py chat=TRACE.jsonl.gz agents=… -o cells.jsonl
         [--clusters A,B,mix,equal] [--loads 0.5,0.7,0.9] [--slo] [--seed 0] [--limit N]
+        [--routers blind,aware,aware@1,llm-d,…]
 
 One line per trace, cluster, load and router: mean latency, mean and p99 TTFT, cached share. Loads
 are shares, in the trace's middle, of what ``finish-time`` without knowledge of the caches serves in
 its stride when everything is there at once. With ``--slo``: the highest load at which 95 % of the
-requests have their first token within 2 s. Traces have the form of
+requests have their first token within 2 s. ``aware@W`` is ``finish-time`` with a
+``first_token_weight`` of W. Traces have the form of
 docs/simulator.md#traces-with-prefixes. What ``-o`` has already is not run again. At the end: ratios
 to the blind ``finish-time`` and to the best of the others in each cell, as geometric means.
 """
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.scheduling.prefix_peers import RULES, geometric_mean, peer
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
-from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.cluster_config import load_cluster
@@ -56,13 +58,18 @@ def load_instances(name: str) -> tuple[SimulatedInstance, ...]:
     return tuple(dataclasses.replace(first, instance_id=InstanceId(f"e{i}")) for i in range(4))
 
 
-def read_workload(path: Path, most_tokens: int, limit: int | None) -> Workload:
-    """A trace's requests, as far as they fit the largest instance."""
+def read_workload(path: Path, most_tokens: int, limit: int | None, seed: int = 0) -> Workload:
+    """A trace's requests, as far as they fit the largest instance.
+
+    ``seed``: 0 leaves the trace as it is; with others the sessions begin at each other's times.
+    """
     rows = [
         row
         for row in read_trace(path, limit)
         if row.input_tokens + row.output_tokens <= most_tokens and row.text is not None
     ]
+    if seed:
+        rows = with_sessions_moved(rows, np.random.default_rng((seed, 3)))
     prompt = np.array([row.input_tokens for row in rows], np.int64)
     output = np.array([row.output_tokens for row in rows], np.int64)
     texts = [KnownText(tuple(Run(*run) for run in row.text.runs)) for row in rows if row.text]
@@ -70,6 +77,20 @@ def read_workload(path: Path, most_tokens: int, limit: int | None) -> Workload:
     arrival_s = np.array([row.arrival_s for row in rows], float)
     prefixes = Prefixes(texts, prompt, output, rows[0].text.block_tokens)
     return Workload(arrival_s - arrival_s[0], prompt, output, prefixes)
+
+
+def with_sessions_moved(rows: list[Any], rng: np.random.Generator) -> list[Any]:
+    """The same sessions, their turns as far apart as they were, in another order."""
+    begin_s: dict[int, float] = {}
+    for row in rows:
+        begin_s.setdefault(row.text.session, row.arrival_s)
+    moved_s = dict(zip(begin_s, rng.permutation(list(begin_s.values())).tolist(), strict=True))
+    moved = [
+        dataclasses.replace(row, arrival_s=row.arrival_s - begin_s[s] + moved_s[s])
+        for row in rows
+        for s in (row.text.session,)
+    ]
+    return sorted(moved, key=lambda row: row.arrival_s)
 
 
 def run(
@@ -83,14 +104,21 @@ def run(
         gateway = peer(router, workload.prefixes, seed)
         options["watch"] = gateway.watch
     else:
+        kind, _, weight = router.partition("@")
         gateway = Scheduler(
-            make_policy("finish-time"),
+            make_policy("finish-time", options_of(weight)),
             np.random.default_rng((seed, 2)),
             reference=(float(workload.prompt_tokens.mean()), mean_output),
-            prefix_cache=router == AWARE,
+            prefix_cache=kind == AWARE,
         )
     records = simulate(instances, workload, gateway, BucketMeanPredictor(mean_output), **options)
     return summarise(workload, records, len(instances), SLO)
+
+
+def options_of(first_token_weight: str) -> PolicyOptions:
+    if not first_token_weight:
+        return PolicyOptions()
+    return PolicyOptions(first_token_weight=float(first_token_weight))
 
 
 def plateau_per_s(workload: Workload) -> float:
@@ -175,7 +203,7 @@ def main() -> None:
         for cluster in args.clusters.split(","):
             instances = load_instances(cluster)
             largest = max(i.profile.kv_capacity_tokens for i in instances) // 16 * 16
-            workload = read_workload(Path(path), largest, args.limit)
+            workload = read_workload(Path(path), largest, args.limit, args.seed)
             known = cells.get(name, cluster, "capacity", args.seed)
             if known is None:
                 capacity = capacity_per_s(instances, workload, args.seed)

@@ -1,20 +1,30 @@
 """The rules by which other routers heed prefix caches, with exact knowledge of them.
 
-From their sources, as of 2026; all defaults are theirs:
+Read in their public sources in autumn 2026; the files, and what differs from them here:
 
-    cache-aware  vllm-router, smg and sglang's router (policies/cache_aware.rs): unless the loads
-                 are out of balance (max − min > 32 and max > 1.1·min), the best match if it is more
-                 than half of the text; else the least load
-    llm-d        llm-d-inference-scheduler with KV events (prefix-cache-scorer 2 of
-                 what precise-prefix-cache-producer finds, kv-cache-utilization-scorer 1,
-                 queue-scorer 1, max-score-picker): the highest sum. The match is a share of the
-                 prompt; earlier versions spread it from 0 to 1 over the instances that have any,
-                 which sticks to them whatever their load, and was 2 to 4 times slower here
-    dynamo       NVIDIA Dynamo (lib/kv-router, selector.rs): the lowest overlap_score_weight ·
-                 prefill blocks + decode blocks, of all that is active there and of this request
-    aibrix       AIBrix (gateway/algorithms/prefix_cache.go): the least requests where
-                 max − min > 8; else the best match among those with at most mean + 1 σ of them
-    least-ttft   Mooncake (Algorithm 1 of its paper): the least time in queue and prefill
+    cache-aware  vllm-project/router src/policies/cache_aware.rs, lightseekorg/smg
+                 model_gateway/src/policies/cache_aware.rs: unless the loads are out of balance
+                 (max − min > 32 and max > 1.1·min), the best match if it is more than half of the
+                 text; else the least load. These are the defaults of ``CacheAwareConfig``, those of
+                 the command line are 64, 1.5 and 0.3. Equal matches go to the least load, as in
+                 smg's event-driven form; its text form takes any of them
+    llm-d        llm-d/llm-d-router deploy/config/epp-precise-prefix-cache-config.yaml:
+                 prefix-cache-scorer 2, kv-cache-utilization-scorer 1, queue-scorer 1, and
+                 max-score-picker. In pkg/epp/framework/plugins/scheduling/scorer: prefix/plugin.go
+                 is the share of the prompt's full blocks that match, kvcacheutilization 1 − usage,
+                 queuedepth/queue.go the waiting queue, spread from 1 (shortest) to 0 (longest), and
+                 1 for all where they are equal
+    dynamo       ai-dynamo/dynamo lib/kv-router/src/scheduling/selector/default.rs, defaults of
+                 config.rs: the lowest sum of prefill blocks (those that wait there and the
+                 prompt's, less the overlap) and decode blocks (all prompts' that are active there,
+                 with this one's; not the answers'). Its queue for when every worker has 16 steps of
+                 prompts waiting is left out
+    aibrix       vllm-project/aibrix pkg/plugins/gateway/algorithms/prefix_cache.go: the best match
+                 among those with at most mean + 1 σ requests, among equal ones the fewest requests;
+                 none: the fewest. Where max > 2·(mean + 1) and max − min ≥ 8, only those with the
+                 fewest may match. (Earlier versions, until 2025: the fewest where max − min > 8)
+    least-ttft   Mooncake, Algorithm 1 of its paper (arXiv 2407.00079): the least time in queue and
+                 prefill; its source was not read
 
 What each keeps as an estimate is exact here: matches are looked up in the simulated engines' caches
 at the moment of the decision, and so are queues and KV usage, which they scrape. least-ttft has the
@@ -240,8 +250,10 @@ class CacheAware(Rule):
     ) -> Candidate:
         loads = [c.requests for c in candidates]
         balanced = not (max(loads) - min(loads) > 32 and max(loads) > 1.1 * min(loads))
-        if balanced and max(c.match for c in candidates) / prompt > 0.5:
-            return lowest(candidates, [-c.match for c in candidates], rng)
+        best = max(c.match for c in candidates)
+        if balanced and best / prompt > 0.5:
+            candidates = [c for c in candidates if c.match == best]
+            loads = [c.requests for c in candidates]
         return lowest(candidates, loads, rng)
 
 
@@ -250,12 +262,14 @@ class LlmD(Rule):
         self, candidates: Sequence[Candidate], prompt: int, rng: np.random.Generator
     ) -> Candidate:
         queues = [c.queue for c in candidates]
+        blocks = prompt // BLOCK
         scores = []
         for c in candidates:
             queue = 1.0
             if max(queues) > min(queues):
                 queue = (max(queues) - c.queue) / (max(queues) - min(queues))
-            scores.append(-(2 * c.match / prompt + (1 - c.kv_usage) + queue))
+            match = c.match // BLOCK / blocks if blocks else 0.0
+            scores.append(-(2 * match + (1 - c.kv_usage) + queue))
         return lowest(candidates, scores, rng)
 
 
@@ -277,11 +291,13 @@ class Aibrix(Rule):
         self, candidates: Sequence[Candidate], prompt: int, rng: np.random.Generator
     ) -> Candidate:
         loads = np.array([c.requests for c in candidates], float)
-        if loads.max() - loads.min() <= 8:
-            limit = loads.mean() + loads.std()
-            matched = [c for c in candidates if c.match and c.requests <= limit]
-            if matched:
-                return min(matched, key=lambda c: (-c.match, c.requests))
+        mean, least = loads.mean(), loads.min()
+        limit = mean + loads.std()
+        if loads.max() > 2 * (mean + 1) and loads.max() - least >= 8:
+            limit = least
+        matched = [c for c in candidates if c.match and c.requests <= limit]
+        if matched:
+            return min(matched, key=lambda c: (-c.match, c.requests))
         return lowest(candidates, loads.tolist(), rng)
 
 

@@ -119,7 +119,7 @@ def candidates(
 
 def outlook(size: int) -> Outlook:
     """Equal, idle instances, and nobody in the queue."""
-    rows = np.zeros((14, size))
+    rows = np.zeros((15, size))
     rows[SPEED] = 1.0
     rows[SEATS] = math.inf
     constants = np.array([dataclasses.astuple(FAST_CONSTANTS)] * size).T

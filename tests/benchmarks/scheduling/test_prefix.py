@@ -34,8 +34,9 @@ def candidate(position: int, **known) -> Candidate:
         ("dynamo", {"match": 640, "active_blocks": 30}, {"active_blocks": 0}, 0),
         ("dynamo", {"match": 640, "active_blocks": 50}, {"active_blocks": 0}, 1),
         ("dynamo", {"waiting_tokens": 160}, {"active_blocks": 9}, 1),
-        ("aibrix", {"match": 64, "requests": 8}, {}, 0),
-        ("aibrix", {"match": 64, "requests": 9}, {}, 1),
+        ("cache-aware", {"match": 600, "requests": 3}, {"match": 600, "requests": 2}, 1),
+        ("aibrix", {"match": 64, "requests": 30}, {"requests": 13}, 0),  # one σ above the mean
+        ("aibrix", {"match": 64, "requests": 3}, {"match": 64}, 1),
         ("least-ttft", {"prefill_s": 0.2, "waiting_s": 0.9}, {"prefill_s": 1.0}, 1),
     ],
 )
@@ -48,6 +49,17 @@ def test_aibrix_leaves_out_those_above_the_mean_by_more_than_the_spread():
     loads = [8, 1, 1, 1]
     candidates = [candidate(i, requests=n, match=64 if i < 2 else 0) for i, n in enumerate(loads)]
     candidates[0].match = 640
+    assert RULES["aibrix"]().choose(candidates, 1000, RNG).position == 1
+
+
+def test_aibrix_matches_the_idlest_only_where_one_has_twice_the_mean_and_more():
+    loads = [12, 2, 2, 1, 1]
+    candidates = [
+        candidate(i, requests=n, match=64 if i in (1, 4) else 0) for i, n in enumerate(loads)
+    ]
+    candidates[1].match = 640
+    assert RULES["aibrix"]().choose(candidates, 1000, RNG).position == 4
+    candidates[0].requests = 7
     assert RULES["aibrix"]().choose(candidates, 1000, RNG).position == 1
 
 

@@ -32,6 +32,7 @@ placement never walks the running requests:
             waiting_prefill        those of them that the engine has to compute        tokens
     Σ_U P   waiting_output         predicted output tokens of U                        tokens
     Σ_R I+g context                cached tokens of R; g: tokens streamed so far       tokens
+            shared_tokens          of both, what several have in common: held once     tokens
     f       speed                  observed over modelled step time, forgetting        –
             heard_s                when it last gave a first token, or began to owe one
 
@@ -130,6 +131,7 @@ class InstanceState:
         "prefix",
         "read_s",
         "seats",
+        "shared_tokens",
         "slot",
         "speed",
         "stages",
@@ -168,6 +170,7 @@ class InstanceState:
         self.waiting_prefill = 0.0
         self.waiting_output = 0.0
         self.context = 0.0
+        self.shared_tokens = 0.0
         self.heard_s = 0.0
         self.stages = [0] * _STAGES  # streaming sequences by stage
         self.peers: PeerLoad | None = None
@@ -243,6 +246,12 @@ class InstanceState:
         if speed != self.speed:
             self.speed = self._estimate.factor = speed
             self._set_rate()
+            self._note()
+
+    def set_shared(self, tokens: float) -> None:
+        """So many prompt tokens of what is on it are held by another request there, too."""
+        if tokens != self.shared_tokens:
+            self.shared_tokens = tokens
             self._note()
 
     # A request's events

@@ -32,8 +32,9 @@ from hetero_gateway.core.types import InstanceId
     _READ_S,
     _STEPS_PER_S,
     SEATS,  # sequences that may be there, where that was learnt; else 2^53
-) = range(14)
-_ROWS = 14
+    SHARED,
+) = range(15)
+_ROWS = 15
 
 # The members of a pool: a slice where their slots are consecutive, as they mostly are.
 Slots = slice | NDArray[np.intp]
@@ -152,6 +153,7 @@ class Table:
                 s.read_s,
                 s.steps_per_s,
                 s.seats,
+                s.shared_tokens,
             )
             stages[:, s.slot] = s.stages
             stages[0, s.slot] += p.streaming  # how far those are, nobody says

@@ -14,6 +14,9 @@ bit.
     ext     delay_s                      s
     price   memory_price_s               s
 
+What several sequences have in common is in the cache once, and each of them reads it: memory goes
+by ``tokens`` less what is shared, steps by all.
+
 Attention over the prompts (p9 of ``cost_model``): where u of I prompt tokens are to be computed,
 behind C = I − u, they attend to u·(C + u/2) = u·(I − u/2) pairs. Of those that wait only the sums
 of I and u are known; they are taken for sequences of the mean I and u.
@@ -30,6 +33,7 @@ from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import (
     CONTEXT,
     SEATS,
+    SHARED,
     SILENT_S,
     SPEED,
     STREAMING,
@@ -53,6 +57,10 @@ PREFILL_TOKENS = 4096
 WORTH_WAITING = 1.25
 # But not when it has been silent for so long: an engine that hangs must not hold everybody up.
 MOST_PATIENCE_S = 1.0
+# Where so much of a prompt is cached, it waits for its instance rather than be computed elsewhere:
+# in the engine's queue, where it is not passed, up to so many times as many as may wait else.
+MATCHED_SHARE = 0.5
+MATCHED_WAIT = 3
 # The predicted usage may be far above 1; how far is noise, that it is above is what counts.
 MOST_USAGE = 1.5
 # Where prompts come from caches, an engine's seats (max_num_seqs) can run out before its memory.
@@ -89,6 +97,35 @@ def room_of(
     if waiting < prefill_depth or state.waiting_prefill + peers.waiting_prefill < PREFILL_TOKENS:
         return True, True
     return now_s - state.heard_s < MOST_PATIENCE_S, False
+
+
+def matched_room(
+    rows: FloatArray,
+    max_num_seqs: FloatArray,
+    prefill_depth: int,
+    slots: BoolArray,
+    has_room: BoolArray,
+    matched: BoolArray,
+) -> tuple[BoolArray, BoolArray]:
+    """What ``room`` returned, for a request that much is cached of where ``matched`` says so."""
+    waiting = rows[WAITING]
+    there = waiting + rows[STREAMING]
+    matched = matched & (there < rows[SEATS]) & (rows[SILENT_S] < MOST_PATIENCE_S)
+    seats = there < max_num_seqs + MATCHED_WAIT * BEYOND_MAX_NUM_SEQS
+    return slots | matched, has_room | (matched & seats & (waiting < MATCHED_WAIT * prefill_depth))
+
+
+def matched_room_of(
+    state: InstanceState, max_num_seqs: float, prefill_depth: int, now_s: float
+) -> tuple[bool, bool]:
+    """The same for one instance without room, where much of the request is cached."""
+    peers = state.peers or NO_PEERS
+    waiting = state.waiting + peers.waiting
+    there = waiting + state.streaming + peers.streaming
+    if there >= state.seats or (waiting and now_s - state.heard_s >= MOST_PATIENCE_S):
+        return False, False
+    seats = there < max_num_seqs + MATCHED_WAIT * BEYOND_MAX_NUM_SEQS
+    return True, seats and waiting < MATCHED_WAIT * prefill_depth
 
 
 def cheapest(cost_s: FloatArray, slots: BoolArray, has_room: BoolArray) -> tuple[int, bool]:
@@ -144,9 +181,10 @@ def estimates(
     joined = n + n_r
     tokens = rows[CONTEXT] + 0.5 * remaining + rows[WAITING_PROMPT] + 0.5 * waiting_output
     tokens += prompt + 0.5 * n_r * output
-    batch_cap = np.maximum(np.minimum(max_num_seqs, kv * joined / tokens), 1.0)
+    kv_held = np.maximum(tokens - rows[SHARED], prompt + 0.5 * n_r * output)
+    batch_cap = np.maximum(np.minimum(max_num_seqs, kv * joined / kv_held), 1.0)
     batch = np.minimum(joined, batch_cap)
-    held = np.minimum(tokens, kv)
+    held = np.minimum(tokens, kv * (tokens / kv_held))
     step_s = f * (p6 * batch + p8 + p5 * held + p7 * held / batch)
     own_s = p9 * (prefill * (prompt_tokens - 0.5 * prefill / n_r))
     attended = (rows[WAITING_PROMPT] - 0.5 * waiting_prefill) / np.maximum(waiting, 1)
@@ -165,7 +203,7 @@ def estimates(
     shared = shared + np.minimum(n_r * output, waiting_output)
     delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
     delay_s += n * f * (p1 * prefill + own_s + p2 * n_r)
-    usage = np.minimum((tokens - prompt - 0.5 * n_r * output) / kv, MOST_USAGE)
+    usage = np.minimum((kv_held - prompt - 0.5 * n_r * output) / kv, MOST_USAGE)
     if cached is not None:
         usage = np.maximum(usage, SEATS_USAGE * n / max_num_seqs)
         # What is cached takes no time of the machine.
@@ -232,14 +270,20 @@ def estimate(
     n = waiting + streaming
     joined = n + n_r
     there = context + 0.5 * remaining + waiting_prompt + 0.5 * waiting_output
-    tokens = there + (prompt + 0.5 * n_r * output)
-    batch_cap = kv * joined / tokens
+    own = prompt + 0.5 * n_r * output
+    tokens = there + own
+    kv_there = there - state.shared_tokens
+    if kv_there < 0:
+        kv_there = 0.0
+    kv_held = kv_there + own
+    batch_cap = kv * joined / kv_held
     if batch_cap > max_num_seqs:
         batch_cap = max_num_seqs
     if batch_cap < 1.0:
         batch_cap = 1.0
     batch = joined if joined < batch_cap else batch_cap
-    held = tokens if tokens < kv else kv
+    most_held = kv * (tokens / kv_held)
+    held = tokens if tokens < most_held else most_held
     step_s = f * (p6 * batch + p8 + p5 * held + p7 * held / batch)
     own_s = others_s = 0.0
     if p9:
@@ -258,7 +302,7 @@ def estimate(
     shared += own_output if own_output < waiting_output else waiting_output
     delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
     delay_s += n * f * (p1 * prefill + own_s + p2 * n_r)
-    usage = there / kv
+    usage = kv_there / kv
     if usage > MOST_USAGE:
         usage = MOST_USAGE
     # Eqs. (5) and (6); it fits, or it were no candidate.

@@ -47,11 +47,13 @@ from hetero_gateway.core.policies.base import (
     number,
 )
 from hetero_gateway.core.policies.estimates import (
+    MATCHED_SHARE,
     MOST_PATIENCE_S,
     WORTH_WAITING,
     BoolArray,
     Estimate,
     estimate,
+    matched_room_of,
     room_of,
 )
 
@@ -96,11 +98,13 @@ class FinishTime(PlacesAtOnce):
         self._prefill_depth = options.prefill_depth
         self._first_token_weight = options.first_token_weight
         self._room = arithmetic.room
+        self._matched_room = arithmetic.matched_room
         self._estimates = arithmetic.estimates
         self._cheapest = arithmetic.cheapest
 
     def compile(self, jit: Jit) -> None:
         self._room = jit(arithmetic.room)
+        self._matched_room = jit(arithmetic.matched_room)
         self._estimates = jit(arithmetic.estimates)
         self._cheapest = jit(arithmetic.cheapest)
 
@@ -109,7 +113,7 @@ class FinishTime(PlacesAtOnce):
     def choose(self, view: View, rng: np.random.Generator) -> Choice | None:  # type: ignore[override]
         outlook = view.outlook
         assert outlook is not None
-        slots, room = self._room(outlook.rows, outlook.max_num_seqs, self._prefill_depth)
+        slots, room = self._rooms(view, outlook)
         if not room.any():
             return None
         choice = self._choose(view, outlook, slots, room, rng)
@@ -118,8 +122,17 @@ class FinishTime(PlacesAtOnce):
     def would_choose(self, view: View, rng: np.random.Generator) -> Choice:
         outlook = view.outlook
         assert outlook is not None
-        slots, room = self._room(outlook.rows, outlook.max_num_seqs, self._prefill_depth)
-        return self._choose(view, outlook, slots, room, rng)
+        return self._choose(view, outlook, *self._rooms(view, outlook), rng)
+
+    def _rooms(self, view: View, outlook: Outlook) -> tuple[BoolArray, BoolArray]:
+        """Who is worth waiting for, and who has room."""
+        rows, seats, depth = outlook.rows, outlook.max_num_seqs, self._prefill_depth
+        slots, room = self._room(rows, seats, depth)
+        cached = _cached(view.demand.prefix)
+        if cached is None or room.all():
+            return slots, room
+        matched = cached >= MATCHED_SHARE * view.request.prompt_tokens
+        return self._matched_room(rows, seats, depth, slots, room, matched)
 
     def _choose(
         self,
@@ -199,6 +212,8 @@ class FinishTime(PlacesAtOnce):
             room_of(state, member.max_num_seqs, depth, now_s)
             for state, member in zip(view.states, view.members, strict=True)
         ]
+        if view.demand.prefix is not None:
+            rooms = self._rooms_small(view, rooms)
         if (True, True) not in rooms:
             return None
         if not backlog.profiled:
@@ -251,6 +266,21 @@ class FinishTime(PlacesAtOnce):
         best = found[position]
         figures = Figures(_NAMES, array("d", told), by_speed=backlog.stands_in)
         return Choice(position, workload(best[0], best[1], view.theta), figures, False, best[7])
+
+    def _rooms_small(
+        self, view: SmallView, rooms: list[tuple[bool, bool]]
+    ) -> list[tuple[bool, bool]]:
+        """What ``room_of`` returned, and room where much of the prompt is cached."""
+        assert view.demand.prefix is not None
+        least, depth = MATCHED_SHARE * view.request.prompt_tokens, self._prefill_depth
+        return [
+            matched_room_of(state, member.max_num_seqs, depth, view.now_s)
+            if not room[1] and cached >= least
+            else room
+            for room, cached, state, member in zip(
+                rooms, view.demand.prefix.cached_tokens, view.states, view.members, strict=True
+            )
+        ]
 
     def _count_small(
         self, view: SmallView, rooms: list[tuple[bool, bool]], rng: np.random.Generator

@@ -13,6 +13,8 @@ bytes of text as its KV cache has tokens for. It is an estimate; how good it is 
     insert, touch    the end first, so that an instance's dict begins with what goes first
     eviction         some at a time: a dict whose first entries were deleted one by one has to
                      walk past all of them to find the next
+    begin, end       how many of the requests that are there now have a key. A block that several
+                     refer to is in the cache once, so what is counted twice is not held
 
 A million keys take about 120 MB (``memory_bytes``). Everything is bounded by the instances'
 capacities, whatever comes.
@@ -42,7 +44,7 @@ _KEY_BYTES = 32
 class _Member:
     """What one instance has: its keys with their sizes, least recently used first."""
 
-    __slots__ = ("bit", "capacity", "evicted", "sizes", "slot", "used")
+    __slots__ = ("bit", "capacity", "evicted", "running", "shared_bytes", "sizes", "slot", "used")
 
     def __init__(self, slot: int, capacity: int) -> None:
         self.slot = slot
@@ -51,6 +53,10 @@ class _Member:
         self.sizes: dict[int, int] = {}
         self.used = 0
         self.evicted = 0
+        # Of what is there now: requests by key, and bytes of text that are not the first of their
+        # kind. Along a text the counts only fall.
+        self.running: dict[int, int] = {}
+        self.shared_bytes = 0
 
 
 class PrefixIndex:
@@ -160,6 +166,42 @@ class PrefixIndex:
                 member.used -= size
                 self._clear(key, member.bit)
 
+    # What is there now
+
+    def begin(self, instance_id: InstanceId, keys: PrefixKeys) -> int:
+        """A text's request is there from now on, until ``end``. KeyError: unknown.
+
+        Returns bytes of the texts that are there now and that others there have in common: what
+        the engine holds once and each of them counts.
+        """
+        member = self._members[instance_id]
+        running = member.running
+        shared = 0
+        for i, key in enumerate(keys.hashes):
+            count = running.get(key, 0)
+            running[key] = count + 1
+            if count:
+                shared = i + 1
+        if shared:
+            member.shared_bytes += keys.ends[shared - 1]
+        return member.shared_bytes
+
+    def end(self, instance_id: InstanceId, keys: PrefixKeys) -> int:
+        """It is over; returns as ``begin``. KeyError: unknown, or it had not begun."""
+        member = self._members[instance_id]
+        running = member.running
+        shared = 0
+        for i, key in enumerate(keys.hashes):
+            count = running[key]
+            if count > 1:
+                running[key] = count - 1
+                shared = i + 1
+            else:
+                del running[key]
+        if shared:
+            member.shared_bytes -= keys.ends[shared - 1]
+        return member.shared_bytes
+
     def _evict(self, member: _Member) -> None:
         if member.used <= member.capacity:
             return
@@ -262,7 +304,10 @@ class PrefixIndex:
         return (
             sys.getsizeof(self._masks)
             + len(self._masks) * _KEY_BYTES
-            + sum(sys.getsizeof(member.sizes) for member in self._members.values())
+            + sum(
+                sys.getsizeof(member.sizes) + sys.getsizeof(member.running)
+                for member in self._members.values()
+            )
         )
 
 

@@ -119,7 +119,10 @@ class PrefixCaches:
 
     def placed(self, dispatch: Dispatch, keys: PrefixKeys) -> None:
         """It was sent to its instance, and with it the text of these keys."""
-        dispatch.known_keys = self.index.insert(dispatch.instance_id, keys)
+        instance_id = dispatch.instance_id
+        dispatch.known_keys = self.index.insert(instance_id, keys)
+        shared_bytes = self.index.begin(instance_id, keys)
+        dispatch.state.set_shared(shared_bytes / self._bytes_per_token)
         keep = 1 - 1 / _MEAN_OVER_REQUESTS
         self._text_bytes = keep * self._text_bytes + keys.text_bytes
         self._prompt_tokens = keep * self._prompt_tokens + dispatch.prompt_tokens
@@ -135,6 +138,8 @@ class PrefixCaches:
         known, dispatch.known_keys = dispatch.known_keys, None
         if known is None or dispatch.instance_id not in self.index:
             return
+        shared_bytes = self.index.end(dispatch.instance_id, keys)
+        dispatch.state.set_shared(shared_bytes / self._bytes_per_token)
         if outcome is Outcome.COMPLETED:
             self.index.touch(dispatch.instance_id, keys)
         elif not dispatch.streaming:
