@@ -110,9 +110,10 @@ def matched_room(
     """What ``room`` returned, for a request that much is cached of where ``matched`` says so."""
     waiting = rows[WAITING]
     there = waiting + rows[STREAMING]
-    matched = matched & (there < rows[SEATS]) & (rows[SILENT_S] < MOST_PATIENCE_S)
-    seats = there < max_num_seqs + MATCHED_WAIT * BEYOND_MAX_NUM_SEQS
-    return slots | matched, has_room | (matched & seats & (waiting < MATCHED_WAIT * prefill_depth))
+    matched = matched & (there < rows[SEATS])
+    room = matched & (there < max_num_seqs + MATCHED_WAIT * BEYOND_MAX_NUM_SEQS)
+    room &= waiting < MATCHED_WAIT * prefill_depth
+    return slots | room | (matched & (rows[SILENT_S] < MOST_PATIENCE_S)), has_room | room
 
 
 def matched_room_of(
@@ -122,10 +123,14 @@ def matched_room_of(
     peers = state.peers or NO_PEERS
     waiting = state.waiting + peers.waiting
     there = waiting + state.streaming + peers.streaming
-    if there >= state.seats or (waiting and now_s - state.heard_s >= MOST_PATIENCE_S):
+    if there >= state.seats:
         return False, False
-    seats = there < max_num_seqs + MATCHED_WAIT * BEYOND_MAX_NUM_SEQS
-    return True, seats and waiting < MATCHED_WAIT * prefill_depth
+    if (
+        waiting < MATCHED_WAIT * prefill_depth
+        and there < max_num_seqs + MATCHED_WAIT * BEYOND_MAX_NUM_SEQS
+    ):
+        return True, True
+    return now_s - state.heard_s < MOST_PATIENCE_S, False
 
 
 def cheapest(cost_s: FloatArray, slots: BoolArray, has_room: BoolArray) -> tuple[int, bool]:
