@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -113,6 +114,28 @@ def check(i: PrefixIndex) -> None:
         for key in member.sizes:
             masks[key] = masks.get(key, 0) | member.bit
     assert masks == i._masks
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), paths), max_size=60))
+def test_what_is_there_at_once_is_counted_as_a_naive_count_would(
+    events: list[tuple[bool, int, list[int]]],
+) -> None:
+    i, there = index(a=1e6), []
+    for begins, pick, path in events:
+        if begins:
+            keys = tree_text(path)
+            there.append(keys)
+            shared = i.begin(A, keys)
+        elif there:
+            shared = i.end(A, there.pop(pick % len(there)))
+        else:
+            continue
+        counts = Counter(key for keys in there for key in keys.hashes)
+        assert shared == sum(1000 * (count - 1) for count in counts.values())
+    for keys in there:
+        shared = i.end(A, keys)
+    assert not there or shared == 0
 
 
 def test_what_was_used_last_stays_and_ends_go_before_beginnings() -> None:

@@ -359,6 +359,61 @@ def test_whatever_trust_does_what_was_charged_comes_off(
         there = state(s, name)
         sums = (there.load_s, there.kv_tokens, there.in_flight, there.waiting, there.streaming)
         assert not any((*sums, there.waiting_prompt, there.waiting_prefill, there.context))
+        assert there.shared_tokens == 0
+
+
+def test_what_several_have_in_common_is_held_once() -> None:
+    s = scheduler(spec("a"), policy="finish-time")
+    first = placed(s, asking(1, 8))
+    assert state(s, "a").shared_tokens == 0
+    second, third = placed(s, asking(1, 10)), placed(s, asking(2, 4))
+    assert state(s, "a").shared_tokens == pytest.approx(2000)
+    # The longer one is left, and holds what both had.
+    assert finish(s, first) == "a"
+    assert state(s, "a").shared_tokens == 0
+    finish(s, second)
+    finish(s, third)
+    assert state(s, "a").shared_tokens == 0
+
+
+def test_a_cache_that_many_share_is_not_full() -> None:
+    """Sixty prompts of 2500 tokens are twice what it holds, but 2250 of each are the same."""
+    s = scheduler(spec("a", profile(kv_capacity_tokens=75_000)), policy="finish-time")
+    alike = [request(2500, 100.0)._replace(prefix=PrefixKeys((1, 100 + i), (9000, 10_000), 10_000))
+             for i in range(60)]  # fmt: skip
+    tickets = [placed(s, body) for body in alike]
+    for ticket in tickets:
+        if ticket.dispatch is not None:
+            s.first_token(ticket.dispatch, 0.1)
+            s.pump(0.1)
+    for ticket in tickets:
+        if ticket.dispatch is not None:
+            s.first_token(ticket.dispatch, 0.2)
+    assert state(s, "a").streaming == 60
+    figures = chosen(s.explain(alike[0], 0.2)).choice.figures
+    assert figures.at("ttft_s", 0) < 0.1, "it waits for nobody's memory"
+
+
+@pytest.mark.parametrize("small_pool", [0, 16])
+def test_who_is_cached_somewhere_may_wait_there_beyond_its_room(small_pool: int) -> None:
+    policy = make_policy("finish-time")
+    s = Scheduler(policy, np.random.default_rng(0), small_pool=small_pool)
+    s.add(spec("a", profile(max_num_seqs=4)))
+    home = state(s, "a")
+
+    def go(name: int) -> bool:
+        """Whether it is sent; if so, it has its first token at once."""
+        ticket = placed(s, asking(name, 8), 0.1)
+        if ticket.dispatch is None:
+            s.cancel(ticket)
+            return False
+        s.first_token(ticket.dispatch, 0.1)
+        return True
+
+    assert [go(i) for i in range(4 + 8 + 1)] == [True] * 12 + [False]
+    assert [go(i) for i in range(12)] == [True] * 12, "what it has cached"
+    assert [go(i) for i in range(5)] == [True] * 4 + [False]
+    assert home.in_flight == 4 + 3 * 8
 
 
 def test_the_reason_says_what_was_cached() -> None:
