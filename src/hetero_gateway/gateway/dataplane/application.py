@@ -21,7 +21,7 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.control.history import new_history
 from hetero_gateway.gateway.control.metrics import Metrics
-from hetero_gateway.gateway.dataplane.attempts import Attempts, RetryBudget, Rooms
+from hetero_gateway.gateway.dataplane.attempts import Answered, Attempts, RetryBudget, Rooms
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.dataplane.placement import Placement
@@ -105,6 +105,7 @@ class DataPlane:
             total_timeout_s=config.timeouts.total_s,
             open=set(),
             reading=LongBodies(),
+            answered=Answered(),
         )
         self._request_ids = itertools.count()
         self._request_id_prefix = os.urandom(6).hex().encode()

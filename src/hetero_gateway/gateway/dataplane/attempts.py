@@ -21,7 +21,7 @@ The life of a request. Events down, states across; "–": cannot be, or means no
                                                         if it may be retried, else over
     engine's error  –           –           –           –             held back, then as failed; it
                                                                       passes where nobody else can
-    complete        –           –           –           –             settled; over
+    complete        –           –           –           –             settled, a turn later; over
     client gone     over        over        leaves the  settled;      settled; over
                                             queue; over over
     shut down       over: 503   over: 503   the same    settled;      settled; over: 503,
@@ -105,6 +105,30 @@ class RetryBudget:
         return True
 
 
+class Answered:
+    """Requests whose answers are complete, until they are settled in the next turn.
+
+    uvloop sends what its callbacks have written when the last of them is done: what is counted and
+    learnt of an answer would hold that answer up. Needs a running event loop.
+    """
+
+    __slots__ = ("_loop", "_requests")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._requests: list[Attempts] = []
+
+    def add(self, request: Attempts) -> None:
+        if not self._requests:
+            self._loop.call_soon(self._conclude)
+        self._requests.append(request)
+
+    def _conclude(self) -> None:
+        requests, self._requests = self._requests, []
+        for request in requests:
+            request.conclude()
+
+
 @dataclass(slots=True)
 class Rooms:
     """What every request passes through. ``open``: the requests that are not over."""
@@ -118,6 +142,7 @@ class Rooms:
     total_timeout_s: float
     open: set[Attempts]
     reading: LongBodies
+    answered: Answered
 
 
 class Attempts:
@@ -212,8 +237,11 @@ class Attempts:
         if self.over:
             return
         if self._exchange is not None:
-            self._leave_exchange()
-            self._end()
+            if self._exchange.complete:
+                self.conclude()
+            else:
+                self._leave_exchange()
+                self._end()
         else:
             if self._wait is not None:
                 self._note("client_disconnected")
@@ -226,6 +254,9 @@ class Attempts:
         if self.over:
             return
         if self._exchange is not None:
+            if self._exchange.complete:
+                self.conclude()
+                return
             self._leave_exchange()
         if self._wait is not None:
             self._wait.leave()
@@ -393,9 +424,20 @@ class Attempts:
             self._rooms.dispatcher.stream_began(self._job, self._placed, exchange)
 
     def ended(self, exchange: Exchange) -> None:
+        if exchange is not self._exchange:
+            return
+        if exchange.complete and exchange.held is None:
+            self._rooms.answered.add(self)
+        else:
+            self.conclude()
+
+    def conclude(self) -> None:
+        """Its present exchange is over, if it has one: settle it, and see what comes next."""
+        exchange = self._exchange
+        if exchange is None:
+            return
         try:
-            if exchange is self._exchange:
-                self._conclude(exchange)
+            self._conclude(exchange)
         except Exception as error:
             self.broke(error)
 
