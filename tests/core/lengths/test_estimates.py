@@ -125,7 +125,7 @@ def test_the_number_of_models_with_a_ratio_is_bounded() -> None:
     for i in range(3 * MAX_MODELS):
         for _ in range(20):
             ratio.observe(f"m{i}", 2000 if i < MAX_MODELS else 8000, 1000)
-    assert len(ratio._reports) == MAX_MODELS + 1
+    assert len(ratio) == MAX_MODELS + 1
     assert ratio.ratio("m0") < 3
     assert ratio.ratio(f"m{3 * MAX_MODELS - 1}") == ratio.ratio("never seen") > 7
 
@@ -138,7 +138,7 @@ def test_models_beyond_the_bound_learn_and_use_one_shared_table() -> None:
     for i in range(2 * MAX_MODELS):
         for _ in range(64):
             lives.observe(f"m{i}", 50 if i < MAX_MODELS else 1000)
-    assert len(lives._lengths) == MAX_MODELS + 1
+    assert len(lives) == MAX_MODELS + 1
     late = lives.table(f"m{2 * MAX_MODELS - 1}")
     # In a stage of 32 tokens, its middle is 16: of 1000, 984 are left.
     assert late[0] == pytest.approx(984, rel=0.01)

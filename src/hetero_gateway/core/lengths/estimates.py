@@ -7,7 +7,7 @@ entry, which is also what is known of a model that was never seen.
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Mapping
 
 import numpy as np
@@ -26,6 +26,33 @@ STAGE_TOKENS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _FAR = 4.0
 
 
+class _Finished:
+    """The last finished lengths of one model, as plain numbers, and the table that was made of them
+    (None: none yet); ``unseen``: how many have finished since.
+    """
+
+    __slots__ = ("_lengths", "_next", "plain", "table", "unseen")
+
+    def __init__(self) -> None:
+        self._lengths = array("d")
+        self._next = 0  # the place of the oldest, once all are taken
+        self.unseen = 0
+        self.table: FloatArray | None = None
+        self.plain: list[float] | None = None
+
+    def add(self, output_tokens: float, most: int) -> None:
+        lengths = self._lengths
+        if len(lengths) < most:
+            lengths.append(output_tokens)
+        else:
+            lengths[self._next] = output_tokens
+            self._next = (self._next + 1) % most
+        self.unseen += 1
+
+    def lengths(self) -> FloatArray:
+        return np.array(self._lengths)
+
+
 class ResidualLives:
     """E[O − g | O > g] by stage of g and model: what a stream has still to come (tokens).
 
@@ -39,41 +66,42 @@ class ResidualLives:
     def __init__(self, prior_tokens: float, prior_requests: float = 8.0) -> None:
         self._prior_tokens = prior_tokens
         self._prior_requests = prior_requests
-        self._lengths: dict[str, deque[float]] = {}
-        self._tables: dict[str, FloatArray] = {}
-        self._unseen: dict[str, int] = {}  # finished since the table was made
+        self._models: dict[str, _Finished] = {}
         self._unknown = np.full(len(STAGE_TOKENS), prior_tokens)
-        # The same as lists, for who takes a few of their numbers.
-        self._plain: dict[str, list[float]] = {}
+        # The same as a list, for who takes a few of its numbers.
         self._unknown_plain: list[float] = self._unknown.tolist()
+
+    def __len__(self) -> int:
+        """Entries that are kept, the shared one among them."""
+        return len(self._models)
 
     def table(self, model: str) -> FloatArray:
         """Expected further output tokens of one sequence, by stage; do not write to it."""
-        return self._tables.get(self._current(model), self._unknown)
+        finished = self._current(model)
+        return self._unknown if finished is None or finished.table is None else finished.table
 
     def plain(self, model: str) -> list[float]:
         """``table`` as a list."""
-        return self._plain.get(self._current(model), self._unknown_plain)
+        finished = self._current(model)
+        return self._unknown_plain if finished is None or finished.plain is None else finished.plain
 
-    def _current(self, model: str) -> str:
-        """The entry that a model's table is under, made anew where it is due."""
-        if model not in self._lengths:
-            model = OTHER_MODELS
+    def _current(self, model: str) -> _Finished | None:
+        """A model's entry, its table made anew where that is due; None: nothing is known."""
+        finished = self._models.get(model) or self._models.get(OTHER_MODELS)
         # Made only when someone asks: most policies never do.
-        if self._unseen.get(model, 0) >= self._REFRESH_EVERY:
-            self._unseen[model] = 0
-            table = self._residuals(np.array(self._lengths[model]))
-            self._tables[model], self._plain[model] = table, table.tolist()
-        return model
+        if finished is not None and finished.unseen >= self._REFRESH_EVERY:
+            finished.unseen = 0
+            finished.table = self._residuals(finished.lengths())
+            finished.plain = finished.table.tolist()
+        return finished
 
     def observe(self, model: str, output_tokens: float) -> None:
         """Learn from one finished sequence."""
-        lengths = self._lengths.get(model)
-        if lengths is None:
-            model = bounded_model(model, self._lengths)
-            lengths = self._lengths.setdefault(model, deque(maxlen=self._HISTORY))
-        lengths.append(output_tokens)
-        self._unseen[model] = self._unseen.get(model, 0) + 1
+        finished = self._models.get(model)
+        if finished is None:
+            model = bounded_model(model, self._models)
+            finished = self._models.setdefault(model, _Finished())
+        finished.add(output_tokens, self._HISTORY)
 
     def _residuals(self, lengths: FloatArray) -> FloatArray:
         # Those in a stage are on average in its middle; the last one has no end.
@@ -90,6 +118,41 @@ class ResidualLives:
             counts + self._prior_requests
         )
         return result
+
+
+class _Reports:
+    """The last reports of one model, as plain numbers. ``unseen``: since the ratio was worked out;
+    ``ratio`` None: it was not yet.
+    """
+
+    __slots__ = ("_next", "_ratios", "_sizes_bytes", "ratio", "unseen")
+
+    def __init__(self) -> None:
+        self._ratios, self._sizes_bytes = array("d"), array("d")
+        self._next = 0  # the place of the oldest, once all are taken
+        self.unseen = 0
+        self.ratio: float | None = None
+
+    @property
+    def count(self) -> int:
+        """How many are kept."""
+        return len(self._ratios)
+
+    def add(self, ratio: float, size_bytes: float, most: int) -> None:
+        ratios, sizes = self._ratios, self._sizes_bytes
+        if len(ratios) < most:
+            ratios.append(ratio)
+            sizes.append(size_bytes)
+        else:
+            place = self._next
+            ratios[place] = ratio
+            sizes[place] = size_bytes
+            self._next = (place + 1) % most
+        self.unseen += 1
+
+    def arrays(self) -> tuple[FloatArray, FloatArray]:
+        """Ratios, and bytes."""
+        return np.array(self._ratios), np.array(self._sizes_bytes)
 
 
 class BytesPerToken:
@@ -111,12 +174,15 @@ class BytesPerToken:
     def __init__(self, prior: float, prior_tokens: float = 4096.0) -> None:
         self._prior = prior
         self._prior_tokens = prior_tokens
-        self._reports: dict[str, deque[tuple[float, int]]] = {}  # ratio, bytes
-        self._unseen: dict[str, int] = {}  # reports since the ratio was worked out
-        self._ratios: dict[str, float] = {}
+        self._models: dict[str, _Reports] = {}
+
+    def __len__(self) -> int:
+        """Entries that are kept, the shared one among them."""
+        return len(self._models)
 
     def ratio(self, model: str) -> float:
-        return self._ratios.get(model) or self._ratios.get(OTHER_MODELS) or self._prior
+        reports = self._models.get(model) or self._models.get(OTHER_MODELS)
+        return self._prior if reports is None else reports.ratio or self._prior
 
     def tokens(self, model: str, text_bytes: int) -> int:
         """Estimated tokens of ``text_bytes`` bytes of prompt, at least 1."""
@@ -126,34 +192,28 @@ class BytesPerToken:
         """Learn from one finished request whose prompt length the engine told."""
         if text_bytes <= 0 or prompt_tokens <= 0 or not can_hold(text_bytes, prompt_tokens):
             return
-        reports = self._reports.get(model)
+        reports = self._models.get(model)
         if reports is None:
-            model = bounded_model(model, self._reports)
-            reports = self._reports.setdefault(model, deque(maxlen=self._HISTORY))
-        reports.append((text_bytes / prompt_tokens, text_bytes))
-        unseen = self._unseen.get(model, 0) + 1
-        if unseen >= min(self._REFRESH_EVERY, len(reports)) or model not in self._ratios:
-            unseen = 0
-            self._ratios[model] = self._work_out(reports)
-        self._unseen[model] = unseen
+            model = bounded_model(model, self._models)
+            reports = self._models.setdefault(model, _Reports())
+        reports.add(text_bytes / prompt_tokens, text_bytes, self._HISTORY)
+        if reports.unseen >= min(self._REFRESH_EVERY, reports.count) or reports.ratio is None:
+            reports.unseen = 0
+            reports.ratio = self._work_out(*reports.arrays())
 
-    def _work_out(self, reports: deque[tuple[float, int]]) -> float:
+    def _work_out(self, ratios: FloatArray, sizes_bytes: FloatArray) -> float:
         total_bytes = total_tokens = 0.0
-        known = list(reports)
-        if len(known) < self._HISTORY:
+        known, weights = ratios, sizes_bytes
+        if ratios.size < self._HISTORY:
             # As one report more, until there are enough.
             total_bytes, total_tokens = self._prior * self._prior_tokens, self._prior_tokens
-            known.append((self._prior, round(total_bytes)))
-        known.sort()
-        half, last = sum(size for _, size in known) / 2, -1
-        while half > 0:
-            last += 1
-            half -= known[last][1]
-        middle = known[last][0]
-        low, high = middle / self._FACTOR, middle * self._FACTOR
-        for ratio, size in reports:
-            total_bytes += size
-            total_tokens += size / min(max(ratio, low), high)
+            known, weights = np.append(known, self._prior), np.append(weights, total_bytes)
+        order = known.argsort()
+        up_to = weights[order].cumsum()
+        middle = known[order[up_to.searchsorted(up_to[-1] / 2)]]
+        believed = np.minimum(np.maximum(ratios, middle / self._FACTOR), middle * self._FACTOR)
+        total_bytes += float(sizes_bytes.sum())
+        total_tokens += float((sizes_bytes / believed).sum())
         least, most = self._BOUNDS
         return min(max(total_bytes / total_tokens, least), most)
 
