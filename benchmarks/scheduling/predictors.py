@@ -43,7 +43,7 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.files.cluster_config import load_cluster
 from hetero_gateway.files.trace import read_trace
-from hetero_gateway.gateway.control.history import FinishedRequest, new_history
+from hetero_gateway.gateway.control.history import RequestHistory
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.experiment import Experiment, measure_bound, mix_moments, run_once
 from hetero_gateway.sim.result import RunResult, Slo
@@ -144,8 +144,8 @@ def print_costs(trace: Halves) -> bool:
         print(f"| {name} | {predict_us:.2f} | {observe_us:.2f} |")
     made_us = cpu_us(lambda: LengthFeatures("m", 700, 256, body))
     print(f"| all: making the features | {made_us:.2f} | |")
-    history = new_history()
-    kept_us = cpu_us(lambda: history.append(FinishedRequest(0.0, "m", 700, 300, 256, 1)))
+    history = RequestHistory()
+    kept_us = cpu_us(lambda: history.append(0.0, "m", 700, 300, 256, 1))
     print(f"| all: keeping the request for /admin/requests | | {kept_us:.2f} |")
     print()
     return good

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 
 
 class Histogram:
-    """Counts by bucket, and the sum of what was observed."""
+    """Counts by bucket, and the sum of what was observed.
+
+    The counts stand side by side as plain numbers: as objects, each would be somewhere else in
+    memory, and several histograms count every request.
+    """
 
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
+        self.counts = array("q", bytes(8 * (len(bounds) + 1)))
         self.sum = 0.0
 
     def observe(self, value: float, weight: int = 1) -> None:
@@ -22,13 +27,13 @@ class Histogram:
 
     def take(self) -> tuple[list[int], float]:
         """The count in each bin and the sum, which begin at 0 again."""
-        taken = self.counts, self.sum
-        self.counts, self.sum = [0] * len(self.counts), 0.0
+        taken = self.counts.tolist(), self.sum
+        self.counts, self.sum = array("q", bytes(8 * len(self.counts))), 0.0
         return taken
 
     def add(self, counts: list[int], total: float) -> None:
         """What another histogram of the same bounds has seen. ValueError: of other bounds."""
-        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+        self.counts = array("q", (a + b for a, b in zip(self.counts, counts, strict=True)))
         self.sum += total
 
     def buckets(self) -> list[tuple[str, float]]:

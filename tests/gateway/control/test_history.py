@@ -1,7 +1,6 @@
 """/admin/requests: what finished, as a trace that our own tools read."""
 
 import asyncio
-from collections import deque
 
 import httpx
 
@@ -9,8 +8,8 @@ from hetero_gateway.files.trace import TraceRequest, parse_trace
 from hetero_gateway.gateway.control.history import (
     MAX_REQUESTS,
     FinishedRequest,
+    RequestHistory,
     as_trace,
-    new_history,
 )
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import fake_instances
@@ -63,7 +62,7 @@ async def test_it_wants_the_admin_key() -> None:
 
 
 def test_rows_come_in_order_of_arrival_whatever_finished_first() -> None:
-    rows = parse_trace(as_trace(deque([finished(7.5), finished(5.0, limit=9)]), 1e9), "x")
+    rows = parse_trace(as_trace([finished(7.5), finished(5.0, limit=9)], 1e9), "x")
     assert rows == [
         TraceRequest(0.0, 10, 20, "m", 9),
         TraceRequest(2.5, 10, 20, "m", None),
@@ -81,10 +80,25 @@ def test_an_empty_history_has_the_header_alone() -> None:
     assert as_trace([], 0.0).count("\n") == 1
 
 
+def test_the_history_gives_back_what_was_put_in() -> None:
+    history = RequestHistory()
+    put_in = [
+        finished(0.25),
+        finished(1.5, model="another", limit=9),
+        FinishedRequest(1e9 + 0.125, "m", 2**40, 1, 2**50, 16),
+    ]
+    for row in put_in:
+        history.append(*row)
+    assert list(history) == put_in
+    assert len(history) == 3
+
+
 def test_the_history_is_bounded() -> None:
-    history = new_history()
+    history = RequestHistory()
     for i in range(MAX_REQUESTS + 5):
-        history.append(finished(float(i)))
-    assert len(history) == MAX_REQUESTS
-    assert history[0].arrival_s == 5
-    assert as_trace(history, 0.0).count("\n") == MAX_REQUESTS + 1
+        history.append(*finished(float(i), model=f"m{i}"))
+    rows = list(history)
+    assert len(history) == len(rows) == MAX_REQUESTS
+    assert [(row.arrival_s, row.model) for row in rows[:2]] == [(5.0, "m5"), (6.0, "m6")]
+    assert (rows[-1].arrival_s, rows[-1].model) == (MAX_REQUESTS + 4, f"m{MAX_REQUESTS + 4}")
+    assert as_trace(rows, 0.0).count("\n") == MAX_REQUESTS + 1

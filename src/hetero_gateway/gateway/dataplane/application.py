@@ -19,7 +19,7 @@ from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.engines.vllm import Work
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission
-from hetero_gateway.gateway.control.history import new_history
+from hetero_gateway.gateway.control.history import RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.attempts import Answered, Attempts, RetryBudget, Rooms
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
@@ -75,7 +75,7 @@ class DataPlane:
         server = config.server
         self.body_limits = BodyLimits(server.max_body_bytes, server.max_buffered_bytes)
         self.open_exchanges = deadlines
-        self.history = new_history()
+        self.history = RequestHistory()
         # Each entry holds arrays of one entry per instance: about 8, or 30 with an outlook.
         entries = 25_000 if placement.queues else 100_000
         size = max(16, min(256, entries // max(1, len(config.instances))))

@@ -13,7 +13,7 @@ from hetero_gateway.core.lengths.estimates import BytesPerToken, can_hold
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
 from hetero_gateway.core.types import Outcome, Usage
 from hetero_gateway.engines.vllm import Work, tokens_of_events
-from hetero_gateway.gateway.control.history import FinishedRequest, RequestHistory
+from hetero_gateway.gateway.control.history import RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics, Series
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed
@@ -219,14 +219,12 @@ class Recorder:
         if told_prompt:
             prompt_tokens = max(1, round(told_prompt / parsed.prompt_count))
         self._history.append(
-            FinishedRequest(
-                job.inbound.received_s,
-                request.model,
-                prompt_tokens,
-                max(1, round(output_tokens)),
-                parsed.max_output_tokens,
-                request.sequences,
-            )
+            job.inbound.received_s,
+            request.model,
+            prompt_tokens,
+            max(1, round(output_tokens)),
+            parsed.max_output_tokens,
+            request.sequences,
         )
 
 
