@@ -85,7 +85,7 @@ class EngineCycle:
         self._connection = connection
         self._waits_for_100 = head.expects_continue
         self._listener: Listener | None = None
-        self._body = BodyBuffer(connection.service.body_limits)
+        self._body: BodyBuffer | None = None  # where it comes in pieces
         self.inbound: Inbound | None = inbound  # until it is over
         self.keep_alive = head.keep_alive
         self.passes_framing = not head.http_10
@@ -111,8 +111,16 @@ class EngineCycle:
             self._waits_for_100 = False
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
+    def take_whole(self, data: bytes) -> None:
+        """A body in one piece that is short enough to be kept as it came."""
+        self._waits_for_100 = False
+        if self._listener is not None:
+            self._listener.begin(data)
+
     def take_body(self, data: bytes) -> None:
         self._waits_for_100 = False
+        if self._body is None:
+            self._body = BodyBuffer(self._connection.service.body_limits)
         try:
             self._body.add(data)
         except Refusal as refusal:
@@ -121,10 +129,10 @@ class EngineCycle:
 
     def end_body(self) -> None:
         body = self._body
-        whole = body.take()
+        whole = b"" if body is None else body.take()
         if self._listener is not None:
             assert self.inbound is not None
-            if body.holds:
+            if body is not None and body.holds:
                 self.inbound.buffer = body
             self._listener.begin(whole)
 
@@ -135,7 +143,8 @@ class EngineCycle:
     def lost(self) -> None:
         """The connection is gone, or given up."""
         self.disconnected = True
-        self._body.release()
+        if self._body is not None:
+            self._body.release()
         listener, self._listener = self._listener, None
         if listener is not None and not self.response_complete:
             listener.client_gone()
@@ -172,7 +181,8 @@ class EngineCycle:
         self.response_complete = True
         # An idle connection keeps its last cycle: not its body.
         self._listener = self.inbound = None
-        self._body.release()
+        if self._body is not None:
+            self._body.release()
         if not self.keep_alive:
             self._connection.close()
         self._connection.on_response_complete()

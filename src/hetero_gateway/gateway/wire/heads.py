@@ -72,9 +72,11 @@ class RequestHead:
         length: of the body, in bytes; None where it is chunked, 0 where there is none.
         expects_continue: it waits for a 100.
         options: what its Connection names beside the usual: fields that end here.
+        by_name: the last of each name among the headers.
     """
 
     __slots__ = (
+        "by_name",
         "expects_continue",
         "headers",
         "http_10",
@@ -91,6 +93,7 @@ class RequestHead:
         self.method = method
         self.target = target
         self.headers = headers
+        self.by_name = dict(headers)
         self.http_10 = http_10
         self.keep_alive = not http_10
         self.length = 0
@@ -149,6 +152,7 @@ def read_head(data: bytes) -> RequestHead:
     if host is not None:
         # It is for the target's host, whatever Host says (RFC 9112, 3.2.2).
         head.headers = [(b"host", host), *(pair for pair in headers if pair[0] != b"host")]
+        head.by_name[b"host"] = host
     return head
 
 
@@ -186,6 +190,38 @@ _known_field = lru_cache(_REMEMBERED)(_field)
 
 def _decide(head: RequestHead) -> None:
     """Find how the message is framed. Raises Refusal: that is uncertain."""
+    host, length, coding, options = _decisive(head)
+    if options is not None and (options != b"keep-alive" or head.http_10):
+        _read_options(head, options)
+    if host is None:
+        if not head.http_10:
+            raise bad_request("The request has no Host.")
+    elif not _is_host(host):
+        raise bad_request("The request's Host is malformed.")
+    if coding is not None:
+        _check_coding(head, coding, length)
+        head.length = None
+    elif length is not None:
+        if _LENGTH.fullmatch(length) is None:
+            raise bad_request("The request's Content-Length is malformed.")
+        head.length = int(length)
+
+
+_Field = bytes | None
+
+
+def _decisive(head: RequestHead) -> tuple[_Field, _Field, _Field, _Field]:
+    """Host, Content-Length, Transfer-Encoding and Connection. Raises Refusal."""
+    found = head.by_name
+    if len(found) == len(head.headers) and b"expect" not in found:
+        # Each name once, which is the rule.
+        coding = found.get(b"transfer-encoding")
+        return (
+            found.get(b"host"),
+            found.get(b"content-length"),
+            None if coding is None else coding.lower(),
+            found.get(b"connection"),
+        )
     host = length = coding = options = None
     for name, value in head.headers:
         if name not in _DECISIVE:
@@ -206,20 +242,7 @@ def _decide(head: RequestHead) -> None:
             if value.lower() != b"100-continue":
                 raise Refusal(417, "expectation_failed", "Only 100-continue can be expected.")
             head.expects_continue = True
-    if options is not None and (options != b"keep-alive" or head.http_10):
-        _read_options(head, options)
-    if host is None:
-        if not head.http_10:
-            raise bad_request("The request has no Host.")
-    elif not _is_host(host):
-        raise bad_request("The request's Host is malformed.")
-    if coding is not None:
-        _check_coding(head, coding, length)
-        head.length = None
-    elif length is not None:
-        if _LENGTH.fullmatch(length) is None:
-            raise bad_request("The request's Content-Length is malformed.")
-        head.length = int(length)
+    return host, length, coding, options
 
 
 @lru_cache(64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from hetero_gateway.engines.vllm import Work
 from hetero_gateway.gateway.wire.bodies import BodyBuffer
@@ -42,26 +42,28 @@ class Inbound:
         "work",
     )
 
-    def __init__(self, path: str, target: bytes, work: Work, headers: Headers) -> None:
+    def __init__(
+        self,
+        path: str,
+        target: bytes,
+        work: Work,
+        headers: Headers,
+        by_name: Mapping[bytes, bytes] | None = None,
+    ) -> None:
+        """``by_name``: the last of each name among the headers, where that is known already."""
         self.path = path
         self.target = target
         self.work = work
         self.headers = headers
         self.dropped: Collection[bytes] = ()
-        self.content_type = b""
-        self.content_length = 0
-        self.asked_id = b""
+        field = (dict(headers) if by_name is None else by_name).get
+        self.content_type = field(b"content-type", b"")
+        self.content_length = int(field(b"content-length", 0))
+        self.asked_id = field(b"x-request-id", b"")
         self.request_id = b""
         self.body = b""
         self.buffer: BodyBuffer | None = None
         self.received_s = 0.0
-        for name, value in headers:
-            if name == b"content-type":
-                self.content_type = value
-            elif name == b"content-length":
-                self.content_length = int(value)
-            elif name == b"x-request-id":
-                self.asked_id = value
 
     def __repr__(self) -> str:
         name = self.request_id.decode("ascii", "replace")

@@ -43,6 +43,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from hetero_gateway.engines.vllm import WORK_BY_PATH
 from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.wire.bodies import SMALL_BYTES
 from hetero_gateway.gateway.wire.chunks import ChunkedBody
 from hetero_gateway.gateway.wire.clients import Phase, Watch
 from hetero_gateway.gateway.wire.cycle import STATUS_LINES, EngineCycle, Service
@@ -194,10 +195,11 @@ class EngineProtocol(HttpToolsProtocol):
             self.cycle = cycle = self._uvicorn_cycle(head, path)
             self._start_asgi_task(cycle, self.app)
         else:
-            inbound = Inbound(engine_path[0], head.target, engine_path[1], head.headers)
+            path_text, work = engine_path
+            inbound = Inbound(path_text, head.target, work, head.headers, head.by_name)
             inbound.dropped = head.options
-            ours = EngineCycle(self, inbound, head)
-            self.cycle = cast(Any, ours)
+            self.cycle: Any = EngineCycle(self, inbound, head)
+            ours: EngineCycle = self.cycle
             if self.watch.ending:
                 ours.keep_alive = False
             ours.begin(body_is_here=bool(rest))
@@ -240,6 +242,15 @@ class EngineProtocol(HttpToolsProtocol):
     # Bodies
 
     def _take_body(self, data: bytes) -> None:
+        cycle: Any = self.cycle
+        size = len(data)
+        if size == self._left and not self.body_bytes and size <= SMALL_BYTES:
+            # In one piece, and short, as nearly all are. (In chunks, nothing is left.)
+            if type(cycle) is EngineCycle and not cycle.response_complete:
+                self._left, self.body_bytes = 0, size
+                self.phase = _SERVING
+                cycle.take_whole(data)
+                return
         chunks = self._chunks
         if chunks is not None:
             self.body_bytes += len(data)
@@ -257,7 +268,6 @@ class EngineProtocol(HttpToolsProtocol):
             self.body_bytes += len(data)
             self._left -= len(data)
             whole = not self._left
-        cycle: Any = self.cycle
         if data and not cycle.response_complete:
             if type(cycle) is EngineCycle:
                 cycle.take_body(data)
