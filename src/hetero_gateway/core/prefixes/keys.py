@@ -108,9 +108,9 @@ class KeyChain:
             in_piece += size
             if in_piece >= piece_bytes:
                 self._hash, self._in_piece, self._text_bytes = value, in_piece - size, at - size
-                start = 0
+                start, whole = 0, memoryview(part)
                 while start < size:
-                    start = self.take(part, start)
+                    start = self.take(whole, start)
                 value, in_piece, piece_bytes = self._hash, self._in_piece, self._piece_bytes
                 least = piece_bytes >> _LEAST_SHARE_BITS
             elif size:

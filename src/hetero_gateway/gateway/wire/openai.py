@@ -212,19 +212,22 @@ def _describe(fields: _Body, extent: Callable[[msgspec.Raw], Extent], path: str)
     for field in (
         fields.messages, fields.input, fields.system, fields.instructions, fields.tools
     ):  # fmt: skip
-        if field:
-            found, size = _measure(*extent(field))
-            media_parts += found
-            text_bytes += size
+        if field is _NONE:
+            continue
+        data, start, end = extent(field)
+        found, size = _measure(data, start, end) if end > start else (0, 0)
+        media_parts += found
+        text_bytes += size
     salt = b""
     if fields.cache_salt:
         data, start, end = extent(fields.cache_salt)
         salt = bytes(data[start:end])
     session = fields.prompt_cache_key or fields.user
     n, limit = _counts(fields, path)
+    stream = fields.stream
     return ParsedRequest(
         model=model,
-        stream=fields.stream is True or (fields.stream is not None and _true(fields.stream)),
+        stream=stream is True or (stream is not None and _true(stream)),
         max_output_tokens=limit,
         sequences=min(prompts * n, whole_numbers.MOST_SEQUENCES),
         text_bytes=text_bytes,
@@ -344,12 +347,15 @@ def _counts(fields: _Body, path: str) -> tuple[int, int | None]:
             whole_numbers.check(n, "n", 1, whole_numbers.MOST_SEQUENCES)
     for name, least in limits:
         value = getattr(fields, name)
-        if value is not None:
+        if value is None:
+            continue
+        if type(value) is not int:
             value = whole_numbers.read(value, name)
-            if limit is None and value is not None:
-                # Of two limits the engine minds the first one.
+        if limit is None and value is not None:
+            # Of two limits the engine minds the first one.
+            if not least <= value <= whole_numbers.MOST_TOKENS:
                 whole_numbers.check(value, name, least, whole_numbers.MOST_TOKENS)
-                limit = value or None
+            limit = value or None
     return n or 1, limit
 
 

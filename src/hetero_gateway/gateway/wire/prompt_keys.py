@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import msgspec
 
-from hetero_gateway.core.prefixes.keys import KeyChain, PrefixKeys, keys_of, namespace
+from hetero_gateway.core.prefixes.keys import Buffer, KeyChain, PrefixKeys, namespace
 from hetero_gateway.gateway.wire.folding import MOST_ITEMS, Extent, Spans, Steps, items_of
 
 # Of one field; what follows is one part.
@@ -92,11 +92,11 @@ def keys_of_fields(fields: PromptFields, seed: int) -> PrefixKeys:
         if raw:
             data = bytes(raw)
             start = namespace(start, *_excerpt(place, data, 0, len(data)))
-    parts: list[bytes] = []
+    chain = KeyChain(start)
     for raw in _text(fields):
         if raw:
-            parts += _short_parts(bytes(raw))
-    return keys_of(parts, start)
+            chain.extend(_short_parts(raw))
+    return chain.keys()
 
 
 def keys_in_steps(
@@ -137,14 +137,15 @@ def _excerpt(place: int, data: bytes | bytearray, start: int, end: int) -> tuple
     return b"%d %d" % (place, end - start), ends
 
 
-def _short_parts(data: bytes) -> list[bytes]:
+def _short_parts(raw: msgspec.Raw) -> Sequence[Buffer]:
     """The parts of one field's JSON."""
+    data = bytes(raw)
     first = data[0]
     if first == _OPENING and _ITEMS.match(data):
         if len(data) <= _MOST_COMMAS or data.count(b",") <= _MOST_COMMAS:
             items = _decode_items(data)
             if len(items) <= _MOST_PARTS:
-                return list(map(bytes, items))
+                return cast(Sequence[Buffer], items)  # they are buffers: no copies are made
         # As it is in a long body.
         return [data[a:b] for a, b in _long_parts(data, 0, len(data), items_of(data))]
     return [data[1:-1] if first in (_QUOTE, _OPENING) else data]
