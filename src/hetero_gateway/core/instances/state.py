@@ -689,6 +689,8 @@ class InstanceState:
         c, prompt, charged = self.constants, entry.prompt_tokens, entry.prefill_tokens
         assert c is not None
         in_front = 0.0 if entry.before is None else entry.before[2]
+        if not c.p9:
+            return self.speed * (c.p1 * (charged - new_tokens + (1 - ratio) * in_front))
         pairs = attended_pairs(charged, prompt - charged)
         pairs -= attended_pairs(new_tokens, prompt - new_tokens)
         tokens = charged - new_tokens + (1 - ratio) * in_front

@@ -119,7 +119,7 @@ class PrefixCaches:
 
     def placed(self, dispatch: Dispatch, keys: PrefixKeys) -> None:
         """It was sent to its instance, and with it the text of these keys."""
-        instance_id = dispatch.instance_id
+        instance_id = dispatch.state.instance_id
         dispatch.known_keys = self.index.insert(instance_id, keys)
         shared_bytes = self.index.begin(instance_id, keys)
         dispatch.state.set_shared(shared_bytes / self._bytes_per_token)
@@ -136,14 +136,15 @@ class PrefixCaches:
     def settled(self, dispatch: Dispatch, keys: PrefixKeys, outcome: Outcome) -> None:
         """It is over."""
         known, dispatch.known_keys = dispatch.known_keys, None
-        if known is None or dispatch.instance_id not in self.index:
+        instance_id = dispatch.state.instance_id
+        if known is None or instance_id not in self._trusts:
             return
-        shared_bytes = self.index.end(dispatch.instance_id, keys)
+        shared_bytes = self.index.end(instance_id, keys)
         dispatch.state.set_shared(shared_bytes / self._bytes_per_token)
         if outcome is Outcome.COMPLETED:
-            self.index.touch(dispatch.instance_id, keys)
+            self.index.insert(instance_id, keys)  # used once more
         elif not dispatch.streaming:
-            self.index.withdraw(dispatch.instance_id, keys, known)
+            self.index.withdraw(instance_id, keys, known)
 
     # What is observed
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,12 @@ from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import ModelQueue
 from hetero_gateway.core.types import Request
+
+# Made for every request: a NamedTuple's own constructor is a function in Python, and takes as long
+# again as what it makes.
+_small_view: Callable[[type[SmallView], tuple[Any, ...]], SmallView] = tuple.__new__
+_plain_backlog: Callable[[Any, tuple[Any, ...]], Backlog[list[float]]] = tuple.__new__
+_new_demand: Callable[[type[Demand], tuple[Any, ...]], Demand] = tuple.__new__
 
 
 class Views:
@@ -59,12 +66,24 @@ class Views:
             states = tuple([states[i] for i in kept])
             members = tuple([members[i] for i in kept])
         backlog = self._plain_backlog(request.model, eligible, now_s, queue)
-        demand = _demand(request)
+        demand = None
         if self._caches is not None and request.prefix is not None:
             found = self._caches.find(request.prefix, states)
             if found is not None:
                 demand = _demand_behind(request, *found)
-        return SmallView(request, ids, states, members, demand, self._theta, now_s, backlog)
+        return _small_view(
+            SmallView,
+            (
+                request,
+                ids,
+                states,
+                members,
+                demand or _demand(request),
+                self._theta,
+                now_s,
+                backlog,
+            ),
+        )
 
     def wide(
         self,
@@ -137,11 +156,18 @@ class Views:
     ) -> Backlog[list[float]]:
         pool, kept, _ = eligible
         typical = pool.typical_plain(*self._typical_lengths(queue))
-        return Backlog(
-            *_waiting(eligible, now_s, queue),
-            typical if kept is None else [typical[i] for i in kept],
-            self.residual.plain(model),
-            *_known(eligible),
+        if kept is not None:
+            typical = [typical[i] for i in kept]
+        profiled, stands_in = (True, pool.stands_in) if pool.profiled else _known(eligible)
+        return _plain_backlog(
+            Backlog,
+            (
+                *_waiting(eligible, now_s, queue),
+                typical,
+                self.residual.plain(model),
+                profiled,
+                stands_in,
+            ),
         )
 
     def _typical_lengths(self, queue: ModelQueue | None) -> tuple[float, float]:
@@ -174,7 +200,10 @@ def _known(eligible: Eligible) -> tuple[bool, bool]:
 
 def _demand(request: Request) -> Demand:
     """The same of all."""
-    return Demand(float(request.sequences * request.prompt_tokens), float(request.kv_tokens))
+    n, prompt = request.sequences, request.prompt_tokens
+    # As ``Request.kv_tokens``.
+    kv_tokens = n * (prompt + round(request.predicted_output_tokens))
+    return _new_demand(Demand, (float(n * prompt), float(kv_tokens), None))
 
 
 def _demand_behind(request: Request, shares: list[float], trust: list[float]) -> Demand:

@@ -224,7 +224,8 @@ class Exchange:
         self._owner.ended(self)
 
     def _finish(self) -> None:
-        self._flush_head()  # where there was no body
+        if self._pending:
+            self._flush_head()  # where there was no body
         if self._rechunk:
             self._write(_LAST_CHUNK)
         self._downstream.finish()

@@ -336,7 +336,8 @@ class EngineProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.turn += 1
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
         if self._buffer is None:
             self.phase = _IDLE
         else:

@@ -94,9 +94,11 @@ class ResponseHead:
         headers: names in lower case; none that ``connection`` names.
         chunked, content_length: the framing; neither: the body ends with the connection.
         keep_alive: whether the connection may serve another request after it.
+
+    ``ends_at_close``: the body has no framing of its own and ends when the connection does.
     """
 
-    __slots__ = ("chunked", "content_length", "headers", "keep_alive", "status")
+    __slots__ = ("chunked", "content_length", "ends_at_close", "headers", "keep_alive", "status")
 
     def __init__(
         self,
@@ -111,12 +113,8 @@ class ResponseHead:
         self.headers = headers
         self.chunked = chunked
         self.content_length = content_length
+        self.ends_at_close = not chunked and content_length is None
         self.keep_alive = keep_alive
-
-    @property
-    def ends_at_close(self) -> bool:
-        """The body has no framing of its own and ends when the connection does."""
-        return not self.chunked and self.content_length is None
 
 
 def parse_head(head: bytes) -> ResponseHead:

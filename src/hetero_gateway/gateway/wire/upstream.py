@@ -298,6 +298,7 @@ class InstancePool:
         self.host_header = parts.netloc.encode()
         self._ssl = ssl_context if parts.scheme == "https" else None
         self._config = config
+        self._idle_expiry_s = config.idle_expiry_s
         self._connect_timeout_s = connect_timeout_s
         self._idle: deque[UpstreamConnection] = deque()
         self._open: set[UpstreamConnection] = set()
@@ -313,7 +314,7 @@ class InstancePool:
         now_s = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
-            fresh = now_s - connection.idle_since_s < self._config.idle_expiry_s
+            fresh = now_s - connection.idle_since_s < self._idle_expiry_s
             if fresh and connection.usable and connection.silent:
                 connection.reused = True
                 return connection
