@@ -38,7 +38,7 @@ from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import Workload
 
-GOALS_S = {"round-robin": 20.0, "capacity-weighted": 20.0, "min-max": 20.0, "finish-time": 60.0}
+GOALS_S = {"round-robin": 5.0, "capacity-weighted": 5.0, "min-max": 5.0, "finish-time": 15.0}
 LOAD = 0.9
 INSTANCES = 16
 REQUESTS = 1_000_000

@@ -41,6 +41,8 @@ from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request, Usage
+from hetero_gateway.sim.compiled import cases
+from hetero_gateway.sim.compiled.jit import compiled as jit_loop
 from hetero_gateway.sim.engine import (
     DEFAULT_BLOCK_TOKENS,
     DEFAULT_MAX_BATCHED_TOKENS,
@@ -151,8 +153,11 @@ def simulate(
         model: the name that requests ask for and all instances serve.
         predictions: (N,), output tokens, in place of the predictor's: the true lengths, say.
         observe_interval_s: time between two ticks, above 0.
-        compiled: run the engines, and the policy's arithmetic, compiled by numba. None: where it
-            is installed and the workload is long enough to be worth it. The records are the same.
+        compiled: run the engines, and the policy's arithmetic, compiled by numba; and where
+            ``compiled/cases.py`` covers the case, all of the loop, in which the scheduler and the
+            predictor then take no part: they stay as they were, but for their generators. None:
+            where it is installed and the workload is long enough to be worth it. The records are
+            the same.
         watch: is given the engines before they run: what no gateway can see, for comparisons.
 
     Raises:
@@ -173,6 +178,13 @@ def simulate(
     if compiled:
         scheduler.compile(jit)
     run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)
+    if compiled:
+        arrays = cases.covered(
+            scheduler, predictor, fleet, model, workload, faults, predictions, run.records
+        )
+        if arrays is not None:
+            arrays(jit_loop)
+            return run.records
     return run.to_the_end(faults, observe_interval_s)
 
 
@@ -206,7 +218,7 @@ class _Run:
             scheduler.add(spec)
             if workload.prefixes is not None:
                 scheduler.observe_cache(spec.instance_id, instance.prefix_caching, None, 0.0)
-        self._records = Records(
+        self.records = Records(
             np.full(size, -1, dtype=np.int64),
             np.full(size, math.nan),
             np.full(size, math.nan),
@@ -219,12 +231,12 @@ class _Run:
         self._prompt_tokens = _view(workload.prompt_tokens)
         self._output_tokens = _view(workload.output_tokens)
         self._predictions = None if predictions is None else _view(predictions)
-        self._instance = _view(self._records.instance)
-        self._placed_s = _view(self._records.placed_s)
-        self._first_token_s = _view(self._records.first_token_s)
-        self._finish_s = _view(self._records.finish_s)
-        self._preemptions = _view(self._records.preemptions)
-        self._cached_tokens = _view(self._records.cached_tokens)
+        self._instance = _view(self.records.instance)
+        self._placed_s = _view(self.records.placed_s)
+        self._first_token_s = _view(self.records.first_token_s)
+        self._finish_s = _view(self.records.finish_s)
+        self._preemptions = _view(self.records.preemptions)
+        self._cached_tokens = _view(self.records.cached_tokens)
         self._prefixes = workload.prefixes
         # By the fleet's slot: who has it.
         self._requests: list[int] = []
@@ -262,7 +274,7 @@ class _Run:
                 if wake_s is not None and self._now_s < wake_s < until_s:
                     until_s, waking = wake_s, True
             if until_s == math.inf:
-                return self._records
+                return self.records
             complete = fleet.advance(until_s, scheduler.queued > 0)
             if fleet.log[0]:
                 self._tell()

@@ -25,9 +25,9 @@ from hetero_gateway.sim.engine import (
 )
 
 # What is called from here; the rest of the kernel is called by these.
-_ENTRIES = (kernel.submit, kernel.change_slowdown, kernel.advance, kernel.decoded)
+ENTRIES = (kernel.submit, kernel.change_slowdown, kernel.advance, kernel.decoded)
 # Room for what many instances log between two external events, beside one full step.
-_LOG_ENTRIES = 4096
+_LOGENTRIES = 4096
 
 
 def can_compile() -> bool:
@@ -42,9 +42,9 @@ def compile_kernel() -> tuple[Any, ...]:
 
     functions = [*vars(block_cache).values(), *vars(kernel).values()]
     for function in dict.fromkeys(f for f in functions if isinstance(f, FunctionType)):
-        if function not in _ENTRIES:
+        if function not in ENTRIES:
             register_jitable(function)
-    return tuple(jit(function) for function in _ENTRIES)
+    return tuple(jit(function) for function in ENTRIES)
 
 
 @functools.cache
@@ -78,7 +78,7 @@ class Fleet:
         prefix_caching: Sequence[bool] = (),
         most_blocks: int = 0,
     ) -> None:
-        self._profiles = tuple(profiles)
+        self.profiles = tuple(profiles)
         self._options: dict[str, Any] = {
             "scheduling": scheduling,
             "max_batched_tokens": max_batched_tokens,
@@ -107,14 +107,14 @@ class Fleet:
         first = [0] * leaves + [min(i, len(rows) - 1) for i in range(leaves)]
         for i in range(0, leaves, 2):
             kernel.rank(self._n, self._x, first, i)
-        entries = _LOG_ENTRIES + 2 * max(n[kernel.MAX_SEQS] for n, _ in rows)
+        entries = _LOGENTRIES + 2 * max(n[kernel.MAX_SEQS] for n, _ in rows)
         self._first = self._vector(first)
         self._log = self._vector([0] * entries)
         self._log_s = self._vector([0.0] * entries)
         self._steps = self._vector([0] * len(profiles))
         self._seconds = self._vector([0.0] * len(profiles))
         self._submit, self._change_slowdown, self._advance, self._decoded = (
-            compile_kernel() if compiled else _ENTRIES
+            compile_kernel() if compiled else ENTRIES
         )
         self._look_up = jit(block_cache.look_up) if compiled else block_cache.look_up
         self._found = self._vector([0] * (self._most_blocks + 1))
@@ -162,6 +162,15 @@ class Fleet:
 
     def free_slot(self, slot: int) -> None:
         self._free_slots.append(slot)
+
+    def free_slots(self) -> list[int]:
+        """Those that nobody has."""
+        return list(self._free_slots)
+
+    def tables(self) -> tuple[Any, ...]:
+        """What the kernel works on, for a loop of one's own: q, n, x, c, k, first, log, log_s."""
+        engines = (self._q, self._n, self._x, self._c, self._k, self._first)
+        return (*engines, self._log, self._log_s)
 
     def capacity_tokens(self, i: int) -> int:
         """The largest prompt + output - 1 that instance i can ever finish."""
@@ -214,7 +223,7 @@ class Fleet:
     def clear(self, i: int) -> None:
         """Drop all that instance i has, as a crash does; its slow-down stays."""
         n, x = instance_rows(
-            self._profiles[i],
+            self.profiles[i],
             3 * i,
             slowdown=self._x[i][kernel.SLOWDOWN],
             prefix_caching=self._prefix_caching[i],

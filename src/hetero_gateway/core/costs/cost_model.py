@@ -149,26 +149,32 @@ def workload(request_time_s: float, kv_usage: float, theta: float) -> float:
 
 
 def workloads(request_times_s: FloatArray, kv_usages: FloatArray, theta: float) -> FloatArray:
-    """Eq. (7) for every candidate at once."""
-    result: FloatArray = request_times_s * np.exp(np.minimum(kv_usages * theta, MAX_EXPONENT))
+    """Eq. (7) for every candidate at once, to the bit what ``workload`` has for each.
+
+    ``np.exp`` would have another last bit, and so other ties, on processors with AVX-512.
+    """
+    exponents = np.minimum(kv_usages * theta, MAX_EXPONENT).tolist()
+    result: FloatArray = request_times_s * np.array([math.exp(x) for x in exponents])
     return result
 
 
 class ProfileTable:
-    """Eqs. (5) and (6) for many profiles with one small matrix product.
+    """Eqs. (5) and (6) for many profiles at once.
 
     T = A + B/b, where A and B are linear in (I, 1, O·I, O, O(O+1)/2): dividing Eq. (3) + Eq. (4)
     by b leaves p1, p2, p5, p6 in A and p3, p4, p7, p8 over b in B. Attention, where some profile
-    has p9, is added by itself: so the others' times stay the same to the bit.
+    has p9, is added by itself: so the others' times stay the same to the bit. Terms are summed in
+    their order, and not by BLAS, whose last bit is the processor's; the compiled simulation has
+    the same (``sim/compiled``).
     """
 
     def __init__(self, profiles: Sequence[Profile]) -> None:
         cs = [p.constants for p in profiles]
-        # Rows of A, then rows of B.
-        self._coefficients = np.array(
+        # One row per term; columns of A, then columns of B.
+        self.coefficients = np.array(
             [(c.p1, c.p2, c.p5, c.p6, c.p5) for c in cs]
             + [(c.p3, c.p4, c.p7, c.p8, c.p7) for c in cs]
-        )
+        ).T.copy()
         self._size = len(cs)
         p9 = np.array([c.p9 for c in cs])
         self._p9 = p9 if p9.any() else None
@@ -187,17 +193,17 @@ class ProfileTable:
         tokens = prompt_tokens + output_tokens
         x = np.array(
             (
-                prompt_tokens,
-                1.0,
-                output_tokens * prompt_tokens,
-                output_tokens,
-                output_tokens * (output_tokens + 1) / 2,
+                (prompt_tokens,),
+                (1.0,),
+                (output_tokens * prompt_tokens,),
+                (output_tokens,),
+                (output_tokens * (output_tokens + 1) / 2,),
             )
         )
         b = np.minimum(self._capacity_tokens / tokens, self._max_num_seqs)
         if as_if_it_fitted:
             b = np.maximum(b, 1.0)
-        terms = self._coefficients.dot(x)
+        terms = np.add.reduce(self.coefficients * x)
         times: FloatArray = terms[: self._size] + terms[self._size :] / b
         if self._p9 is not None:
             times += self._p9 * attended_pairs(prompt_tokens)

@@ -10,19 +10,21 @@ user's own may ask ``LengthFeatures`` for the prompt's text (docs/predictors.md)
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
+from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.lengths.estimates import OTHER_MODELS, bounded_model
 
 # A mean over about the last thousand requests of a bucket: it follows a change of traffic within
 # minutes and still averages the heavy tail of output lengths.
-_MEMORY_REQUESTS = 1000.0
+MEMORY_REQUESTS = 1000.0
 
 # A value that is so many times the mean counts as that.
-_FAR = 8.0
+FAR = 8.0
 
 
 def _no_text(body: bytes) -> str:
@@ -83,10 +85,10 @@ class ConstantPredictor:
     """Always the same number of tokens."""
 
     def __init__(self, mean_tokens: float) -> None:
-        self._mean_tokens = max(1.0, mean_tokens)
+        self.mean_tokens = max(1.0, mean_tokens)
 
     def predict(self, features: LengthFeatures) -> float:
-        return self._mean_tokens
+        return self.mean_tokens
 
     def observe(self, features: LengthFeatures, output_tokens: float) -> None:
         pass
@@ -103,6 +105,11 @@ class NormalPredictor:
     def predict(self, features: LengthFeatures) -> float:
         return max(1.0, self._rng.normal(self._mean_tokens, self._sd_tokens))
 
+    def next_predictions(self, count: int) -> FloatArray:
+        """What it would say so many times from now on."""
+        rng = copy.deepcopy(self._rng)
+        return np.maximum(1.0, rng.normal(self._mean_tokens, self._sd_tokens, count))
+
     def observe(self, features: LengthFeatures, output_tokens: float) -> None:
         pass
 
@@ -117,9 +124,9 @@ class _RunningMean:
         self.weight = prior_weight
 
     def add(self, value: float) -> None:
-        self.weight = min(self.weight + 1, _MEMORY_REQUESTS)
+        self.weight = min(self.weight + 1, MEMORY_REQUESTS)
         # Of memoryless lengths 1 in 3 000 is beyond: an engine that makes them up is held back.
-        self.value += (min(value, _FAR * self.value) - self.value) / self.weight
+        self.value += (min(value, FAR * self.value) - self.value) / self.weight
 
 
 class BucketMeanPredictor:
@@ -131,10 +138,15 @@ class BucketMeanPredictor:
     """
 
     def __init__(self, prior_tokens: float, prior_requests: float = 8.0) -> None:
-        self._prior_tokens = prior_tokens
-        self._prior_requests = prior_requests
+        self.prior_tokens = prior_tokens
+        self.prior_requests = prior_requests
         self._models: dict[str, _RunningMean] = {}
         self._buckets: dict[tuple[str, int], _RunningMean] = {}
+
+    @property
+    def has_learnt(self) -> bool:
+        """It has seen a request finish."""
+        return bool(self._models)
 
     def predict(self, features: LengthFeatures) -> float:
         model = features.model
@@ -142,17 +154,17 @@ class BucketMeanPredictor:
             model = OTHER_MODELS
         key = (model, features.prompt_tokens.bit_length())
         mean = self._buckets.get(key) or self._models.get(model)
-        return max(1.0, self._prior_tokens if mean is None else mean.value)
+        return max(1.0, self.prior_tokens if mean is None else mean.value)
 
     def observe(self, features: LengthFeatures, output_tokens: float) -> None:
         model = bounded_model(features.model, self._models)
         overall = self._models.get(model)
         if overall is None:
-            overall = _RunningMean(self._prior_tokens, self._prior_requests)
+            overall = _RunningMean(self.prior_tokens, self.prior_requests)
             self._models[model] = overall
         key = (model, features.prompt_tokens.bit_length())
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = self._buckets[key] = _RunningMean(overall.value, self._prior_requests)
+            bucket = self._buckets[key] = _RunningMean(overall.value, self.prior_requests)
         overall.add(output_tokens)
         bucket.add(output_tokens)

@@ -20,9 +20,9 @@ class RoundRobin(PlacesAtOnce):
     name = "round-robin"
 
     def __init__(self, options: PolicyOptions) -> None:
-        self._randomised = options.randomised
+        self.randomised = options.randomised
         # By slot: how much each instance is owed, in turns.
-        self._owed: FloatArray = np.zeros(0)
+        self.owed: FloatArray = np.zeros(0)
         # Of the candidates that came last; mostly a whole pool, whose arrays never change.
         self._slots: NDArray[np.intp] | None = None
         self._weights: FloatArray = np.zeros(0)
@@ -33,7 +33,7 @@ class RoundRobin(PlacesAtOnce):
         return np.ones(view.slots.size)
 
     def position(self, view: View, rng: np.random.Generator) -> int:
-        if self._randomised:
+        if self.randomised:
             cumulative = self.weights(view).cumsum()
             return int(cumulative.searchsorted(rng.random() * cumulative[-1], side="right"))
         if view.slots is not self._slots:
@@ -42,10 +42,10 @@ class RoundRobin(PlacesAtOnce):
 
     def _meet(self, view: View) -> None:
         self._slots, self._weights = view.slots, self.weights(view)
-        self._total = float(self._weights.sum())
+        self._total = float(self._weights.cumsum()[-1])
         size = int(view.slots.max()) + 1
-        if size > self._owed.size:
-            self._owed = np.concatenate((self._owed, np.zeros(size - self._owed.size)))
+        if size > self.owed.size:
+            self.owed = np.concatenate((self.owed, np.zeros(size - self.owed.size)))
 
     def _take_turn(self, slots: NDArray[np.intp]) -> int:
         # Smooth weighted round-robin: everyone is owed its weight, the most owed one pays all back.
@@ -53,10 +53,10 @@ class RoundRobin(PlacesAtOnce):
         total = self._total
         # Never more than a round, which a round itself does not exceed: what was run up under
         # other weights, or by the instance that had the slot before, would starve the others.
-        owed = np.minimum(np.maximum(self._owed[slots], -total), total) + self._weights
+        owed = np.minimum(np.maximum(self.owed[slots], -total), total) + self._weights
         position = int(owed.argmax())
         owed[position] -= total
-        self._owed[slots] = owed
+        self.owed[slots] = owed
         return position
 
     def because(self, decision: Decision) -> str:
@@ -78,11 +78,11 @@ class SingleInstance(PlacesAtOnce):
     name = "single-instance"
 
     def __init__(self, options: PolicyOptions) -> None:
-        self._instance_id = options.single_instance
+        self.instance_id = options.single_instance
 
     def position(self, view: View, rng: np.random.Generator) -> int:
-        if self._instance_id is not None and self._instance_id in view.ids:
-            return view.ids.index(self._instance_id)
+        if self.instance_id is not None and self.instance_id in view.ids:
+            return view.ids.index(self.instance_id)
         return 0
 
     def because(self, decision: Decision) -> str:

@@ -28,7 +28,7 @@ import heapq
 import math
 from bisect import insort
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,7 @@ from hetero_gateway.core.policies.estimates import BEYOND_MAX_NUM_SEQS
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.members import Members, constants_of
-from hetero_gateway.core.scheduling.pool import Eligible
+from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.probes import Probes
 from hetero_gateway.core.scheduling.queue import Fifo, ModelQueue, QueueDiscipline, Ticket
@@ -62,12 +62,29 @@ from hetero_gateway.core.types import (
 
 # Up to so many candidates, plain floats are faster than numpy (benchmarks/scheduling/pump.py).
 SMALL_POOL = 16
+# Requests that wait, where nobody says how many may.
+MOST_QUEUED = 2**31
 # Lines of a queue that are looked at in one pump: contexts and caches come in a few sizes. Retries
 # may have many lines, and each costs a decision.
 _MOST_LINES = 8
 # A request of more sequences than an engine runs at once fills it for minutes. It lets the others
 # pass for so long rather than take the last instance that has room.
 _CROWD_WAITS_S = 30.0
+
+
+class Fresh(NamedTuple):
+    """A scheduler that has placed nothing, as what its placements follow from.
+
+    ``pool``: of the one model that is asked for. ``small_pool``: most candidates that are decided
+    on in plain floats.
+    """
+
+    policy: Policy
+    rng: np.random.Generator
+    theta: float
+    pool: Pool
+    small_pool: int
+    reference: tuple[float, float]
 
 
 class Scheduler:
@@ -93,7 +110,7 @@ class Scheduler:
         rng: np.random.Generator,
         theta: float = 2.0,
         reference: tuple[float, float] = (512.0, 256.0),
-        max_queued: int = 2**31,
+        max_queued: int = MOST_QUEUED,
         observes: bool = False,
         discipline: Callable[[], QueueDiscipline] = Fifo,
         small_pool: int = SMALL_POOL,
@@ -108,6 +125,7 @@ class Scheduler:
         self._restraints = Restraints()
         self._rng = rng
         self._theta = theta
+        self._reference = reference
         self._max_queued = max_queued
         self._observes = observes
         self._discipline = discipline
@@ -127,6 +145,27 @@ class Scheduler:
     def compile(self, jit: Jit) -> None:
         """Have ``jit`` compile what the policy computes with. See ``Policy.compile``."""
         self.policy.compile(jit)
+
+    def fresh(self, model: str) -> Fresh | None:
+        """What placements of this model's requests follow from, for who does without the scheduler.
+
+        None: it has placed something, or more than its policy and its instances' profiles decide.
+        """
+        pool = self._members.pool(model)
+        if (
+            self._queues
+            or self._observes
+            or self._restraints.by_id
+            or self._discipline is not Fifo
+            or self._max_queued < MOST_QUEUED
+            or self.on_dispatch is not None
+            or not pool.ids
+            or len(pool.ids) < len(self._members.specs)
+            or any(spec.profile is None or spec.max_model_len for spec in pool.specs)
+            or any(state.in_flight or state.peers for state in pool.states)
+        ):
+            return None
+        return Fresh(self.policy, self._rng, self._theta, pool, self._small_pool, self._reference)
 
     # Membership
 

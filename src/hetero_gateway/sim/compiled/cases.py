@@ -1,0 +1,224 @@
+"""Which simulations the compiled loops cover, and what they are made of.
+
+All else is left to the objects of ``cluster.py``: prefix caches, instances that die or that the
+scheduler has no constants for, policies and predictors that are not built in, queue disciplines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.lengths.predictors import (
+    BucketMeanPredictor,
+    ConstantPredictor,
+    NormalPredictor,
+    OutputLengthPredictor,
+)
+from hetero_gateway.core.policies.affinity import PrefixAffinity, Session
+from hetero_gateway.core.policies.base import Policy
+from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
+from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, WeightedRoundRobin
+from hetero_gateway.core.policies.workload import LeastWork, MemoryBased, MinMax, Paper
+from hetero_gateway.core.scheduling import pool as core_pool
+from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
+from hetero_gateway.core.types import MOST_TOKENS
+from hetero_gateway.sim.compiled import loads, placing
+from hetero_gateway.sim.compiled.lengths import CLASSES, BucketMeans, length_classes
+from hetero_gateway.sim.compiled.tables import Engines, Pool, Requests, Slowdowns
+from hetero_gateway.sim.fleet import Fleet
+from hetero_gateway.sim.workload import Fault, FaultKind, Workload
+
+# Rules that look at nothing but what is on an instance; without sessions and prefixes, two more
+# are the same.
+_PLAIN_RULES: dict[type[Any], int] = {
+    LeastRequests: placing.LEAST_REQUESTS,
+    PrefixAffinity: placing.LEAST_REQUESTS,
+    CapacityWeighted: placing.CAPACITY,
+    Session: placing.CAPACITY,
+    PowerOfTwo: placing.POWER_OF_TWO,
+    MinMax: placing.MIN_MAX,
+    Paper: placing.PAPER,
+    MemoryBased: placing.MEMORY,
+    LeastWork: placing.LEAST_WORK,
+}
+
+# Runs a workload to its end, given how to compile a loop.
+Run = Callable[[Callable[[Any], Any]], None]
+
+
+def covered(
+    scheduler: object,
+    predictor: OutputLengthPredictor,
+    fleet: Fleet,
+    model: str,
+    workload: Workload,
+    faults: Sequence[Fault],
+    predictions: NDArray[np.float64] | None,
+    records: Any,
+) -> Run | None:
+    """What runs this simulation over arrays, into ``records``; None: the objects have to.
+
+    Args:
+        scheduler: has its instances, and has placed nothing yet.
+    """
+    if type(scheduler) is not Scheduler or workload.prefixes is not None:
+        return None
+    fresh = scheduler.fresh(model)
+    if fresh is None or any(fault.kind is not FaultKind.SLOW for fault in faults):
+        return None
+    if type(predictor) is NormalPredictor and predictions is None:
+        predictions = predictor.next_predictions(len(workload.arrival_s))
+    means = _means(predictor)
+    if means is None:
+        if predictions is None:
+            return None
+        means = BucketMeans(np.zeros((CLASSES, 2)), 1.0, 1.0, False)  # nobody asks
+    requests = _requests(workload, predictions, records)
+    if not _bounded(fresh, requests, means):
+        return None
+    rule = _rule(fresh.policy, fresh.pool)
+    if rule is None:
+        return None
+    pool = pool_of(fresh)
+    slowdowns = slowdowns_of(faults)
+
+    def run(compiled: Callable[[Any], Any]) -> None:
+        loop = compiled(placing.place_all)
+        loop(engines_of(fleet), requests, pool, rule, means, slowdowns, fresh.rng)
+
+    return run
+
+
+def _rule(policy: Policy, pool: core_pool.Pool) -> placing.Rule | None:
+    kind, weights, single = _PLAIN_RULES.get(type(policy)), np.ones(len(pool.ids)), -1
+    if isinstance(policy, RoundRobin) and type(policy) in (RoundRobin, WeightedRoundRobin):
+        if policy.owed.size:  # it has been used
+            return None
+        kind = placing.RANDOM if policy.randomised else placing.TURNS
+        if type(policy) is WeightedRoundRobin:
+            weights = pool.columns.weight
+    elif type(policy) is SingleInstance:
+        kind = placing.SINGLE
+        if policy.instance_id is not None:
+            single = pool.position.get(policy.instance_id, -1)
+    return None if kind is None else placing.Rule(kind, weights, single)
+
+
+def _means(predictor: OutputLengthPredictor) -> BucketMeans | None:
+    """The predictor as arrays; None: it is another one, or has learnt something already."""
+    table = np.zeros((CLASSES, 2))
+    if type(predictor) is ConstantPredictor:
+        return BucketMeans(table, predictor.mean_tokens, 1.0, False)
+    if type(predictor) is BucketMeanPredictor and predictor.prior_requests > 0:
+        if not predictor.has_learnt:
+            return BucketMeans(
+                table, float(predictor.prior_tokens), float(predictor.prior_requests), True
+            )
+    return None
+
+
+def _requests(
+    workload: Workload, predictions: NDArray[np.float64] | None, records: Any
+) -> Requests:
+    prompt_tokens = np.ascontiguousarray(workload.prompt_tokens, np.int64)
+    if predictions is None:
+        predictions = np.zeros(0)
+    return Requests(
+        np.ascontiguousarray(workload.arrival_s, np.float64),
+        prompt_tokens,
+        np.ascontiguousarray(workload.output_tokens, np.int64),
+        length_classes(prompt_tokens),
+        np.ascontiguousarray(predictions, np.float64),
+        records.instance,
+        records.placed_s,
+        records.first_token_s,
+        records.finish_s,
+        records.preemptions,
+    )
+
+
+def _bounded(fresh: Fresh, requests: Requests, means: BucketMeans) -> bool:
+    """Whether every number is one that a scheduler takes, and sums stay within ``loads``."""
+    longest = float(max(means.prior_tokens, requests.output_tokens.max()))
+    least = min(1.0, means.prior_tokens)
+    if requests.predictions.size:
+        longest = max(longest, float(requests.predictions.max()))
+        least = min(least, float(requests.predictions.min()))
+    tokens = float(requests.prompt_tokens.max()) + longest
+    if not (0 <= least and tokens <= MOST_TOKENS):
+        return False
+    longest_s = float(
+        fresh.pool.request_times_s(
+            float(requests.prompt_tokens.max()), longest, as_if_it_fitted=True
+        ).max()
+    )
+    return longest_s * len(requests.arrival_s) < loads.MOST_SUM_S and fresh.theta > 0
+
+
+# Arrays of objects
+
+
+def engines_of(fleet: Fleet) -> Engines:
+    """The engines of a fleet, whose tables are arrays; nothing is in them."""
+    q, n, x, c, k, first, log, log_s = fleet.tables()
+    slots = fleet.free_slots()
+    free = np.zeros(len(q) + 1, np.int64)
+    free[0], free[1 : 1 + len(slots)] = len(slots), slots
+    count = len(fleet.profiles)
+    capacity = np.array([fleet.capacity_tokens(i) for i in range(count)], np.int64)
+    request = np.full(len(q), -1, np.int64)
+    return Engines(q, n, x, c, k, first, log, log_s, request, free, capacity)
+
+
+def pool_of(fresh: Fresh) -> Pool:
+    pool, members = fresh.pool, fresh.pool.members
+    which = pool.profile_of
+    coefficients = pool.table.coefficients
+    if which is not None:
+        size = coefficients.shape[1] // 2
+        coefficients = coefficients[:, np.concatenate((which, which + size))]
+    columns = pool.columns
+
+    def column(name: str) -> FloatArray:
+        return np.array([getattr(member, name) for member in members], np.float64)
+
+    return Pool(
+        np.ascontiguousarray(coefficients),
+        column("p9"),
+        columns.kv_capacity_tokens,
+        column("kv_limit_tokens"),
+        column("max_num_seqs"),
+        columns.capacity,
+        columns.weight,
+        fresh.theta,
+    )
+
+
+def slowdowns_of(faults: Sequence[Fault]) -> Slowdowns:
+    """When the steps of which instance begin to take how many times as long."""
+    events = []
+    for i, fault in enumerate(faults):
+        events.append((fault.start_s, 2 * i, fault, True))
+        if math.isfinite(fault.end_s):
+            events.append((fault.end_s, 2 * i + 1, fault, False))
+    events.sort(key=lambda event: event[:2])
+    holding: dict[int, list[float]] = {}
+    factors = []
+    for _, _, fault, begins in events:
+        now = holding.setdefault(fault.instance, [])
+        if begins:
+            now.append(fault.factor)
+        else:
+            now.remove(fault.factor)
+        factors.append(math.prod(now))
+    return Slowdowns(
+        np.array([event[0] for event in events], np.float64),
+        np.array([event[2].instance for event in events], np.int64),
+        np.array(factors, np.float64),
+    )

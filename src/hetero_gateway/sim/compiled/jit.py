@@ -1,0 +1,81 @@
+"""Compiling a loop with all that it calls, and keeping the result.
+
+numba keeps compiled code on disk under the file and the byte code of the function that is asked
+for. What that calls may be of other files, and would stay as it was when they change: so the key
+has a digest of everything that is compiled into it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from hetero_gateway.core.costs import cost_model
+from hetero_gateway.sim import block_cache, kernel
+from hetero_gateway.sim.compiled import lengths, loads, placing, tables
+from hetero_gateway.sim.fleet import ENTRIES, compile_kernel
+
+_MODULES = (block_cache, kernel, tables, loads, lengths, placing)
+# Of the core, what the loops share with it.
+_SHARED: tuple[Any, ...] = (cost_model.attended_pairs, cost_model.workload)
+
+
+@functools.cache
+def compiled(loop: Callable[..., Any]) -> Any:
+    """A loop of this package, compiled by numba."""
+    import numba
+
+    functions = _register()
+    digest = _digest(functions)
+
+    # numba's key has the values of a closure in it.
+    def run(*tables: Any) -> Any:
+        _ = digest
+        return loop(*tables)
+
+    return numba.njit(cache=True)(run)
+
+
+@functools.cache
+def _register() -> tuple[FunctionType, ...]:
+    """Have numba compile what the loops call; returns all of it."""
+    from numba.extending import register_jitable
+
+    compile_kernel()  # which registers its own, but what it is entered by
+    known = {f for module in (block_cache, kernel) for f in _functions(module)} - {*ENTRIES}
+    functions = [f for module in _MODULES for f in _functions(module)]
+    functions = list(dict.fromkeys([*functions, *_SHARED]))
+    for function in functions:
+        if function not in known:
+            register_jitable(function)
+    return tuple(functions)
+
+
+def _functions(module: ModuleType) -> list[FunctionType]:
+    """Its own and those that it has imported."""
+    return [value for value in vars(module).values() if isinstance(value, FunctionType)]
+
+
+def _digest(functions: Iterable[FunctionType]) -> str:
+    """Of their code, and of the constants that they take from their modules."""
+    parts: list[str] = []
+    for function in functions:
+        _add_code(parts, function.__code__)
+        constants = function.__globals__
+        for name in function.__code__.co_names:
+            if isinstance(constants.get(name), int | float | tuple):
+                parts.append(f"{name}={constants[name]!r}")
+    return xxh3_64_hexdigest("\n".join(parts).encode())
+
+
+def _add_code(parts: list[str], code: CodeType) -> None:
+    parts.append(f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_varnames}")
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _add_code(parts, constant)
+        else:
+            parts.append(repr(constant))

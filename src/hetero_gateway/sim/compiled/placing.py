@@ -1,0 +1,349 @@
+"""Policies that send every request on as it comes: what they choose by, and the loop.
+
+``choose`` has their rules as ``core/policies`` has them: equals are drawn by the scheduler's own
+generator, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from hetero_gateway.core.costs.cost_model import FloatArray, workload
+from hetero_gateway.sim.compiled import loads
+from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
+from hetero_gateway.sim.compiled.tables import (
+    Engines,
+    Flags,
+    Integers,
+    Pool,
+    Requests,
+    Slowdowns,
+    candidates,
+    request_time_s,
+    with_room,
+)
+from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED, advance, change_slowdown, submit
+
+# The rules.
+TURNS, RANDOM, LEAST_REQUESTS, CAPACITY, POWER_OF_TWO, SINGLE = range(6)
+# These look at the load: what they charge is of account.
+MIN_MAX, PAPER, MEMORY, LEAST_WORK = range(6, 10)
+
+
+class Rule(NamedTuple):
+    """Which rule it is, and what is its own. ``weights``: of turns and of random draws.
+
+    ``single``: position of the one that gets everything; -1: none is named.
+    """
+
+    kind: int
+    weights: FloatArray
+    single: int
+
+
+class Loads(NamedTuple):
+    """What is on each instance: requests, KV tokens, load in s and as ``loads.py`` has it; and the
+    turns that it is ``owed``."""
+
+    in_flight: Integers
+    kv_tokens: Integers
+    load_s: FloatArray
+    digits: Integers
+    owed: FloatArray
+
+
+class Charges(NamedTuple):
+    """By slot, what its request was charged: tokens, and units of load."""
+
+    kv_tokens: Integers
+    digits: Integers
+
+
+def place_all(
+    e: Engines,
+    r: Requests,
+    pool: Pool,
+    rule: Rule,
+    means: BucketMeans,
+    slowdowns: Slowdowns,
+    rng: np.random.Generator,
+) -> None:
+    """Run the workload to its end."""
+    size = len(pool.weight)
+    there = Loads(
+        np.zeros(size, np.int64),
+        np.zeros(size, np.int64),
+        np.zeros(size),
+        np.zeros((size, loads.DIGITS), np.int64),
+        np.zeros(size),
+    )
+    charges = _charges(len(e.q))
+    takes, scores = np.ones(size, np.bool_), np.zeros((2, size))
+    smallest_tokens = pool.kv_limit_tokens.min()
+    slowed = 0
+    for request in range(len(r.arrival_s)):
+        now_s = r.arrival_s[request]
+        while slowed < len(slowdowns.at_s) and slowdowns.at_s[slowed] <= now_s:
+            _slow_down(e, r, there, charges, means, slowdowns, slowed)
+            slowed += 1
+        _work_until(e, r, there, charges, means, now_s)
+        output_tokens = predict(means, r.length_class[request])
+        if len(r.predictions) > 0:
+            output_tokens = r.predictions[request]
+        tokens = r.prompt_tokens[request] + output_tokens
+        count = size
+        if tokens <= smallest_tokens:
+            takes[:] = True
+        else:
+            count = candidates(pool, tokens, takes)
+        if count == 0:
+            continue
+        e = with_room(e)
+        if len(charges.kv_tokens) < len(e.q):
+            charges = _more(charges, len(e.q))
+        prompt_tokens = r.prompt_tokens[request]
+        i, charge_s = choose(
+            pool, rule, there, prompt_tokens, output_tokens, takes, count, scores, rng
+        )
+        _start(e, r, there, charges, rule, request, i, charge_s, output_tokens)
+    while slowed < len(slowdowns.at_s):
+        _slow_down(e, r, there, charges, means, slowdowns, slowed)
+        slowed += 1
+    _work_until(e, r, there, charges, means, math.inf)
+
+
+def _charges(slots: int) -> Charges:
+    return Charges(np.zeros(slots, np.int64), np.zeros((slots, loads.DIGITS), np.int64))
+
+
+def _more(charges: Charges, slots: int) -> Charges:
+    bigger = _charges(slots)
+    bigger.kv_tokens[: len(charges.kv_tokens)] = charges.kv_tokens
+    bigger.digits[: len(charges.digits)] = charges.digits
+    return bigger
+
+
+# What happens on the instances
+
+
+def _start(
+    e: Engines,
+    r: Requests,
+    there: Loads,
+    charges: Charges,
+    rule: Rule,
+    request: int,
+    i: int,
+    charge_s: float,
+    output_tokens: float,
+) -> None:
+    """Put a placed request into its engine, unless that can never hold it."""
+    now_s = r.arrival_s[request]
+    r.instance[request] = i
+    r.placed_s[request] = now_s
+    prompt, output = r.prompt_tokens[request], r.output_tokens[request]
+    if prompt + output - 1 > e.capacity_tokens[i]:
+        return
+    slot = e.free[e.free[0]]
+    e.free[0] -= 1
+    e.request[slot] = request
+    charges.kv_tokens[slot] = prompt + round(output_tokens)
+    there.kv_tokens[i] += charges.kv_tokens[slot]
+    there.in_flight[i] += 1
+    if rule.kind >= MIN_MAX:
+        loads.set_units(charges.digits[slot], charge_s)
+        loads.add(there.digits[i], charges.digits[slot])
+        there.load_s[i] = loads.seconds(there.digits[i])
+    submit(e.q, e.n, e.x, e.first, i, slot, prompt, output, 0, now_s)
+
+
+def _slow_down(
+    e: Engines,
+    r: Requests,
+    there: Loads,
+    charges: Charges,
+    means: BucketMeans,
+    slowdowns: Slowdowns,
+    at: int,
+) -> None:
+    now_s = slowdowns.at_s[at]
+    _work_until(e, r, there, charges, means, now_s)
+    change_slowdown(e.n, e.x, e.first, slowdowns.instance[at], slowdowns.factor[at], now_s)
+
+
+def _work_until(
+    e: Engines, r: Requests, there: Loads, charges: Charges, means: BucketMeans, until_s: float
+) -> None:
+    """Let the engines work, and hear what they did."""
+    complete = False
+    while not complete:
+        complete = advance(e.q, e.n, e.x, e.c, e.k, e.first, e.log, e.log_s, until_s, False)
+        for at in range(1, 1 + e.log[0]):
+            slot, kind = e.log[at] // 4, e.log[at] % 4
+            request = e.request[slot]
+            if kind == FIRST:
+                r.first_token_s[request] = e.log_s[at]
+            elif kind == PREEMPTED:
+                r.preemptions[request] += 1
+            elif kind == FINISHED:
+                r.finish_s[request] = e.log_s[at]
+                learn(means, r.length_class[request], r.output_tokens[request])
+                _settle(there, charges, r.instance[request], slot)
+                e.free[0] += 1
+                e.free[e.free[0]] = slot
+
+
+def _settle(there: Loads, charges: Charges, i: int, slot: int) -> None:
+    there.in_flight[i] -= 1
+    there.kv_tokens[i] -= charges.kv_tokens[slot]
+    loads.subtract(there.digits[i], charges.digits[slot])
+    there.load_s[i] = loads.seconds(there.digits[i])
+
+
+# The rules
+
+
+def choose(
+    pool: Pool,
+    rule: Rule,
+    there: Loads,
+    prompt_tokens: int,
+    output_tokens: float,
+    takes: Flags,
+    count: int,
+    scores: FloatArray,
+    rng: np.random.Generator,
+) -> tuple[int, float]:
+    """The chosen instance, and what its load grows by, s (0 where no rule looks at it).
+
+    Args:
+        takes: who can have the request; ``count`` of them, at least one.
+        scores: room for two numbers per instance.
+    """
+    if rule.kind == TURNS:
+        return _whose_turn(rule.weights, there.owed, takes), 0.0
+    if rule.kind == RANDOM:
+        return _at_random(rule.weights, takes, rng), 0.0
+    if rule.kind == SINGLE:
+        single = rule.single >= 0 and takes[rule.single]
+        return rule.single if single else _nth(takes, 0), 0.0
+    if rule.kind == POWER_OF_TWO:
+        return _better_of_two(pool, there, takes, count, rng), 0.0
+    if rule.kind >= MIN_MAX:
+        return _by_load(pool, rule, there, prompt_tokens, output_tokens, takes, scores, rng)
+    for i in range(len(takes)):
+        scores[0, i] = there.in_flight[i]
+        if rule.kind == CAPACITY:
+            scores[0, i] = (there.in_flight[i] + 1) / pool.capacity[i]
+    return _lowest(scores[0], takes, rng), 0.0
+
+
+def _by_load(
+    pool: Pool,
+    rule: Rule,
+    there: Loads,
+    prompt_tokens: int,
+    output_tokens: float,
+    takes: Flags,
+    scores: FloatArray,
+    rng: np.random.Generator,
+) -> tuple[int, float]:
+    """``core/policies/workload.py``: the loads that would result are compared."""
+    after_s, charges_s = scores[0], scores[1]
+    highest = -math.inf
+    for i in range(len(takes)):
+        if not takes[i]:
+            continue
+        time_s = 1.0
+        if rule.kind != MEMORY:
+            time_s = request_time_s(pool, i, prompt_tokens, output_tokens, True)
+        usage = there.kv_tokens[i] / pool.kv_capacity_tokens[i]
+        charges_s[i] = time_s if rule.kind == LEAST_WORK else workload(time_s, usage, pool.theta)
+        after_s[i] = there.load_s[i] + charges_s[i]
+        highest = max(highest, there.load_s[i])
+    if rule.kind != PAPER:
+        i = _lowest(after_s, takes, rng)
+        return i, charges_s[i]
+    i = -1
+    for j in range(len(takes)):
+        if takes[j] and (i < 0 or max(highest, after_s[j]) < max(highest, after_s[i])):
+            i = j
+    return i, charges_s[i]
+
+
+def _lowest(scores: FloatArray, takes: Flags, rng: np.random.Generator) -> int:
+    """``base.argmin_with_random_ties``."""
+    best, ties, first = math.inf, 0, -1
+    for i in range(len(scores)):
+        if not takes[i]:
+            continue
+        if first < 0 or scores[i] < best:
+            best, ties, first = scores[i], 1, i
+        elif scores[i] == best:
+            ties += 1
+    if ties == 1:
+        return first
+    left = int(rng.random() * ties)
+    for i in range(first, len(scores)):
+        if takes[i] and scores[i] == best:
+            if left == 0:
+                return i
+            left -= 1
+    return first
+
+
+def _nth(takes: Flags, number: int) -> int:
+    """The candidate of that number, from 0."""
+    for i in range(len(takes)):
+        if takes[i]:
+            if number == 0:
+                return i
+            number -= 1
+    return -1
+
+
+def _better_of_two(
+    pool: Pool, there: Loads, takes: Flags, count: int, rng: np.random.Generator
+) -> int:
+    first = int(rng.random() * count)
+    if count == 1:
+        return _nth(takes, first)
+    second = (first + 1 + int(rng.random() * (count - 1))) % count
+    one, other = _nth(takes, first), _nth(takes, second)
+    score = (there.in_flight[one] + 1) / pool.capacity[one]
+    return one if score <= (there.in_flight[other] + 1) / pool.capacity[other] else other
+
+
+def _whose_turn(weights: FloatArray, owed: FloatArray, takes: Flags) -> int:
+    """``rotation.RoundRobin``'s turns."""
+    total = 0.0
+    for i in range(len(owed)):
+        if takes[i]:
+            total += weights[i]
+    chosen = -1
+    for i in range(len(owed)):
+        if takes[i]:
+            owed[i] = min(max(owed[i], -total), total) + weights[i]
+            if chosen < 0 or owed[i] > owed[chosen]:
+                chosen = i
+    owed[chosen] -= total
+    return chosen
+
+
+def _at_random(weights: FloatArray, takes: Flags, rng: np.random.Generator) -> int:
+    total = 0.0
+    for i in range(len(weights)):
+        if takes[i]:
+            total += weights[i]
+    drawn = rng.random() * total
+    chosen, reached = -1, 0.0
+    for i in range(len(weights)):
+        if takes[i]:
+            chosen = i
+            reached += weights[i]
+            if reached > drawn:
+                break
+    return chosen

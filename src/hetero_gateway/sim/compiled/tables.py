@@ -1,0 +1,130 @@
+"""Requests, engines and instances as arrays; what the engines have logged, told on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.costs.cost_model import FloatArray, attended_pairs
+
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+# An array, where the kernel's own annotations have lists.
+KernelTable = Any
+
+
+class Requests(NamedTuple):
+    """The workload, and what becomes of it: ``cluster.Records``. All (N,).
+
+    ``length_class``: of the prompt, as the predictor has it. ``predictions``: in place of the
+    predictor's, output tokens; or of no length.
+    """
+
+    arrival_s: FloatArray
+    prompt_tokens: Integers
+    output_tokens: Integers
+    length_class: Integers
+    predictions: FloatArray
+    instance: Integers
+    placed_s: FloatArray
+    first_token_s: FloatArray
+    finish_s: FloatArray
+    preemptions: Integers
+
+
+class Engines(NamedTuple):
+    """The kernel's tables (``sim/kernel.py``), and by slot the request that has it.
+
+    ``free``: slots that nobody has; free[0] counts them, the others follow. ``capacity_tokens``:
+    of each instance, the largest prompt + output - 1 that it can ever finish.
+    """
+
+    q: KernelTable
+    n: KernelTable
+    x: KernelTable
+    c: KernelTable
+    k: KernelTable
+    first: KernelTable
+    log: KernelTable
+    log_s: KernelTable
+    request: Integers
+    free: Integers
+    capacity_tokens: Integers
+
+
+class Pool(NamedTuple):
+    """What never changes of the instances, as the scheduler believes it: ``scheduling/pool.py``.
+
+    ``coefficients``: of T, one row per term: ``ProfileTable``. ``kv_capacity_tokens``: what usage
+    is measured by; ``kv_limit_tokens``: what a request has to fit.
+    """
+
+    coefficients: FloatArray
+    p9: FloatArray
+    kv_capacity_tokens: FloatArray
+    kv_limit_tokens: FloatArray
+    max_num_seqs: FloatArray
+    capacity: FloatArray
+    weight: FloatArray
+    theta: float
+
+
+class Slowdowns(NamedTuple):
+    """From when the steps of an instance take so many times as long; in the order of time."""
+
+    at_s: FloatArray
+    instance: Integers
+    factor: FloatArray
+
+
+def request_time_s(
+    pool: Pool, i: int, prompt_tokens: float, output_tokens: float, fits: bool
+) -> float:
+    """T of one sequence on instance i, to the bit what ``ProfileTable.request_times_s`` has.
+
+    ``fits``: or else as if it ran there alone.
+    """
+    batch = min(pool.kv_limit_tokens[i] / (prompt_tokens + output_tokens), pool.max_num_seqs[i])
+    if not fits:
+        batch = max(batch, 1.0)
+    terms = pool.coefficients
+    size = len(pool.weight)
+    own, shared = terms[0, i] * prompt_tokens, terms[0, size + i] * prompt_tokens
+    own += terms[1, i]
+    shared += terms[1, size + i]
+    tokens = output_tokens * prompt_tokens
+    own += terms[2, i] * tokens
+    shared += terms[2, size + i] * tokens
+    own += terms[3, i] * output_tokens
+    shared += terms[3, size + i] * output_tokens
+    triangle = output_tokens * (output_tokens + 1) / 2
+    own += terms[4, i] * triangle
+    shared += terms[4, size + i] * triangle
+    return float(own + shared / batch + pool.p9[i] * attended_pairs(prompt_tokens))
+
+
+def candidates(pool: Pool, tokens: float, takes: Flags) -> int:
+    """Set who can hold a request of so many tokens; returns how many can."""
+    count = 0
+    for i in range(len(takes)):
+        takes[i] = min(pool.kv_limit_tokens[i] / tokens, pool.max_num_seqs[i]) >= 1
+        count += takes[i]
+    return count
+
+
+def with_room(e: Engines) -> Engines:
+    """The same, with a slot that nobody has."""
+    if e.free[0] > 0:
+        return e
+    size = len(e.q)
+    q = np.zeros((2 * size, e.q.shape[1]), np.int64)
+    q[:size] = e.q
+    request = np.full(2 * size, -1, np.int64)
+    request[:size] = e.request
+    free = np.zeros(2 * size + 1, np.int64)
+    free[0] = size
+    for i in range(size):
+        free[1 + i] = 2 * size - 1 - i
+    return Engines(q, e.n, e.x, e.c, e.k, e.first, e.log, e.log_s, request, free, e.capacity_tokens)
