@@ -335,3 +335,49 @@ def test_a_trained_predictor_and_its_file_belong_together(
     cluster: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:
     assert "--predictor trained needs --predictor-file" in error(capsys, cluster, *flags)
+
+
+RECORD = (
+    '{"record":1,"policy":"min-max","started_s":5.0,"unix_s":1.0}\n'
+    '{"instance":"a","weight":1.0,"profile":{"gpu":"g","model":"m","tensor_parallel":1,'
+    '"constants":[1e-5,0,0,0.01,1e-8,1e-4,0,0.01,0],"kv_capacity_tokens":9000,"max_num_seqs":8}}\n'
+    '{"instance":"big","weight":1.0}\n'
+    '{"at":7.0,"model":"m","in":70,"out":11,"predicted":5.5,"outcome":"completed","instance":"a",'
+    '"placed":7.0,"first":7.1,"end":7.3,"stream":true}\n'
+    '{"at":7.5,"model":"m","in":70,"out":20,"predicted":5.5,"outcome":"completed",'
+    '"instance":"big","placed":7.5,"first":7.6,"end":9.0,"n":2,"stream":true}\n'
+    '{"at":7.6,"model":"m","in":70,"out":0,"predicted":5.5,"outcome":"rejected","end":7.7}\n'
+)
+
+
+def test_a_record_is_printed_beside_its_simulation(cluster, tmp_path, capsys):
+    record = tmp_path / "run.jsonl"
+    record.write_text(RECORD, encoding="utf-8")
+    assert main(["simulate", "-c", str(cluster), "--against", str(record)]) == 0
+    text = capsys.readouterr().out
+    assert "min-max, 3 requests" in text
+    assert "1 requests without an answer in tokens are left out." in text
+    assert "as placed" in text
+    assert "by min-max" in text
+    assert main(["simulate", "-c", str(cluster), "--against", str(record), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["measured"]["ttft_s"]["mean"] == pytest.approx(0.1)
+    assert found["as_placed"]["requests"] == found["by_policy"]["requests"] == 3
+    # 0.01 + 70·1e-5 s for the prompt, and ten steps of somewhat more than 0.0101 s.
+    on_a = found["instances"][0]["as_placed"]
+    assert on_a["ttft_s"]["mean"] == pytest.approx(0.0107, abs=1e-4)
+    assert on_a["latency_s"]["mean"] == pytest.approx(0.1117, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "no profile for big"),
+        (("--rate", "3"), "takes no --rate"),
+    ],
+)
+def test_a_record_that_cannot_be_simulated_says_why(tmp_path, capsys, flags, says):
+    record = tmp_path / "run.jsonl"
+    record.write_text(RECORD, encoding="utf-8")
+    assert main(["simulate", "--against", str(record), *flags]) != 0
+    assert says in capsys.readouterr().err

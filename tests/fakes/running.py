@@ -102,17 +102,20 @@ def config_for(
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    config: GatewayConfig, config_path: Path | None = None, workers: int = 1
+    config: GatewayConfig,
+    config_path: Path | None = None,
+    workers: int = 1,
+    record: Path | None = None,
 ) -> AsyncIterator[RunningGateway]:
     """Serve until the block ends; with several workers, all in this event loop."""
     if workers == 1:
-        app = create_app(config, config_path)
+        app = create_app(config, config_path, record=record)
         async with serving(app, app.gateway) as (server, url):
             yield RunningGateway(url, app, server, ports=[_port_of(url)])
         return
     with tempfile.TemporaryDirectory() as directory:
         hub, control = f"{directory}/hub", f"{directory}/control"
-        app = create_app(config, config_path, listen(hub))
+        app = create_app(config, config_path, listen(hub), record)
         shared = config.model_copy(
             update={"server": config.server.model_copy(update={"workers": workers, "port": 0})}
         )

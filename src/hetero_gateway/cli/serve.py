@@ -11,6 +11,7 @@ from typing import Any
 
 from hetero_gateway.cli.arguments import add_log_level, start_logging
 from hetero_gateway.core.policies import POLICY_NAMES
+from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
 
 
@@ -31,6 +32,13 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="processes that serve clients, with one scheduler process between them; "
         "1: one process does all (default: the file's)",
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="keep a line of each request that is over: its lengths, times, instance and outcome, "
+        "never its text; a new file, for `simulate --against`",
     )
     # How ``serve`` starts its own processes.
     parser.add_argument("--role", help=argparse.SUPPRESS)
@@ -60,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
 
+    if args.record is not None and args.role is None:
+        _check_new(args.record)
     if args.role is not None:
         _run_process(args, config)
         return 0
@@ -69,9 +79,17 @@ def run(args: argparse.Namespace) -> int:
     from hetero_gateway.gateway import server
     from hetero_gateway.gateway.app import create_app
 
-    app = create_app(config, args.config)
+    app = create_app(config, args.config, record=args.record)
     server.run(app, app.gateway, announce)
     return 0
+
+
+def _check_new(record: Path) -> None:
+    """Several runs in one file would be taken for one; and none is to be lost."""
+    if record.exists() and record.stat().st_size > 0:
+        raise ConfigError(f"--record {record}: it exists already; name a new file")
+    if not record.absolute().parent.is_dir():
+        raise ConfigError(f"--record {record}: there is no such folder")
 
 
 def _run_workers(
@@ -84,9 +102,9 @@ def _run_workers(
     create_app(config, args.config)
     command = [sys.executable, "-m", "hetero_gateway", "serve", "--config", str(args.config)]
     command += ["--workers", str(config.server.workers), "--log-level", args.log_level]
-    for name in ("host", "policy"):
+    for name in ("host", "policy", "record"):
         if (value := getattr(args, name)) is not None:
-            command += [f"--{name}", value]
+            command += [f"--{name}", str(value)]
     return asyncio.run(Supervisor(config, [*command, "--role"], announce).run())
 
 
@@ -107,7 +125,7 @@ def _run_process(args: argparse.Namespace, config: GatewayConfig) -> None:
 
     if role.worker is None:
         hub, control = role.sockets()
-        app = create_app(config, args.config, hub)
+        app = create_app(config, args.config, hub, args.record)
         server.run(app, app.gateway, ready, control)
     else:
         (clients,) = role.sockets()

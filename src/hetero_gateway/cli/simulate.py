@@ -55,7 +55,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-c", "--config", type=Path, required=True, metavar="CLUSTER.yaml", help="the cluster"
+        "-c",
+        "--config",
+        type=Path,
+        metavar="CLUSTER.yaml",
+        help="the cluster; with --against, what instances really are, by their ids",
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        nargs="+",
+        metavar="RECORD",
+        help="simulate what a gateway recorded (serve --record), and print it beside what was "
+        "measured: each request where it was placed, and where the policy would have it",
     )
     parser.add_argument(
         "--policy",
@@ -172,6 +184,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison; 1 when no request finished in any run, else 0."""
+    if args.against is not None:
+        from hetero_gateway.cli import against
+
+        return against.run(args)
+    if args.config is None:
+        raise ConfigError("simulate: give a cluster, -c CLUSTER.yaml, or a record, --against")
     # Imported here so that other commands and --help stay quick.
     from hetero_gateway.files.cluster_config import load_cluster
     from hetero_gateway.reports import page, simulation_report, simulation_table

@@ -122,12 +122,13 @@ def create_app(
     config: GatewayConfig,
     config_path: Path | None = None,
     hub_listener: socket.socket | None = None,
+    record: Path | None = None,
 ) -> App:
     """Build a gateway; see ``Gateway``.
 
     Raises ConfigError for what only shows when it is put together.
     """
-    gateway = Gateway(config, config_path, hub_listener)
+    gateway = Gateway(config, config_path, hub_listener, record)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -18,6 +18,7 @@ from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor
+from hetero_gateway.gateway.dataplane.recording import RunFile
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
@@ -41,6 +42,7 @@ class Gateway:
         config: the whole configuration.
         config_path: the file it came from, for reloading; profile files are relative to it.
         hub_listener: where workers connect, if it decides for them.
+        record: the file that keeps a line of each request; None: none does.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Gateway:
         config: GatewayConfig,
         config_path: Path | None = None,
         hub_listener: socket.socket | None = None,
+        record: Path | None = None,
     ) -> None:
         self.config = config
+        self._record = record
         self.config_path = config_path
         self.draining = False
         self._hub_listener = hub_listener
@@ -99,6 +103,10 @@ class Gateway:
             self._stack.push_async_callback(self.sharing.stop)
         expiry = tasks.create_task(self.fleet.close_idle_connections())
         self._stack.callback(expiry.cancel)
+        run = None
+        if self._record is not None:
+            run = RunFile(self._record, self.config.scheduler.policy)
+            self._stack.callback(run.close)
         self.dataplane = DataPlane(
             self.config,
             self.fleet,
@@ -112,6 +120,7 @@ class Gateway:
             deadlines,
             self.placement,
             self._prefix_secret,
+            run,
         )
         self._stack.callback(self.dataplane.close)
         await self.health.start()

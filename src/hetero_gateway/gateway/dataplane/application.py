@@ -25,6 +25,11 @@ from hetero_gateway.gateway.dataplane.attempts import Answered, Attempts, RetryB
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.dataplane.placement import Placement
+from hetero_gateway.gateway.dataplane.recording import (
+    RecordingDispatcher,
+    RecordingRecorder,
+    RunFile,
+)
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
@@ -55,6 +60,7 @@ class DataPlane:
         deadlines: watches the exchanges.
         placement: finds each request its instance.
         prefix_secret: what the keys of prompts begin with; None: a random one.
+        run: where a line of each request is kept; None: nowhere.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class DataPlane:
         deadlines: Deadlines,
         placement: Placement,
         prefix_secret: bytes | None = None,
+        run: RunFile | None = None,
     ) -> None:
         server = config.server
         self.body_limits = BodyLimits(server.max_body_bytes, server.max_buffered_bytes)
@@ -89,11 +96,11 @@ class DataPlane:
             tokenizer,
             prefix_secret or os.urandom(32),
         )
-        self.recorder = Recorder(
-            fleet, health, outcomes, metrics, predictor, bytes_per_token, self.history
-        )
-        self.dispatcher = LocalDispatcher(
-            self.intake, placement, self.recorder, outcomes, metrics, self.decisions
+        learn = (fleet, health, outcomes, metrics, predictor, bytes_per_token, self.history)
+        self.recorder = Recorder(*learn) if run is None else RecordingRecorder(run, *learn)
+        drive = (self.intake, placement, self.recorder, outcomes, metrics, self.decisions)
+        self.dispatcher = (
+            LocalDispatcher(*drive) if run is None else RecordingDispatcher(run, *drive)
         )
         self.rooms = Rooms(
             admission=admission,

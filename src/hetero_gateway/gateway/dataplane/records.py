@@ -138,10 +138,7 @@ class Recorder:
         if self._fleet.instances.get(instance.id) is not instance:
             return
         series = metrics.series(job.request.model, instance.id)
-        label = outcome.value
-        if outcome is Outcome.COMPLETED and exchange.status >= 400:
-            label = "client_error" if exchange.status < 500 else "upstream_error"
-        series.outcomes[label] += 1
+        series.outcomes[label_of(outcome, exchange)] += 1
         if outcome is Outcome.CLIENT_DISCONNECTED:
             metrics.client_disconnects[instance.id] += 1
         duration_s = now_s - job.inbound.received_s
@@ -226,6 +223,13 @@ class Recorder:
             parsed.max_output_tokens,
             request.sequences,
         )
+
+
+def label_of(outcome: Outcome, exchange: Answered) -> str:
+    """How a request that reached an instance is counted."""
+    if outcome is Outcome.COMPLETED and exchange.status >= 400:
+        return "client_error" if exchange.status < 500 else "upstream_error"
+    return outcome.value
 
 
 def _expected_latency_s(placed: Placed) -> float:

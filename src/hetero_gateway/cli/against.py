@@ -1,0 +1,139 @@
+"""``simulate --against RECORD``: what a gateway recorded, and the same in the simulator."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetero_gateway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hetero_gateway.core.costs.profile import Profile
+    from hetero_gateway.files.recorded_run import RecordedRun, RequestLine
+    from hetero_gateway.reports.recorded_table import Comparison
+    from hetero_gateway.sim.cluster import SimulatedInstance
+    from hetero_gateway.sim.recorded import Recording
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare each record with its simulations."""
+    from hetero_gateway.files.recorded_run import read_recorded_run
+    from hetero_gateway.reports import recorded_table
+
+    for flag in ("rate", "load", "requests", "arrivals", "count", "report"):
+        if getattr(args, flag):
+            raise ConfigError(f"--against takes no --{flag}: a record has its own requests")
+    profiles = _cluster_profiles(args.config)
+    compared = [_compare(args, path, read_recorded_run(path), profiles) for path in args.against]
+    if args.json:
+        print(json.dumps([recorded_table.document(each) for each in compared]))
+    else:
+        for each in compared:
+            recorded_table.print_comparison(each)
+    return 0
+
+
+def _cluster_profiles(path: Path | None) -> dict[str, Profile]:
+    """By id: what the instances really are, where a cluster file says so."""
+    if path is None:
+        return {}
+    from hetero_gateway.files.cluster_config import load_cluster
+
+    return {str(i.instance_id): i.profile for i in load_cluster(path).instances}
+
+
+def _compare(
+    args: argparse.Namespace, path: Path, record: RecordedRun, profiles: Mapping[str, Profile]
+) -> Comparison:
+    from hetero_gateway.reports.recorded_table import Comparison
+    from hetero_gateway.sim.recorded import replay
+
+    answered = [line for line in record.requests if line.instance and line.out and line.end]
+    if not answered:
+        raise ConfigError(f"{path}: no request of it was answered with tokens")
+    policy: str | None = record.policy
+    notes = _notes(record, answered)
+    if len({line.model for line in answered}) > 1:
+        policy = None
+        notes.append("Requests are for several models: they are simulated as placed alone.")
+    instances = _instances(path, record, profiles)
+    for instance in instances:
+        if args.scheduling == "chunked" and instance.profile.max_num_seqs > args.max_batched_tokens:
+            raise ConfigError(
+                f"{path}: {instance.instance_id} runs up to {instance.profile.max_num_seqs} "
+                "sequences, more than the tokens of a step; raise --max-batched-tokens"
+            )
+    recording = _recording(answered, [str(i.instance_id) for i in instances])
+    replayed = replay(recording, instances, policy, args.scheduling, args.max_batched_tokens)
+    ids = tuple(str(i.instance_id) for i in instances)
+    return Comparison(path, record.policy, ids, replayed, tuple(notes))
+
+
+def _instances(
+    path: Path, record: RecordedRun, profiles: Mapping[str, Profile]
+) -> list[SimulatedInstance]:
+    from hetero_gateway.core.types import InstanceId
+    from hetero_gateway.sim.cluster import SimulatedInstance
+
+    found = []
+    for name, instance in record.instances.items():
+        profile = profiles.get(name) or instance.profile
+        if profile is None:
+            raise ConfigError(
+                f"{path}: the gateway had no profile for {name}; say what it is in a cluster "
+                "file, by this id: -c CLUSTER.yaml"
+            )
+        found.append(
+            SimulatedInstance(InstanceId(name), profile, instance.profile, instance.weight)
+        )
+    return found
+
+
+def _notes(record: RecordedRun, answered: Sequence[RequestLine]) -> list[str]:
+    notes = []
+    without = len(record.requests) - len(answered)
+    if without:
+        notes.append(f"{without} requests without an answer in tokens are left out.")
+    if record.left_out:
+        notes.append(f"The gateway itself left out {record.left_out} requests.")
+    several = sum(line.n > 1 for line in answered)
+    if several:
+        notes.append(f"{several} requests of several sequences are simulated as so many requests.")
+    cached = sum(line.cached for line in answered) / sum(line.prompt * line.n for line in answered)
+    if cached >= 0.01:
+        notes.append(
+            f"{cached:.0%} of the prompts were in prefix caches, which the simulated engines lack."
+        )
+    return notes
+
+
+def _recording(answered: Sequence[RequestLine], ids: Sequence[str]) -> Recording:
+    """As arrays: each sequence counts as a request."""
+    import numpy as np
+
+    from hetero_gateway.sim.recorded import Placements, Recording
+
+    position = {name: i for i, name in enumerate(ids)}
+    lines = [line for line in answered for _ in range(line.n)]
+
+    def floats(name: str, instead: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        values = [getattr(line, name) for line in lines]
+        others = [getattr(line, instead) for line in lines]
+        return np.array([o if v is None else v for v, o in zip(values, others, strict=True)], float)
+
+    return Recording(
+        Placements(
+            np.array([position[line.instance] for line in lines], np.int64),
+            floats("placed", "at"),
+            np.array([max(1, line.prompt) for line in lines], np.int64),
+            np.array([max(1, round(line.out / line.n)) for line in lines], np.int64),
+        ),
+        floats("at", "at"),
+        floats("predicted", "predicted"),
+        floats("first", "end"),
+        floats("end", "end"),
+        np.array([line.stream for line in lines], bool),
+    )

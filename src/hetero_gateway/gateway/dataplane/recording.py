@@ -1,0 +1,194 @@
+"""``serve --record FILE``: a line for each request that is over, written by a thread.
+
+The event loop makes a small record of each request's numbers and leaves it in a bounded list; the
+thread turns them into lines and writes. What does not fit, because the disk is too slow or the
+file is long enough, is counted and left out. A disk that fails ends the recording, with a line in
+the log, and nothing else. Without ``--record`` nothing of this runs: ``RecordingRecorder`` and
+``RecordingDispatcher`` take the places of their bases.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.types import Outcome
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.recorded_run import (
+    VERSION,
+    Header,
+    InstanceLine,
+    LeftOut,
+    Line,
+    RequestLine,
+    profile_as_dict,
+)
+from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
+from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.placement import Placed
+from hetero_gateway.gateway.dataplane.records import Answered, Recorder, label_of
+from hetero_gateway.gateway.fleet.instances import Instance
+
+_log = logging.getLogger(__name__)
+
+# About 200 bytes each: 400 MB at most.
+MOST_REQUESTS = 2_000_000
+# That wait for the thread: ten seconds of a very busy gateway.
+_MOST_WAITING = 50_000
+_WRITE_EVERY_S = 0.5
+
+
+class RunFile:
+    """The file, and the thread that writes it.
+
+    Args:
+        path: of the file; what is in it already stays.
+        policy: by its name.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, policy: str) -> None:
+        self._path = path
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            self._file = os.fdopen(descriptor, "ab")
+        except OSError as error:
+            raise ConfigError(f"--record {path}: {error.strerror or error}") from None
+        self._waiting: deque[Line] = deque()
+        self._lines = 0
+        self._left_out = 0
+        self._why = ""
+        self._ends = threading.Event()
+        self._waiting.append(Header(VERSION, policy, time.monotonic(), time.time()))
+        self._thread = threading.Thread(target=self._run, name="record", daemon=True)
+        self._thread.start()
+
+    def add(self, line: Line) -> None:
+        """Keep a line, if there is room for it."""
+        if len(self._waiting) >= _MOST_WAITING:
+            self._leave_out("the disk is too slow")
+        elif self._lines >= MOST_REQUESTS:
+            self._leave_out(f"there are {MOST_REQUESTS} lines already")
+        else:
+            self._lines += 1
+            self._waiting.append(line)
+
+    def _leave_out(self, why: str) -> None:
+        self._left_out += 1
+        if why != self._why:
+            self._why = why
+            _log.warning("%s: requests are left out: %s", self._path, why)
+
+    def close(self) -> None:
+        """Write what is left; waits for the disk, for a second at most."""
+        if self._ends.is_set():
+            return
+        if self._left_out:
+            self._waiting.append(LeftOut(self._left_out, self._why))
+        self._ends.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        encode = msgspec.json.Encoder().encode
+        try:
+            with self._file as file:
+                ends = False
+                while not ends:
+                    ends = self._ends.wait(_WRITE_EVERY_S)
+                    for _ in range(len(self._waiting)):
+                        file.write(encode(self._waiting.popleft()) + b"\n")
+                    file.flush()
+        except OSError as error:
+            _log.error("%s: %s; the recording ends", self._path, error.strerror or error)
+            self._lines = MOST_REQUESTS
+            self._waiting.clear()
+
+
+class RecordingRecorder(Recorder):
+    """A recorder that keeps a line of each request, too. Its other arguments are its base's."""
+
+    def __init__(self, run: RunFile, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._run = run
+        self._described: dict[str, tuple[Profile | None, float]] = {}
+
+    def count(
+        self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
+    ) -> None:
+        super().count(job, placed, exchange, outcome, now_s)
+        instance = placed.instance
+        if self._fleet.instances.get(instance.id) is not instance:
+            return  # removed meanwhile: nobody says any more what it was
+        self._describe(instance)
+        request, parsed = placed.decision.request, job.parsed
+        told_prompt, out, cached = None, 0, None
+        if exchange.first_body_at_s is not None and exchange.status < 400:
+            told_prompt, out = self._believed(job, placed, exchange)
+            cached = exchange.usage().cached_tokens
+        prompt = request.prompt_tokens
+        if told_prompt:
+            prompt = max(1, round(told_prompt / max(1, parsed.prompt_count)))
+        self._run.add(
+            RequestLine(
+                job.inbound.received_s,
+                request.model,
+                prompt,
+                out,
+                request.predicted_output_tokens,
+                label_of(outcome, exchange),
+                instance.id,
+                placed.placed_s,
+                exchange.first_body_at_s,
+                now_s,
+                request.sequences,
+                parsed.max_output_tokens,
+                parsed.stream,
+                cached or 0,
+            )
+        )
+
+    def _describe(self, instance: Instance) -> None:
+        """Say what an instance is, where it is new or what is known of it has changed."""
+        known = self._fleet.scheduler.spec(instance.id).profile, instance.weight
+        if self._described.get(instance.id) != known:
+            self._described[instance.id] = known
+            profile = None if known[0] is None else profile_as_dict(known[0])
+            self._run.add(InstanceLine(instance.id, instance.weight, profile))
+
+
+class RecordingDispatcher(LocalDispatcher):
+    """A dispatcher that keeps a line of each request that reached no instance, too."""
+
+    def __init__(self, run: RunFile, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._run = run
+
+    def note(self, job: Job | None, outcome: str) -> None:
+        super().note(job, outcome)
+        if job is None:
+            return  # it was not even understood
+        request, parsed = job.request, job.parsed
+        self._run.add(
+            RequestLine(
+                job.inbound.received_s,
+                request.model,
+                request.prompt_tokens,
+                0,
+                request.predicted_output_tokens,
+                outcome,
+                end=time.monotonic(),
+                n=request.sequences,
+                limit=parsed.max_output_tokens,
+                stream=parsed.stream,
+            )
+        )

@@ -1,0 +1,225 @@
+"""A recorded run again, in simulated engines. Pure.
+
+Two questions of one record. *As placed*: every request is on the instance that it went to, from
+when it was sent there: what differs from the measured times is the engines' (profiles, networks).
+*By the policy*: the gateway's scheduler decides again, from the same arrivals and the same
+predictions: what differs from "as placed" is the scheduler's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.lengths.predictors import ConstantPredictor
+from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
+from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
+from hetero_gateway.sim.figures import Distribution
+from hetero_gateway.sim.fleet import Fleet
+from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
+from hetero_gateway.sim.workload import Floats, Integers, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """Requests on their instances, in any order; all (N,).
+
+    Args:
+        instance: position.
+        placed_s: when it was sent there, at least 0.
+        prompt_tokens, output_tokens: at least 1.
+    """
+
+    instance: Integers
+    placed_s: Floats
+    prompt_tokens: Integers
+    output_tokens: Integers
+
+
+def run_as_placed(
+    profiles: Sequence[Profile],
+    placements: Placements,
+    scheduling: Scheduling = "chunked",
+    max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
+) -> Records:
+    """What engines with these profiles make of it; in the order of the placements.
+
+    What an engine can never hold is refused: its times are nan.
+    """
+    size = len(placements.placed_s)
+    records = Records(
+        placements.instance.astype(np.int64),
+        placements.placed_s.astype(np.float64),
+        np.full(size, math.nan),
+        np.full(size, math.nan),
+        np.zeros(size, np.int64),
+        np.zeros(size, np.int64),
+    )
+    fleet = Fleet(profiles, scheduling=scheduling, max_batched_tokens=max_batched_tokens)
+    owners: dict[int, int] = {}
+    for request in np.argsort(placements.placed_s, kind="stable").tolist():
+        i = int(placements.instance[request])
+        prompt, output = (
+            int(placements.prompt_tokens[request]),
+            int(placements.output_tokens[request]),
+        )
+        now_s = float(placements.placed_s[request])
+        _work_until(fleet, now_s, owners, records)
+        if prompt + output - 1 > fleet.capacity_tokens(i):
+            continue
+        slot = fleet.new_slot()
+        owners[slot] = request
+        fleet.submit(i, slot, prompt, output, now_s)
+    _work_until(fleet, math.inf, owners, records)
+    return records
+
+
+def _work_until(fleet: Fleet, until_s: float, owners: dict[int, int], records: Records) -> None:
+    complete = False
+    while not complete:
+        complete = fleet.advance(until_s, False)
+        for at in range(1, 1 + fleet.log[0]):
+            slot, kind = fleet.log[at] >> 2, fleet.log[at] & 3
+            request = owners[slot]
+            if kind == FIRST:
+                records.first_token_s[request] = fleet.log_s[at]
+            elif kind == PREEMPTED:
+                records.preemptions[request] += 1
+            elif kind == FINISHED:
+                records.finish_s[request] = fleet.log_s[at]
+                del owners[slot]
+                fleet.free_slot(slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Requests of a recorded run, in the order of arrival; all (N,). Times as in ``Records``.
+
+    Args:
+        placements: where and when they went.
+        arrival_s: at least 0, never decreasing.
+        predicted_tokens: their output, as the gateway predicted it.
+        first_token_s, finish_s: as measured.
+        streams: whether the first token was seen when it was made.
+    """
+
+    placements: Placements
+    arrival_s: Floats
+    predicted_tokens: Floats
+    first_token_s: Floats
+    finish_s: Floats
+    streams: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return int(self.arrival_s.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one set of requests: s, and output tokens/s over all of them."""
+
+    requests: int
+    latency_s: Distribution
+    ttft_s: Distribution
+    tpot_s: Distribution
+    output_tokens_per_s: float
+
+
+def figures(
+    recording: Recording, instance: Integers, first_token_s: Floats, finish_s: Floats, only: int
+) -> Figures:
+    """Sum up times, measured or simulated; of one instance (position), or -1: of all.
+
+    TTFT and TPOT are of those that stream.
+    """
+    chosen = np.isfinite(finish_s)
+    if only >= 0:
+        chosen &= instance == only
+    seen = chosen & recording.streams
+    output = recording.placements.output_tokens
+    several = seen & (output > 1)
+    tokens = float(output[chosen].sum())
+    start_s = float(recording.arrival_s[chosen].min(initial=math.inf))
+    end_s = float(finish_s[chosen].max(initial=-math.inf))
+    return Figures(
+        int(chosen.sum()),
+        Distribution.of((finish_s - recording.arrival_s)[chosen]),
+        Distribution.of((first_token_s - recording.arrival_s)[seen]),
+        Distribution.of((finish_s - first_token_s)[several] / (output[several] - 1)),
+        tokens / (end_s - start_s) if end_s > start_s else math.nan,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Measured, as placed and by the policy: of all, then of each instance.
+
+    ``by_policy`` None: the scheduler cannot decide again.
+    """
+
+    measured: tuple[Figures, ...]
+    as_placed: tuple[Figures, ...]
+    by_policy: tuple[Figures, ...] | None
+
+
+def replay(
+    recording: Recording,
+    instances: Sequence[SimulatedInstance],
+    policy: str | None,
+    scheduling: Scheduling = "chunked",
+    max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
+) -> Replayed:
+    """Run a recording again.
+
+    Args:
+        policy: by name; None: as placed only.
+
+    Raises:
+        KeyError: there is no such policy.
+    """
+    placements = recording.placements
+    profiles = [instance.profile for instance in instances]
+    placed = run_as_placed(profiles, placements, scheduling, max_batched_tokens)
+    runs = [
+        (placements.instance, recording.first_token_s, recording.finish_s),
+        (placements.instance, placed.first_token_s, placed.finish_s),
+    ]
+    if policy is not None:
+        decided = _by_policy(recording, instances, policy, scheduling, max_batched_tokens)
+        runs.append((decided.instance, decided.first_token_s, decided.finish_s))
+    measured, as_placed, *by_policy = (
+        tuple(figures(recording, *run, only) for only in range(-1, len(instances))) for run in runs
+    )
+    return Replayed(measured, as_placed, by_policy[0] if by_policy else None)
+
+
+def _by_policy(
+    recording: Recording,
+    instances: Sequence[SimulatedInstance],
+    policy: str,
+    scheduling: Scheduling,
+    max_batched_tokens: int,
+) -> Records:
+    placements = recording.placements
+    workload = Workload(recording.arrival_s, placements.prompt_tokens, placements.output_tokens)
+    means = float(placements.prompt_tokens.mean()), float(placements.output_tokens.mean())
+    first = PolicyOptions(single_instance=instances[0].instance_id)
+    scheduler = Scheduler(
+        make_policy(policy, first), np.random.default_rng(0), reference=means, prefix_cache=False
+    )
+    return simulate(
+        instances,
+        workload,
+        scheduler,
+        ConstantPredictor(means[1]),
+        scheduling=scheduling,
+        max_batched_tokens=max_batched_tokens,
+        predictions=recording.predicted_tokens,
+    )

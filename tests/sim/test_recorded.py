@@ -1,0 +1,72 @@
+"""A recorded run again: what was simulated and then recorded comes out the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.lengths.predictors import ConstantPredictor
+from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.sim.cluster import SimulatedInstance, simulate
+from hetero_gateway.sim.recorded import Placements, Recording, replay, run_as_placed
+from hetero_gateway.sim.workload import Workload
+from tests.core.builders import FAST_CONSTANTS, SLOW_CONSTANTS
+
+FAST = Profile("fast", "m", 1, FAST_CONSTANTS, 60_000, 32)
+SLOW = Profile("slow", "m", 1, SLOW_CONSTANTS, 12_000, 16)
+CLUSTER = [SimulatedInstance(InstanceId(f"i{i}"), p, p) for i, p in enumerate((FAST, SLOW, SLOW))]
+
+
+def recorded(policy: str) -> Recording:
+    """A simulated run as if it had been recorded."""
+    rng = np.random.default_rng(0)
+    load = Workload(
+        np.cumsum(rng.exponential(0.1, 300)),
+        np.minimum(rng.lognormal(5.5, 1.0, 300), 4000).astype(np.int64) + 1,
+        np.minimum(rng.lognormal(4.5, 0.8, 300), 1000).astype(np.int64) + 1,
+    )
+    means = float(load.prompt_tokens.mean()), float(load.output_tokens.mean())
+    scheduler = Scheduler(
+        make_policy(policy), np.random.default_rng(0), reference=means, prefix_cache=False
+    )
+    predictions = load.output_tokens * 1.1
+    records = simulate(
+        CLUSTER, load, scheduler, ConstantPredictor(means[1]), predictions=predictions
+    )
+    placements = Placements(
+        records.instance, records.placed_s, load.prompt_tokens, load.output_tokens
+    )
+    return Recording(
+        placements,
+        load.arrival_s,
+        predictions,
+        records.first_token_s,
+        records.finish_s,
+        np.ones(300, bool),
+    )
+
+
+@pytest.mark.parametrize("policy", ["finish-time", "min-max"])
+def test_engines_do_the_same_where_all_is_placed_the_same(policy):
+    recording = recorded(policy)
+    replayed = replay(recording, CLUSTER, policy)
+    assert replayed.as_placed == replayed.measured
+    assert replayed.by_policy == replayed.measured
+    assert next(figures.requests for figures in replayed.measured) == 300
+    assert sum(figures.requests for figures in replayed.measured[1:]) == 300
+
+
+def test_other_placements_come_out_otherwise():
+    recording = recorded("finish-time")
+    replayed = replay(recording, CLUSTER, "round-robin")
+    assert replayed.by_policy is not None
+    assert replayed.by_policy[0].latency_s.mean > 1.2 * replayed.as_placed[0].latency_s.mean
+
+
+def test_what_an_engine_can_never_hold_has_no_times():
+    placements = Placements(np.array([1, 1]), np.zeros(2), np.array([13_000, 10]), np.array([5, 5]))
+    records = run_as_placed([FAST, SLOW], placements)
+    assert np.isnan(records.finish_s).tolist() == [True, False]
