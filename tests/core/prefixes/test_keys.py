@@ -120,7 +120,7 @@ def test_a_part_that_is_taken_in_steps_has_the_same_keys() -> None:
     for part in parts:
         start = 0
         while start < len(part):
-            start = chain.take(memoryview(part), start)
+            start = chain.take(memoryview(part), start, 1)
         chain.end_part()
     assert chain.keys() == keys_of(parts, HERE)
 

@@ -108,9 +108,7 @@ class KeyChain:
             in_piece += size
             if in_piece >= piece_bytes:
                 self._hash, self._in_piece, self._text_bytes = value, in_piece - size, at - size
-                start, whole = 0, memoryview(part)
-                while start < size:
-                    start = self.take(whole, start)
+                self.take(memoryview(part), 0, size)
                 value, in_piece, piece_bytes = self._hash, self._in_piece, self._piece_bytes
                 least = piece_bytes >> _LEAST_SHARE_BITS
             elif size:
@@ -125,22 +123,36 @@ class KeyChain:
                     least = piece_bytes >> _LEAST_SHARE_BITS
         self._hash, self._in_piece, self._text_bytes = value, in_piece, at
 
-    def take(self, part: Buffer, start: int) -> int:
-        """Go on with a part from ``start``, to the next cut at most; returns how far.
+    def take(self, part: Buffer, start: int, most_bytes: int) -> int:
+        """Go on with a part from ``start``: to its end, or to the first cut behind so many bytes.
 
-        For one that is so long that its driver pauses in between; ``end_part`` comes after it.
+        Returns how far. For one that is so long that its driver pauses in between; ``end_part``
+        comes after it.
         """
+        digest, hashes, ends = xxh3_64_intdigest, self._hashes, self._ends
+        value, at, size = self._hash, self._text_bytes, len(part)
+        pause = start + most_bytes
         stop = start + self._piece_bytes - self._in_piece
-        size = len(part)
-        if size < stop:
-            self._hash = xxh3_64_intdigest(part[start:] if start else part, self._hash)
-            self._in_piece += size - start
-            self._text_bytes += size - start
-            return size
-        self._hash = xxh3_64_intdigest(part[start:stop], self._hash)
-        self._text_bytes += stop - start
-        self._cut()
-        return stop
+        while stop <= size:
+            value = digest(part[start:stop], value)
+            at += stop - start
+            hashes.append(value >> _DROPPED_BITS)
+            ends.append(at)
+            if len(hashes) == self._cut_at:
+                self._lengthen()
+            self._in_piece = 0
+            start = stop
+            stop += self._piece_bytes
+            if start >= pause:
+                break
+        else:
+            if start < size:
+                value = digest(part[start:] if start else part, value)
+                self._in_piece += size - start
+                at += size - start
+                start = size
+        self._hash, self._text_bytes = value, at
+        return start
 
     def end_part(self) -> None:
         """A part is over: cut, unless there is too little since the last cut."""

@@ -120,7 +120,7 @@ def keys_in_steps(
                 at = 0
                 with view[begin:end] as part:
                     while at < end - begin:
-                        before, at = at, chain.take(part, at)
+                        before, at = at, chain.take(part, at, _STEP_BYTES - done)
                         done += at - before + _CALL_BYTES
                         if done >= _STEP_BYTES:
                             done = 0
