@@ -225,8 +225,8 @@ def test_long_texts_are_hashed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None
     hashed: list[int] = []
 
     class Counted(prompt_keys.KeyChain):
-        def take(self, part: Any, start: int) -> int:
-            result = super().take(part, start)
+        def take(self, part: Any, start: int, most_bytes: int) -> int:
+            result = super().take(part, start, most_bytes)
             hashed[-1] += result - start
             return result
 
