@@ -71,6 +71,9 @@ _MOST_LINES = 8
 # pass for so long rather than take the last instance that has room.
 _CROWD_WAITS_S = 30.0
 
+# One for every request: a NamedTuple's own constructor is a function in Python.
+_new_decision: Callable[[type[Decision], tuple[Any, ...]], Decision] = tuple.__new__
+
 
 class Fresh(NamedTuple):
     """A scheduler that has placed nothing, as what its placements follow from.
@@ -556,17 +559,22 @@ class Scheduler:
 
     def _decision(self, view: View | SmallView, choice: Choice, eligible: Eligible) -> Decision:
         position, demand = choice.position, view.demand
-        return Decision(
-            view.ids[position],
-            view.request,
-            choice,
-            amount_at(demand.prefill_tokens, position),
-            round(amount_at(demand.kv_tokens, position)),
-            view.ids,
-            self._theta,
-            self.policy,
-            eligible.excluded,
-            demand.prefix,
+        prefill, kv_tokens = demand.prefill_tokens, demand.kv_tokens
+        return _new_decision(
+            Decision,
+            (
+                view.ids[position],
+                view.request,
+                choice,
+                # Where it is the same for all, it is a number.
+                prefill if type(prefill) is float else amount_at(prefill, position),
+                round(kv_tokens if type(kv_tokens) is float else amount_at(kv_tokens, position)),
+                view.ids,
+                self._theta,
+                self.policy,
+                eligible.excluded,
+                demand.prefix,
+            ),
         )
 
     # A request's events
@@ -607,7 +615,7 @@ class Scheduler:
         if self._restraints.by_id:
             self._restraints.sent(dispatch)
         if self.on_dispatch is not None:
-            self.on_dispatch(dispatch.instance_id, now_s)
+            self.on_dispatch(decision.instance_id, now_s)
         keys = decision.request.prefix
         if keys is not None and self.caches is not None:
             if decision.prefix is not None:

@@ -213,9 +213,15 @@ def _demand_behind(request: Request, shares: list[float], trust: list[float]) ->
     """
     n, prompt = request.sequences, float(request.prompt_tokens)
     most = max(0.0, prompt - 1)
-    match = [min(share * prompt, most) for share in shares]
-    cached = [eta * matched for eta, matched in zip(trust, match, strict=True)]
-    prefill = [n * (prompt - tokens) for tokens in cached]
+    match, cached, prefill = [], [], []
+    for share, eta in zip(shares, trust, strict=True):
+        matched = share * prompt
+        if matched > most:
+            matched = most
+        tokens = eta * matched
+        match.append(matched)
+        cached.append(tokens)
+        prefill.append(n * (prompt - tokens))
     return Demand(prefill, float(request.kv_tokens), Prefix(match, trust, cached))
 
 
