@@ -111,10 +111,14 @@ class EmulatedCluster:
             self.instance_urls[child.name] = await child.url()
         self._write_config()
 
-    async def start_gateway(self, policy: str) -> None:
-        """A fresh gateway with this policy in place of the last; it sees every instance up."""
+    async def start_gateway(self, policy: str, scheduler: Mapping[str, Any] | None = None) -> None:
+        """A fresh gateway with this policy in place of the last; it sees every instance up.
+
+        ``scheduler``: of this one's configuration, in place of what all have.
+        """
         if self._gateway is not None:
             self._children.stop(self._gateway)
+        self._write_config(scheduler)
         self._gateway = self._children.start(
             "the gateway",
             *("serve", "-c", str(self._folder / "gateway.yaml"), "--host", "127.0.0.1"),
@@ -156,7 +160,7 @@ class EmulatedCluster:
                         total_s += float(line.rsplit(" ", 1)[1])
         return total_s
 
-    def _write_config(self) -> None:
+    def _write_config(self, scheduler: Mapping[str, Any] | None = None) -> None:
         """Write the gateway's configuration, its profiles on the emulators' clock."""
         instances = []
         for instance in self._instances:
@@ -172,6 +176,7 @@ class EmulatedCluster:
             # An emulated instance that takes long to answer is on a busy machine, and not down.
             "health": {"probe_timeout_s": _PROBE_TIMEOUT_S},
             **self._gateway_config,
+            **({} if scheduler is None else {"scheduler": dict(scheduler)}),
             "server": {"shutdown_timeout_s": 1},
             "instances": instances,
         }
