@@ -25,12 +25,16 @@ from pathlib import Path
 SERVED_NAME = "tiny"
 # A second name of each instance, to reach one of them on purpose.
 ALIASES = {"small": "tiny-fast", "large": "tiny-slow"}
+# One says in its answers what of a prompt was cached, of the other only its counters do.
+TELLS_CACHED = {"large"}
 # Starting an engine takes 12-30 s on an idle machine; others may be using it.
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
 
 ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # So that a response has followers, which go where it was made.
+    "VLLM_ENABLE_RESPONSES_API_STORE": "1",
     # With a second process, and any executor but `uni`, an idle engine polls and keeps cores busy.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",
@@ -63,6 +67,16 @@ class Server:
     @property
     def log(self) -> Path:
         return Path(self.directory) / f"{self.id}.log"
+
+    def restart(self, *options: str) -> None:
+        """Kill it and start it anew, with further options for as long as it then runs."""
+        self.kill()
+        plain = self.argv
+        at = plain.index("--host")  # what is at the end says that a process is this one
+        self.argv = [*plain[:at], *options, *plain[at:]]
+        self.start()
+        self.argv = plain
+        self.save()
 
     def start(self) -> None:
         """Start it in a session of its own, so that a Ctrl-C reaches only who cleans up."""
@@ -180,6 +194,7 @@ def engine(id: str, directory: Path, python: Path, model: Path, core: int) -> Se
     argv += ["--model", str(model), "--served-model-name", SERVED_NAME, ALIASES[id]]
     argv += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "4096"]
     argv += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    argv += ["--enable-prompt-tokens-details"] if id in TELLS_CACHED else []
     # Else random weights, held to a JSON schema, write spaces for ever.
     grammar = '{"backend": "xgrammar", "disable_any_whitespace": true}'
     argv += ["--structured-outputs-config", grammar]
