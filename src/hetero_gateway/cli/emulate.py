@@ -79,6 +79,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="say in usage how many prompt tokens were cached",
     )
     add(
+        "--store-responses",
+        action="store_true",
+        help="keep what /v1/responses answers, as vLLM does with VLLM_ENABLE_RESPONSES_API_STORE=1",
+    )
+    add(
         "--lora-modules",
         nargs="+",
         default=(),
@@ -154,6 +159,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         prefix_caching=args.enable_prefix_caching,
         prompt_tokens_details=args.enable_prompt_tokens_details,
         lora_modules=tuple(name.partition("=")[0] for name in args.lora_modules),
+        store_responses=args.store_responses,
     )
 
 

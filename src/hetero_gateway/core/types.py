@@ -137,6 +137,7 @@ class RejectReason(enum.Enum):
     NO_AVAILABLE_INSTANCE = "no_available_instance"
     FITS_NO_INSTANCE = "fits_no_instance"
     QUEUE_FULL = "queue_full"
+    CONTINUES_NOTHING = "continues_nothing"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from random import Random
@@ -25,11 +26,14 @@ from hetero_gateway.emulator.openai import ChatReply, CompletionReply
 from hetero_gateway.emulator.other_apis import EmbeddingsReply, MessagesReply, ResponsesReply
 from hetero_gateway.emulator.prefixes import answer_tokens, block_keys, chat_tokens
 from hetero_gateway.emulator.reply import JSON, Reply, Send
+from hetero_gateway.emulator.responses import ResponseStore
 from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.emulator.text import BYTES_PER_TOKEN, token_text, tokenize
 from hetero_gateway.engines.vllm import paths
 
 VERSION = "0.32.0+emulated"  # the vLLM whose behaviour is emulated
+# A response by its id, and what cancels it.
+_RESPONSE = re.compile(rf"{paths.RESPONSES}/([^/]+)(/cancel)?")
 _PROMETHEUS = b"text/plain; version=1.0.0; charset=utf-8"
 
 Scope = MutableMapping[str, Any]
@@ -53,6 +57,7 @@ class EmulatedVLLM:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.loop = EngineLoop(settings)
+        self._store = ResponseStore(keeps=settings.store_responses)
         self._random = Random(settings.seed)
         self._started = int(time.time())
         self._tasks: asyncio.TaskGroup | None = None
@@ -104,7 +109,10 @@ class EmulatedVLLM:
         path: str = scope["path"]
         try:
             self._check(scope)
-            if scope["method"] == "GET" or path == paths.PING:
+            if (named := _RESPONSE.fullmatch(path)) is not None:
+                look = self._store.cancel if named[2] else self._store.document
+                await _respond(send, 200, msgspec.json.encode(look(named[1])))
+            elif scope["method"] == "GET" or path == paths.PING:
                 content_type, body = self._pages[path]()
                 await _respond(send, 200, body, content_type)
             elif path in self._actions:
@@ -139,6 +147,8 @@ class EmulatedVLLM:
             allowed = "GET"
         elif path in self._replies or path in self._forms or path in self._actions:
             allowed = "POST"
+        elif (named := _RESPONSE.fullmatch(path)) is not None:
+            allowed = "POST" if named[2] else "GET"
         else:
             raise DetailError(404, "Not Found")
         if method != allowed:
@@ -191,10 +201,13 @@ class EmulatedVLLM:
 
     def _responses(self, body: Json, context: _Context) -> Reply:
         model = self._model(body)
-        ask = bodies.responses_ask(body, model)
-        return self._filled(
-            ResponsesReply(ask, f"resp_{context.suffix}", model, *context.now), context
-        )
+        ask, messages = bodies.responses_ask(body, model, self._store.before)
+        reply = ResponsesReply(ask, f"resp_{context.suffix}", model, *context.now)
+        reply.previous_id = body.get("previous_response_id")
+        self._filled(reply, context)
+        if body.get("store") is not False:
+            self._store.keep(messages, reply)
+        return reply
 
     def _messages(self, body: Json, context: _Context) -> Reply:
         model = self._model(body)

@@ -5,6 +5,7 @@ Field names and refusals are vLLM's; unknown fields are ignored, as vLLM does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -143,6 +144,7 @@ class _ResponsesBody(_Body):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
+    previous_response_id: str | None = None
     stream: bool | None = False
     ignore_eos: bool = False
 
@@ -214,13 +216,20 @@ def completion_ask(body: Json) -> Ask:
     )
 
 
-def responses_ask(body: Json, model: str) -> Ask:
-    """/v1/responses, text in and text out. Raises ApiError."""
+def responses_ask(
+    body: Json, model: str, before: Callable[[str], list[tuple[str, str]]]
+) -> tuple[Ask, list[tuple[str, str]]]:
+    """/v1/responses, text in and text out: what is asked, and all messages that it answers.
+
+    ``before``: the messages in front of what continues a response. Raises ApiError.
+    """
     request = validate(_ResponsesBody, body)
     if isinstance(request.input, str):
         messages = [("user", request.input)]
     else:
         messages = role_texts(request.input, model)
+    if request.previous_response_id is not None:
+        messages = before(request.previous_response_id) + messages
     if request.instructions:
         messages.insert(0, ("system", request.instructions))
     limit = request.max_output_tokens
@@ -228,7 +237,7 @@ def responses_ask(body: Json, model: str) -> Ask:
         raise bad_value(
             f"max_output_tokens must be at least 1, got {limit}.", "max_output_tokens", limit
         )
-    return Ask(
+    ask = Ask(
         prompts=(chat_tokens(messages),),
         cache_salt=request.cache_salt,
         max_tokens=limit,
@@ -236,6 +245,7 @@ def responses_ask(body: Json, model: str) -> Ask:
         ignore_eos=request.ignore_eos,
         stream=bool(request.stream),
     )
+    return ask, messages
 
 
 def messages_ask(body: Json, model: str) -> Ask:

@@ -28,6 +28,7 @@ class ResponsesReply(Reply):
     """/v1/responses: one message of text, in OpenAI's numbered events when streamed."""
 
     _sequence_number = -1
+    previous_id: str | None = None
 
     def _numbered(self, kind: str, **fields: Any) -> bytes:
         self._sequence_number += 1
@@ -50,7 +51,13 @@ class ResponsesReply(Reply):
             "phase": None,
         }
 
-    def _response(self, *, complete: bool) -> dict[str, Any]:
+    @property
+    def text(self) -> str:
+        """Its whole answer."""
+        return _plain(self.choices[0].text)
+
+    def response(self, *, complete: bool) -> dict[str, Any]:
+        """The document, as it is at the beginning or at the end."""
         (choice,) = self.choices
         cut = complete and choice.finish_reason == "length"
         usage = {
@@ -63,7 +70,7 @@ class ResponsesReply(Reply):
             "output_tokens_details": {"reasoning_tokens": 0, "tool_output_tokens": 0},
             "total_tokens": self.prompt_tokens + choice.emitted,
         }
-        part = self._part(_plain(choice.text))
+        part = self._part(self.text)
         return {
             "id": self.id,
             "created_at": self.created,
@@ -81,7 +88,7 @@ class ResponsesReply(Reply):
             "background": False,
             "max_output_tokens": self.ask.max_tokens,
             "max_tool_calls": None,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_id,
             "prompt": None,
             "reasoning": None,
             "service_tier": "auto",
@@ -94,7 +101,7 @@ class ResponsesReply(Reply):
         }
 
     def opening(self) -> bytes:
-        response = self._response(complete=False)
+        response = self.response(complete=False)
         return (
             self._numbered("response.created", response=response)
             + self._numbered("response.in_progress", response=response)
@@ -137,11 +144,11 @@ class ResponsesReply(Reply):
                 item=self._item("completed", [self._part(text)]),
                 output_index=0,
             )
-            + self._numbered("response.completed", response=self._response(complete=True))
+            + self._numbered("response.completed", response=self.response(complete=True))
         )
 
     def body(self) -> bytes:
-        return msgspec.json.encode(self._response(complete=True))
+        return msgspec.json.encode(self.response(complete=True))
 
 
 class MessagesReply(Reply):

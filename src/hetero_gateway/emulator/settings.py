@@ -33,6 +33,7 @@ class Settings:
         prefix_caching: keep the KV blocks of what was computed, as vLLM does by default.
         prompt_tokens_details: say in ``usage`` how many prompt tokens were cached.
         lora_modules: further names, each an adapter that shares no cached prefix with others.
+        store_responses: keep what /v1/responses answers, so that others can continue it.
 
     Raises:
         ConfigError: naming the option that cannot be.
@@ -54,6 +55,7 @@ class Settings:
     prefix_caching: bool = True
     prompt_tokens_details: bool = False
     lora_modules: tuple[str, ...] = ()
+    store_responses: bool = False
 
     def __post_init__(self) -> None:
         for name in ("time_scale", "slowdown"):

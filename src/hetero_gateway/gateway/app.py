@@ -25,7 +25,7 @@ from hetero_gateway import __version__
 from hetero_gateway.engines.vllm import work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.control import admin
+from hetero_gateway.gateway.control import admin, responses
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import (
@@ -245,6 +245,12 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
             message = f"The model `{model}` does not exist."
             raise Refusal(404, "model_not_found", message, param="model")
         return _card(model, served[model])
+
+    @control.get("/v1/responses/{response_id}", tags=["openai"])
+    @control.post("/v1/responses/{response_id}/cancel", tags=["openai"])
+    async def response(request: Request, response_id: str) -> Response:
+        """Asked of the instance that made it."""
+        return await responses.pass_on(gateway, request, response_id)
 
     @control.get("/dashboard", tags=["dashboard"], response_class=HTMLResponse)
     async def dashboard() -> Response:

@@ -11,6 +11,7 @@ from hetero_gateway.engines.vllm import (
     deltas_in,
     failed_in_tail,
     read_models,
+    response_id_in,
     tokens_of_events,
     usage_in_tail,
 )
@@ -157,3 +158,13 @@ def test_no_tail_is_too_odd_to_be_read(tail: bytes) -> None:
     assert all(count is None or count >= 0 for count in usage_in_tail(tail))
     assert failed_in_tail(tail) in (True, False)
     assert all(count < 10**15 for count in completion_counts_in(tail))
+
+
+def test_the_id_of_a_response_is_in_its_first_bytes() -> None:
+    plain = b'{"id":"resp_9af","created_at":1,"output":[{"id":"msg_1"}]}'
+    event = b'2df\r\nevent: response.created\ndata: {"response":{"id": "resp_a42","object":""}'
+    assert response_id_in(plain) == b"resp_9af"
+    assert response_id_in(event) == b"resp_a42"
+    for odd in (b"", b'{"id":7}', b'{"id":"a\\u0020b"}', b'{"id":"%b"}' % (b"x" * 300)):
+        assert response_id_in(odd) == b""
+    assert response_id_in(b" " * 1024 + plain) == b""

@@ -175,14 +175,39 @@ def test_a_secret_of_ones_own_shares_nothing() -> None:
     assert not set(ours.hashes) & set(theirs.hashes)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"previous_response_id": "resp_1"}, {"truncate_prompt_tokens": 5}],
-)
-def test_a_prompt_whose_beginning_is_not_there_has_none(more: dict[str, Any]) -> None:
+def test_a_prompt_that_is_cut_off_has_none() -> None:
     for size in (10, 100_000):
-        raw = json.dumps({"model": "m", "input": "x" * size, **more}).encode()
+        raw = json.dumps({"model": "m", "input": "x" * size, "truncate_prompt_tokens": 5}).encode()
         assert parse_body(raw, b"", "/v1/responses", SEED).prefix is None
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_what_continues_a_response_has_the_keys_of_what_it_adds_to_that_one(size: int) -> None:
+    def parsed(**more: Any) -> openai.ParsedRequest:
+        raw = json.dumps({"model": "m", "input": "x" * size, **more}).encode()
+        return parse_body(raw, b"", "/v1/responses", SEED)
+
+    first, plain = parsed(previous_response_id="resp_1"), parsed()
+    assert (first.previous, plain.previous) == (b"resp_1", b"")
+    assert first.head == plain.head == parsed(previous_response_id="resp_2").head != 0
+    assert first.head != parsed(previous_response_id="resp_1", instructions="be kind").head
+    found = [
+        each.prefix.hashes
+        for each in (
+            first,
+            plain,
+            parsed(previous_response_id="resp_2"),
+            parsed(previous_response_id="resp_1", instructions="be kind"),
+        )
+        if each.prefix is not None
+    ]
+    assert len(set(found)) == 4
+    assert parsed(previous_response_id="resp_1", max_output_tokens=4).prefix == first.prefix
+    # Elsewhere the field means nothing, and nothing that is no id does.
+    raw = b'{"model":"m","messages":[],"previous_response_id":"resp_1"}'
+    assert parse_body(raw, b"", "/v1/chat/completions", SEED).previous == b""
+    for odd in (None, 7, ["resp_1"], "x" * 300):
+        assert parsed(previous_response_id=odd).previous == b""
 
 
 def test_nobody_who_does_not_ask_gets_any() -> None:

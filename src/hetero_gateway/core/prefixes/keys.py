@@ -57,6 +57,22 @@ class PrefixKeys(NamedTuple):
 
 
 NO_KEYS = PrefixKeys((), (), 0)
+# Of a text that was put together; beyond it, every second key of its beginning is left out.
+_MOST_JOINED = 512
+
+
+def joined(before: PrefixKeys, after: PrefixKeys) -> PrefixKeys:
+    """The keys of a text that goes on from another; those of ``after`` must know that it does."""
+    hashes, ends, size = before
+    if len(hashes) > _MOST_JOINED:
+        hashes, ends = hashes[::-2][::-1], ends[::-2][::-1]
+    shifted = tuple([size + end for end in after.ends])
+    return PrefixKeys(hashes + after.hashes, ends + shifted, size + after.text_bytes)
+
+
+def key_of_one(start: int, text_bytes: int) -> PrefixKeys:
+    """The keys of a text that nobody has seen: one, by what it is known as."""
+    return PrefixKeys((start >> _DROPPED_BITS,), (text_bytes,), text_bytes)
 
 
 def seed_of(secret: bytes) -> int:

@@ -262,6 +262,9 @@ class Pool:
         if exclude and any(why == _TRIED for _, why in judged.excluded):
             return Reject(RejectReason.NO_AVAILABLE_INSTANCE, "every instance was tried")
         if request.only is not None and request.only not in self.ids:
+            if all(spec.instance_id != request.only for spec, _ in self.absent):
+                detail = "What the request continues was on an instance that is gone."
+                return Reject(RejectReason.CONTINUES_NOTHING, detail)
             detail = f"what the request continues is on {request.only}, which is not available"
             return Reject(RejectReason.NO_AVAILABLE_INSTANCE, detail)
         return Reject(

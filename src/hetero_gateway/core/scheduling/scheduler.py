@@ -42,6 +42,7 @@ from hetero_gateway.core.policies import Policy, View
 from hetero_gateway.core.policies.base import Choice, Jit, SmallView, amount_at
 from hetero_gateway.core.policies.estimates import BEYOND_MAX_NUM_SEQS
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
+from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.members import Members, constants_of
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
@@ -721,6 +722,11 @@ class Scheduler:
         """An instance's prefix cache is empty. KeyError: there is no such instance."""
         if self.caches is not None:
             self.caches.forget(instance_id)
+
+    def know(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
+        """An instance has the text of these keys in its prefix cache."""
+        if self.caches is not None and instance_id in self.caches.index:
+            self.caches.index.touch(instance_id, keys)
 
     def observe_answer(
         self,

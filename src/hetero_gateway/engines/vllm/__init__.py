@@ -14,6 +14,7 @@ from hetero_gateway.engines.vllm.answers import (
     failed_in_tail,
     is_model_name,
     read_models,
+    response_id_in,
     tokens_of_events,
     usage_in_tail,
 )
@@ -27,6 +28,7 @@ from hetero_gateway.engines.vllm.metrics import (
 )
 from hetero_gateway.engines.vllm.paths import (
     CHAT_COMPLETIONS,
+    RESPONSES,
     WORK_BY_PATH,
     Work,
     limits_of,
@@ -39,6 +41,7 @@ __all__ = [
     "CHAT_COMPLETIONS",
     "CLOSING_EVENTS",
     "DONE",
+    "RESPONSES",
     "WORK_BY_PATH",
     "CacheFacts",
     "EngineMetrics",
@@ -52,6 +55,7 @@ __all__ = [
     "metrics_of",
     "read_metrics",
     "read_models",
+    "response_id_in",
     "samples_in",
     "starts_with_a_token",
     "tokens_of_events",

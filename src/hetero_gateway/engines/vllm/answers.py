@@ -34,6 +34,9 @@ _USAGE_READ = re.compile(rb'"cache_read_input_tokens"' + _COUNT)
 _USAGE_CREATED = re.compile(rb'"cache_creation_input_tokens"' + _COUNT)
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"' + _COUNT)
 _DELTA = re.compile(rb'"choices":\s*\[\s*\{')
+# A client may choose it (``request_id``): visible ASCII, nothing escaped.
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"([!#-\[\]-~]{1,256})"')
+_ID_WITHIN_BYTES = 1024
 _FAILURES = (
     b'data: {"error"',
     b"\nevent: error",
@@ -98,6 +101,15 @@ def deltas_in(events: bytes) -> int:
 def completion_counts_in(events: bytes) -> list[int]:
     """Tokens so far, by every event that says: with ``continuous_usage_stats`` each of them."""
     return [int(count) for count in _COMPLETION_TOKENS.findall(events)]
+
+
+def response_id_in(beginning: bytes) -> bytes:
+    """The id of a response on /v1/responses, streamed or not; b"" where it is not in there.
+
+    In both it is the first ``id``: of the document, or of the ``response`` in its first event.
+    """
+    found = _RESPONSE_ID.search(beginning, 0, _ID_WITHIN_BYTES)
+    return b"" if found is None else found[1]
 
 
 class _Models(msgspec.Struct):

@@ -31,6 +31,9 @@ def rejection(
     """
     if reject.reason is RejectReason.UNKNOWN_MODEL:
         return Refusal(404, "model_not_found", reject.detail, param="model")
+    if reject.reason is RejectReason.CONTINUES_NOTHING:
+        param = "previous_response_id"
+        return Refusal(404, "previous_response_not_found", reject.detail, param=param)
     if reject.reason is RejectReason.FITS_NO_INSTANCE:
         param = "prompt" if path == "/v1/completions" else "messages"
         return Refusal(400, "context_length_exceeded", reject.detail, param=param)

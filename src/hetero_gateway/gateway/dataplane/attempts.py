@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason
-from hetero_gateway.engines.vllm import Work
+from hetero_gateway.engines.vllm import Work, response_id_in
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import RetryConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
@@ -417,6 +417,13 @@ class Attempts:
         # Nothing is tried again from here on.
         shorten_body(self._inbound, self._job)
         buffer.release()
+
+    def response_began(self, exchange: Exchange, data: bytes) -> None:
+        response_id = response_id_in(data)
+        if response_id and self._placed is not None:
+            assert self._job is not None
+            name = self._rooms.intake.response_name(self._inbound, response_id)
+            self._rooms.dispatcher.made(self._job, self._placed, name)
 
     def stream_began(self, exchange: Exchange) -> None:
         if self._placed is not None:

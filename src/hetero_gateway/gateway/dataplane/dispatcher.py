@@ -15,13 +15,14 @@ from typing import Protocol
 
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.types import InstanceId, Outcome, Reject
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, Usage
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
 from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
 from hetero_gateway.gateway.dataplane.records import Answered, Recorder
+from hetero_gateway.gateway.dataplane.responses import Response
 from hetero_gateway.gateway.dataplane.speed import WatchedStream
 from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
@@ -105,6 +106,10 @@ class Dispatcher(Protocol):
         """A good stream's first bytes are here."""
         ...
 
+    def made(self, job: Job, place: Place, name: bytes) -> None:
+        """Its answer is a response that others may continue (``Intake.response_name``)."""
+        ...
+
     def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
         """The attempt is over, and is taken off its instance and counted. Once for each place."""
         ...
@@ -140,6 +145,7 @@ class LocalDispatcher:
     ) -> None:
         self.placement = placement
         self.describe = intake.describe
+        self._intake = intake
         self._recorder = recorder
         self._outcomes = outcomes
         self._metrics = metrics
@@ -177,10 +183,28 @@ class LocalDispatcher:
                 place.instance, place.dispatch, job.inbound.body, time.monotonic()
             )
 
+    def made(self, job: Job, place: Place, name: bytes) -> None:
+        self._intake.note_response(job, place.instance.id, name)
+
     def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
         assert isinstance(place, Placed)
         self.placement.settle(place.dispatch, outcome, seen)
+        if job.response is not None and outcome is Outcome.COMPLETED:
+            self._complete(job.response, seen.usage())
         self._recorder.record(job, place, seen, outcome, final=final)
+
+    def _complete(self, response: Response, usage: Usage) -> None:
+        """A response is whole: its answer, too, is in its instance's cache."""
+        prompt_tokens, output_tokens, _ = usage
+        if prompt_tokens is None or output_tokens is None:
+            return
+        # A prompt that cannot be so long is somebody's invention, and so is an answer.
+        most = self.placement.context_tokens(response.instance_id)
+        self._intake.responses.complete(
+            response, min(prompt_tokens, most), min(output_tokens, most)
+        )
+        if response.keys is not None:
+            self.placement.know(response.instance_id, response.keys)
 
     def withdraw(self, place: Place, seen: Seen | None) -> None:
         assert isinstance(place, Placed)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.prefixes.keys import namespace, seed_of
-from hetero_gateway.core.types import Request
+from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.engines.vllm import Work, starts_with_a_token
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.tenants import Tenants
+from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.folding import Steps, advance
@@ -45,9 +47,10 @@ class Job:
     """A request that is understood: what is asked, by whom, and how long it is thought to be.
 
     ``features``: what the output's length was predicted from; None where there is no output.
+    ``response``: on /v1/responses, what it is answered with, once its id is here.
     """
 
-    __slots__ = ("client", "features", "inbound", "parsed", "request")
+    __slots__ = ("client", "features", "inbound", "parsed", "request", "response")
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Job:
         self.parsed = parsed
         self.request = request
         self.features = features
+        self.response: Response | None = None
 
     @property
     def waits(self) -> bool:
@@ -113,6 +117,9 @@ class Intake:
         fleet: what is served, and how long its contexts are.
         predictor, bytes_per_token, tokenizer: the length estimates; the last one may be None.
         prefix_secret: what the keys of prompts begin with.
+
+    Attributes:
+        responses: those that others may continue.
     """
 
     def __init__(
@@ -132,11 +139,13 @@ class Intake:
         self._predictor = predictor
         self._bytes_per_token = bytes_per_token
         self._tokenizer = tokenizer
-        self._seed = seed_of(prefix_secret) if config.scheduler.prefix_cache else None
+        self._names = seed_of(prefix_secret)
+        self._seed = self._names if config.scheduler.prefix_cache else None
         self._sessions = config.scheduler.policy == "session"
         # Of a request's headers, what ``describe`` looks at.
         self.described_headers = frozenset((_SESSION_HEADER,) if self._sessions else ())
         self._tenants = Tenants(prefix_secret) if config.scheduler.isolate_clients else None
+        self.responses = Responses()
 
     def check_size(self, size_bytes: int) -> None:
         """Raises Refusal: 413, or 503 where there is no room for it now."""
@@ -167,7 +176,16 @@ class Intake:
             parsed.model = self._default_model(inbound.path)
         if self._tenants is not None and inbound.work is Work.GENERATE:
             inbound.body = self._tenants.salted(inbound, parsed.cache_salt)
+        if parsed.previous:
+            parsed.previous = self.response_name(inbound, parsed.previous)
         return parsed
+
+    def response_name(self, inbound: Inbound, response_id: bytes) -> bytes:
+        """What a response is known as in all processes of this gateway; ``inbound``: who asks."""
+        seed = self._names
+        if self._tenants is not None:
+            seed = self._tenants.seed(inbound, seed)
+        return namespace(seed, response_id).to_bytes(8, "little")
 
     def _default_model(self, path: str) -> str:
         # OpenAI's own paths want a model; vLLM's others do without, which is clear when there
@@ -241,4 +259,30 @@ class Intake:
             prefix=parsed.prefix, certain_tokens=certain_tokens + exact,
             session=self._session(inbound, parsed),
         )  # fmt: skip
+        if parsed.previous:
+            request = self._continued(request, parsed)
         return Job(inbound, client, parsed, request, features)
+
+    def _continued(self, request: Request, parsed: ParsedRequest) -> Request:
+        """It goes on from a response: what is in front of it, and where that is, if it is known."""
+        before = self.responses.find(parsed.previous, time.monotonic())
+        if before is None:
+            return request._replace(prefix=None)
+        return request._replace(
+            prompt_tokens=request.prompt_tokens + before.tokens,
+            prefix=before.prompt_after(parsed.prefix, parsed.head),
+            only=before.instance_id,
+        )
+
+    def where_is(self, inbound: Inbound, response_id: bytes) -> InstanceId | None:
+        """Which instance made a response; None: nobody knows. ``inbound``: who asks."""
+        found = self.responses.find(self.response_name(inbound, response_id), time.monotonic())
+        return None if found is None else found.instance_id
+
+    def note_response(self, job: Job, instance_id: InstanceId, name: bytes) -> None:
+        """A request is answered with a response of this name (``response_name``)."""
+        request, parsed = job.request, job.parsed
+        job.response = response = Response(
+            name, instance_id, request.prompt_tokens, request.prefix, parsed.head
+        )
+        self.responses.note(response, time.monotonic())

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
@@ -34,6 +35,8 @@ from hetero_gateway.gateway.fleet.recalibration import Recalibration
 
 # OpenAI's clients obey a Retry-After of up to 60 s.
 _RETRY_AFTER_BOUNDS_S = (1, 60)
+# Of an instance that does not tell its own.
+_MOST_CONTEXT_TOKENS = 1 << 24
 # libuv's timers count whole milliseconds: one more, so that a pump never comes too early.
 _TIMER_GRAIN_S = 0.001
 
@@ -130,6 +133,15 @@ class Placement:
     def knows(self, model: str) -> bool:
         """Whether any instance, available or not, serves the model."""
         return self._scheduler.knows(model)
+
+    def context_tokens(self, instance_id: InstanceId) -> int:
+        """The longest sequence of an instance, as far as it is known."""
+        instance = self._fleet.instances.get(instance_id)
+        return (instance and instance.max_model_len) or _MOST_CONTEXT_TOKENS
+
+    def know(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
+        """An instance has more in its prefix cache than it was sent: an answer."""
+        self._scheduler.know(instance_id, keys)
 
     def oldest_wait_s(self) -> float:
         """How long the one that came first has been waiting, in seconds; 0 when nobody waits."""

@@ -172,7 +172,12 @@ class Recorder:
                 series.tpot.observe((now_s - first_s) / (per_sequence - 1))
         if outcome is not Outcome.COMPLETED:
             return  # cut short: its length says nothing
-        if told_prompt and parsed.exact_prompt_tokens is None and not parsed.media_parts:
+        if (
+            told_prompt
+            and parsed.exact_prompt_tokens is None
+            and not parsed.media_parts
+            and not parsed.previous
+        ):
             self._bytes_per_token.observe(request.model, parsed.text_bytes, told_prompt)
         predicted = request.predicted_output_tokens
         if output and predicted and job.features is not None:
@@ -200,6 +205,7 @@ class Recorder:
             prompt > context * parsed.prompt_count
             or (
                 not parsed.media_parts
+                and not parsed.previous
                 and parsed.text_bytes
                 and not can_hold(parsed.text_bytes, prompt)
             )

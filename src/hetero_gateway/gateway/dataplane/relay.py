@@ -15,7 +15,7 @@ from collections import deque
 from typing import Protocol
 
 from hetero_gateway.core.types import Usage
-from hetero_gateway.engines.vllm import failed_in_tail, usage_in_tail
+from hetero_gateway.engines.vllm import RESPONSES, failed_in_tail, usage_in_tail
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import TimeoutsConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
@@ -39,6 +39,10 @@ class ExchangeOwner(Protocol):
 
     def answer_began(self, exchange: Exchange) -> None:
         """The head of its response is on its way to the client. Called at most once."""
+        ...
+
+    def response_began(self, exchange: Exchange, data: bytes) -> None:
+        """The first bytes of an answer on /v1/responses are here. Called at most once."""
         ...
 
     def stream_began(self, exchange: Exchange) -> None:
@@ -200,6 +204,8 @@ class Exchange:
                 self._hold(self.held, data)
                 return
             self.first_body_at_s = time.monotonic()
+            if self._path == RESPONSES and self.status < 400:
+                self._owner.response_began(self, data)
             data = self._pending + data
             self._pending = b""
             if self.streams and self.status < 400:

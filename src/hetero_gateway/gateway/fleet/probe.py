@@ -111,8 +111,13 @@ class Probe:
 
         Raises InstanceError; ``Failure.LOCAL`` says nothing of the instance.
         """
-        request = b"GET %b%b HTTP/1.1\r\n%b\r\n" % (
-            self._pool.path_prefix, path.encode(), self._fields
+        return await self.ask(b"GET", path.encode(), most_bytes)
+
+    async def ask(self, method: bytes, target: bytes, most_bytes: int) -> ProbeAnswer:
+        """The same for another method, with no body, and for a target as it stands on the wire."""
+        length = b"" if method == b"GET" else b"content-length: 0\r\n"
+        request = b"%b %b%b HTTP/1.1\r\n%b%b\r\n" % (
+            method, self._pool.path_prefix, target, self._fields, length
         )  # fmt: skip
         try:
             async with asyncio.timeout(self._timeout_s):

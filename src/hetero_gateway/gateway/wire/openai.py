@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from hetero_gateway.core.prefixes.keys import PrefixKeys
-from hetero_gateway.engines.vllm import CHAT_COMPLETIONS, limits_of
+from hetero_gateway.engines.vllm import CHAT_COMPLETIONS, RESPONSES, limits_of
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.wire import whole_numbers
 from hetero_gateway.gateway.wire.folding import (
@@ -45,7 +45,12 @@ from hetero_gateway.gateway.wire.folding import (
     place,
     positions,
 )
-from hetero_gateway.gateway.wire.prompt_keys import keys_in_steps, keys_of_fields
+from hetero_gateway.gateway.wire.prompt_keys import (
+    head_of,
+    keys_after,
+    keys_in_steps,
+    keys_of_fields,
+)
 
 _SPACE = rb"[ \t\r\n]*+"
 _MEDIA_PART = re.compile(
@@ -63,6 +68,8 @@ _QUOTE, _COMMA, _OPENING, _CLOSING = b'",[]'
 _MOST_MODEL_BYTES = 4096
 # OpenAI's own limit is 64 characters.
 _MOST_SESSION_BYTES = 512
+# vLLM's own have 21 characters; a client may choose longer ones.
+_MOST_RESPONSE_ID_BYTES = 256
 # Of so many parts the types are looked at, and what follows is taken to be alike.
 _MOST_PARTS = 4096
 # Python's json makes objects of all that it reads: 0.3 ms for so much.
@@ -128,6 +135,8 @@ class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
     the keys of its prompt; None where nobody asked, or its beginning is not in the body.
     ``cache_salt``: its JSON, with which the client keeps caches apart; b"" without one.
     ``session``: JSON that names a conversation, or else a user: its beginning; b"" without one.
+    On /v1/responses alone: ``previous``: which response it continues, b"" for none; then ``prefix``
+    is of what it adds. ``head``: what ``prompt_keys.head_of`` says.
     """
 
     model: str | None
@@ -142,6 +151,8 @@ class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
     prefix: PrefixKeys | None = None
     cache_salt: bytes = b""
     session: bytes = b""
+    previous: bytes = b""
+    head: int = 0
 
 
 def parse_body(
@@ -171,8 +182,13 @@ def parse_body(
             pass  # what the engine would read may be there all the same
         else:
             parsed = _describe(fields, _itself, path)
-            if seed is not None and _begins_here(fields):
-                parsed.prefix = keys_of_fields(fields, seed)
+            if path == RESPONSES:
+                _continue(parsed, fields, _itself, seed)
+            if seed is not None and fields.truncate_prompt_tokens is None:
+                if parsed.previous:
+                    parsed.prefix = keys_after(fields, parsed.head, parsed.previous)
+                else:
+                    parsed.prefix = keys_of_fields(fields, seed)
             return parsed
     return finish(parse_in_steps(body, content_type, path, seed))
 
@@ -189,15 +205,27 @@ def parse_in_steps(
     fields, extent, items = yield from _fields(body)
     yield
     parsed = _describe(fields, extent, path)
-    if seed is not None and _begins_here(fields):
+    if path == RESPONSES:
+        _continue(parsed, fields, extent, seed)
+    if seed is not None and fields.truncate_prompt_tokens is None:
         yield
-        parsed.prefix = yield from keys_in_steps(fields, extent, items, seed)
+        parsed.prefix = yield from keys_in_steps(fields, extent, items, seed, parsed.previous)
     return parsed
 
 
-def _begins_here(fields: _Body) -> bool:
-    """Whether the prompt's beginning is in the body: it is not cut off, nor that of an answer."""
-    return fields.truncate_prompt_tokens is None and not fields.previous_response_id
+def _continue(
+    parsed: ParsedRequest,
+    fields: _Body,
+    extent: Callable[[msgspec.Raw], Extent],
+    seed: int | None,
+) -> None:
+    """Which response one continues, and whether it begins as that does."""
+    if seed is not None:
+        parsed.head = head_of(fields, extent, seed)
+    if fields.previous_response_id:
+        data, start, end = extent(fields.previous_response_id)
+        if end - start <= _MOST_RESPONSE_ID_BYTES and data[start : start + 1] == b'"':
+            parsed.previous = bytes(data[start + 1 : end - 1])
 
 
 def _describe(fields: _Body, extent: Callable[[msgspec.Raw], Extent], path: str) -> ParsedRequest:

@@ -45,6 +45,7 @@ class PromptFields(Protocol):
     """The fields of a body that are here of interest; empty where they are missing."""
 
     model: str | None
+    previous_response_id: msgspec.Raw
     add_special_tokens: msgspec.Raw
     cache_salt: msgspec.Raw
     chat_template: msgspec.Raw
@@ -85,6 +86,28 @@ def _text(fields: PromptFields) -> tuple[msgspec.Raw, ...]:
     )
 
 
+def _head(fields: PromptFields) -> tuple[msgspec.Raw, ...]:
+    """What of a response's prompt comes in front of the ones that it continues."""
+    return (fields.tools, fields.documents, fields.system, fields.instructions)
+
+
+def head_of(fields: PromptFields, extent: Callable[[msgspec.Raw], Extent], seed: int) -> int:
+    """Two responses of which one continues the other begin alike where this is the same."""
+    start = namespace(seed, (fields.model or "").encode())
+    for place, raw in enumerate((*_identity(fields), *_head(fields))):
+        if raw:
+            start = namespace(start, *_excerpt(place, *extent(raw)))
+    return start
+
+
+def keys_after(fields: PromptFields, head: int, previous: bytes) -> PrefixKeys:
+    """Of a short body: the keys of what it adds to the response that it continues."""
+    chain = KeyChain(namespace(head, previous))
+    if fields.input:
+        chain.extend(_short_parts(fields.input))
+    return chain.keys()
+
+
 def keys_of_fields(fields: PromptFields, seed: int) -> PrefixKeys:
     """Of a short body; ``seed``: of whoever's namespace it is."""
     start = namespace(seed, (fields.model or "").encode())
@@ -104,14 +127,23 @@ def keys_in_steps(
     extent: Callable[[msgspec.Raw], Extent],
     items: Spans,
     seed: int,
+    previous: bytes = b"",
 ) -> Steps[PrefixKeys]:
-    """Of a long body. ``extent``: where a field stands in it; ``items``: as ``fold`` found them."""
-    start = namespace(seed, (fields.model or "").encode())
-    for place, raw in enumerate(_identity(fields)):
-        if raw:
-            start = namespace(start, *_excerpt(place, *extent(raw)))
+    """Of a long body. ``extent``: where a field stands in it; ``items``: as ``fold`` found them.
+
+    ``previous``: the response that it continues; then of what it adds alone.
+    """
+    if previous:
+        text: tuple[msgspec.Raw, ...] = (fields.input,)
+        start = namespace(head_of(fields, extent, seed), previous)
+    else:
+        text = _text(fields)
+        start = namespace(seed, (fields.model or "").encode())
+        for place, raw in enumerate(_identity(fields)):
+            if raw:
+                start = namespace(start, *_excerpt(place, *extent(raw)))
     chain, done = KeyChain(start), 0
-    for raw in _text(fields):
+    for raw in text:
         if not raw:
             continue
         data, low, high = extent(raw)

@@ -157,6 +157,7 @@ class Session:
             messages.Again: self._again,
             messages.Leave: self._leave,
             messages.Began: self._began,
+            messages.Made: self._made,
             messages.Settle: self._settle,
             messages.PassOn: self._pass_on,
             messages.Over: self._over,
@@ -265,6 +266,11 @@ class Session:
         request = self._requests.get(said.key)
         if request is not None and request.place is not None:
             self.dispatcher.stream_began(request.job, request.place, None)
+
+    def _made(self, said: messages.Made) -> None:
+        request = self._requests.get(said.key)
+        if request is not None and request.place is not None:
+            self.dispatcher.made(request.job, request.place, said.name)
 
     def _settle(self, said: messages.Settle) -> None:
         request = self._requests.get(said.key)

@@ -11,6 +11,7 @@ share, in seconds. ``key`` numbers a request within its worker.
     Again      its next attempt                   Rejected   nobody can take it
     Leave      it wants no place any more         Refused    it waited too long; queue full
     Began      its stream's first bytes           Failed     placing it met a bug
+    Made       it is answered with a response
     Settle     the attempt is over
     PassOn     the client gets a settled answer
     Over       the request is over, unplaced
@@ -178,8 +179,26 @@ class Counts(_Message, tag=11):
     round_trip: tuple[list[int], float]
 
 
+class Made(_Message, tag=12):
+    """``name``: ``Intake.response_name``."""
+
+    key: int
+    name: bytes
+
+
 FromWorker = (
-    Hello | Outstanding | Submit | Again | Leave | Began | Settle | PassOn | Over | Speed | Counts
+    Hello
+    | Outstanding
+    | Submit
+    | Again
+    | Leave
+    | Began
+    | Made
+    | Settle
+    | PassOn
+    | Over
+    | Speed
+    | Counts
 )
 
 

@@ -189,6 +189,13 @@ class RemoteDispatcher:
         else:
             self._send(messages.Began(place.job.key))
 
+    def made(self, job: Job, place: Place, name: bytes) -> None:
+        assert isinstance(place, Assignment)
+        if place.local is not None:
+            self._local.made(place.job, place.local, name)
+        else:
+            self._send(messages.Made(place.job.key, name))
+
     def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
         assert isinstance(place, Assignment)
         self._close_place(place, seen)
