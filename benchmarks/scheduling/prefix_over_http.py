@@ -10,8 +10,8 @@ sends: chats with real text, streamed, each turn with the answer to the one befo
 that answer is there. Nothing is known of output lengths but what the predictor learns. Each run has
 a ``cache_salt`` of its own, so that it finds the engines' caches as if they were empty.
 
-Simulated: the same requests at the times at which they were sent, with the lengths that the
-instances counted. Where messages end and what a chat's template adds is not simulated.
+Simulated: the same requests by the same rule, a turn not before the simulated end of the last one.
+Where messages end and what a chat's template adds is not simulated.
 
 ``blind`` is ``finish-time`` with ``scheduler.prefix_cache: false``; the load is a share of what
 that serves in its stride, by simulation (``prefix.py``). Requests that are longer than an
@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from numpy.typing import NDArray
 
 # As a script, only its own folder is on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -48,16 +49,15 @@ from benchmarks.tables import write_between_markers
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.files.prefix_trace import TracedText
 from hetero_gateway.files.trace import LoadRequest, read_trace
 from hetero_gateway.load.children import Children
 from hetero_gateway.load.client import parse_target
 from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
 from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.load.replay import ReplayOptions, replay
-from hetero_gateway.load.result import RequestRecord, summarise
+from hetero_gateway.load.result import summarise
 from hetero_gateway.sim import result as simulated_result
-from hetero_gateway.sim.cluster import SimulatedInstance, simulate
+from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.prefixes import KnownText, Prefixes, Run
 from hetero_gateway.sim.result import Slo
@@ -67,6 +67,8 @@ BLIND = "blind"
 ROUTERS = (BLIND, "finish-time", "capacity-weighted", "prefix-affinity")
 # Of an emulated instance, and what a chat's template may add to a conversation.
 CONTEXT_TOKENS, TEMPLATE_TOKENS = 8192, 192
+# A turn follows the end of the one before at this distance; so often the simulation is made again.
+TURN_S, ROUNDS = 0.001, 6
 MARKERS = ("<!-- prefix over http: begin -->", "<!-- prefix over http: end -->")
 # What is compared: (name, unit of the table, digits).
 FIGURES = (
@@ -152,8 +154,8 @@ class Rig:
     async def start(self) -> None:
         await self._cluster.start_instances()
 
-    async def run(self, router: str) -> tuple[list[RequestRecord], dict[str, Any]]:
-        """The records, in wall seconds; and the figures, in the hardware's."""
+    async def run(self, router: str) -> dict[str, Any]:
+        """The figures, in the hardware's seconds."""
         cluster, scale, load = self._cluster, self._time_scale, self._load
         policy, aware = policy_of(router)
         await cluster.start_gateway(
@@ -179,7 +181,7 @@ class Rig:
         summary = summarise(records)
         late_s = summary.send_delay_s.p99 or 0.0
         summary = summary.scaled(scale)
-        return records, {
+        return {
             "cached_share": summary.cached_share,
             "latency_mean_s": summary.latency_s.mean,
             "latency_p99_s": summary.latency_s.p99,
@@ -197,44 +199,23 @@ class Rig:
 # Simulated
 
 
-def as_it_was_sent(load: Load, records: Sequence[RequestRecord], time_scale: float) -> Workload:
-    """The requests that were answered, by the time of sending, with the lengths that they had."""
-    done = sorted((r for r in records if r.error is None), key=lambda r: r.sent_s)
-    arrival_s = np.array([r.sent_s * time_scale for r in done])
-    prompt = np.array([r.input_tokens for r in done], np.int64)
-    output = np.array([r.output_tokens for r in done], np.int64)
-    texts = [_known(load.requests[r.index].text, r.input_tokens + r.output_tokens) for r in done]
-    first = load.requests[0].text
-    assert first is not None
-    prefixes = Prefixes(texts, prompt, output, first.block_tokens)
-    return Workload(arrival_s - arrival_s[0], prompt, output, prefixes)
+def simulated(router: str, instances: Sequence[SimulatedInstance], load: Load) -> dict[str, Any]:
+    """The figures of a simulated run, in which each turn waits for the one before, too.
 
-
-def _known(text: TracedText | None, tokens: int) -> KnownText:
-    """A text's blocks, as far as the request is that long."""
-    assert text is not None
-    left, runs = tokens // text.block_tokens, []
-    for first, count in text.runs:
-        if (count := min(count, left)) > 0:
-            runs.append(Run(first, count))
-            left -= count
-    return KnownText(tuple(runs))
-
-
-def simulated(
-    router: str, instances: Sequence[SimulatedInstance], workload: Workload, load: Load
-) -> dict[str, Any]:
-    """The figures of a simulated run."""
-    policy, aware = policy_of(router)
-    scheduler = Scheduler(
-        make_policy(policy),
-        np.random.default_rng((0, 2)),
-        reference=(load.mean_prompt, load.mean_output),
-        prefix_cache=aware,
-    )
-    predictor = BucketMeanPredictor(load.mean_output)
-    compiled = len(workload) > 2000 and can_compile()
-    records = simulate(instances, workload, scheduler, predictor, compiled=compiled)
+    The simulator takes arrivals as they are; so it is run again with those that the last run gives.
+    """
+    due_s = np.array([r.due_s for r in load.requests])
+    arrival_s, previous = due_s, _previous(load)
+    for _ in range(ROUNDS):
+        order = np.argsort(arrival_s, kind="stable")
+        workload = _workload(load, order, arrival_s)
+        records = _simulate(router, instances, workload, load)
+        finish_s = np.empty(len(order))
+        finish_s[order] = records.finish_s + arrival_s[order[0]]
+        before_s = np.where(previous >= 0, finish_s[previous] + TURN_S, 0.0)
+        moved_s, arrival_s = arrival_s, np.fmax(due_s, before_s)
+        if np.abs(moved_s - arrival_s).max() < TURN_S:
+            break
     result = simulated_result.summarise(workload, records, len(instances), Slo(2.0, 1e9))
     return {
         "cached_share": result.cached_share,
@@ -247,6 +228,43 @@ def simulated(
             for i, done in zip(instances, result.instances, strict=True)
         },
     }
+
+
+def _previous(load: Load) -> NDArray[np.int64]:
+    """For each request, which one it goes on from; -1: none."""
+    latest: dict[tuple[int, int], int] = {}
+    previous = np.full(len(load.requests), -1)
+    for i, request in enumerate(load.requests):
+        assert request.text is not None
+        session, turn = request.text.session, request.text.turn
+        previous[i] = latest.get((session, turn - 1), -1)
+        latest[session, turn] = i
+    return previous
+
+
+def _workload(load: Load, order: NDArray[np.int64], arrival_s: NDArray[np.float64]) -> Workload:
+    requests = [load.requests[i] for i in order]
+    prompt = np.array([r.input_tokens for r in requests], np.int64)
+    output = np.array([r.output_tokens for r in requests], np.int64)
+    texts = [r.text for r in requests if r.text is not None]
+    known = [KnownText(tuple(Run(*run) for run in text.runs)) for text in texts]
+    prefixes = Prefixes(known, prompt, output, texts[0].block_tokens)
+    return Workload(arrival_s[order] - arrival_s[order[0]], prompt, output, prefixes)
+
+
+def _simulate(
+    router: str, instances: Sequence[SimulatedInstance], workload: Workload, load: Load
+) -> Records:
+    policy, aware = policy_of(router)
+    scheduler = Scheduler(
+        make_policy(policy),
+        np.random.default_rng((0, 2)),
+        reference=(load.mean_prompt, load.mean_output),
+        prefix_cache=aware,
+    )
+    predictor = BucketMeanPredictor(load.mean_output)
+    compiled = len(workload) > 500 and can_compile()
+    return simulate(instances, workload, scheduler, predictor, compiled=compiled)
 
 
 # What came out
@@ -303,10 +321,11 @@ async def measure(
         rig = Rig(instances, load, args.time_scale, Path(folder), children)
         await rig.start()
         for router in args.routers:
-            records, measured = await rig.run(router)
-            workload = as_it_was_sent(load, records, args.time_scale)
-            figures = simulated(router, instances, workload, load)
-            routers[router] = {"measured": measured, "simulated": figures}
+            measured = await rig.run(router)
+            routers[router] = {
+                "measured": measured,
+                "simulated": simulated(router, instances, load),
+            }
             print(
                 f"{router}: mean latency {measured['latency_mean_s']:.2f} s, cached "
                 f"{measured['cached_share']:.1%}, trust {measured['trust']}; clocks lost "
