@@ -76,6 +76,9 @@ class Run:
         self._changing = asyncio.Lock()  # there is one file
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._killing = asyncio.Lock()
+        # (gateway's port, client's) of what the worker killed last had accepted: a connection that
+        # its client has yet to hear of is among them.
+        self._killed: set[tuple[int, int]] = set()
         self._removed = False  # the counts of an instance, or of all, go with it
         self._baseline: dict[str, float] = {}
         self._ended_s: dict[int, float] = {}  # when a gateway was told to end, by its port
@@ -231,6 +234,8 @@ class Run:
                 return None
             return await self._connect(self.gateway.port)  # it was replaced meanwhile
         connection.port = port
+        if (port, connection.local_port) in self._killed:
+            connection.killed_s = self.now_s()
         self._connections.add(connection)
         connection.watch(lambda data: self.violation(f"bytes that nobody asked for: {data[:80]!r}"))
         return connection
@@ -345,8 +350,9 @@ class Run:
                 if number % 2:
                     role = workers[number // 2 % len(workers)]
                     ports = kill_worker(there[role], gateway.port)
+                    self._killed = {(gateway.port, port) for port in ports}
                     for connection in self._connections:
-                        if connection.port == gateway.port and connection.local_port in ports:
+                        if (connection.port, connection.local_port) in self._killed:
                             connection.killed_s = self.now_s()
                     self.result.disturbances["worker killed"] += 1
                 else:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
@@ -27,6 +28,8 @@ def processes(supervisor: int) -> dict[str, int]:
 def kill_worker(pid: int, port: int) -> set[int]:
     """SIGKILL; returns the client ports of the connections to ``port`` that it had."""
     os.kill(pid, signal.SIGSTOP)  # so that it has those, and no others
+    while not all(_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()):
+        time.sleep(0.001)
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed in the moment before it stood still
@@ -40,3 +43,8 @@ def kill_worker(pid: int, port: int) -> set[int]:
             clients.add(int(fields[2].rpartition(":")[2], 16))
     os.kill(pid, signal.SIGKILL)
     return clients
+
+
+def _stopped(task: Path) -> bool:
+    """Whether a thread stands still: the signal is only on its way when ``kill`` returns."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -32,8 +32,10 @@ workload:
 """
 
 
+# All at once, two workers would bring the requests in another order than one.
+@pytest.mark.parametrize(("workers", "load_per_s"), [(1, math.inf), (1, 20.0), (2, 20.0)])
 async def test_the_same_requests_take_as_long_as_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, load_per_s: float
 ) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER)
@@ -45,10 +47,10 @@ async def test_the_same_requests_take_as_long_as_simulated(
         cluster.instances, lengths, count=40, slo=Slo(2.0, 0.2), faults=cluster.faults
     )
     args = argparse.Namespace(
-        config=path, policies=("round-robin", "finish-time"), loads=(math.inf,),
+        config=path, policies=("round-robin", "finish-time"), loads=(load_per_s,),
         seeds=1, time_scale=1.0, attempts=1, json=True,
     )  # fmt: skip
-    async with task_children() as children:
+    async with task_children(workers) as children:
         monkeypatch.setattr(benchmark, "Children", children)
         (cell,) = (await benchmark.measure(args, cluster, experiment))["loads"]
     assert list(cell["policies"]) == ["round-robin", "finish-time"]

@@ -49,8 +49,9 @@ class TaskChild:
 class TaskChildren:
     """Has what ``load.children.Children`` has; ``started`` outlives it."""
 
-    def __init__(self, started: list[TaskChild]) -> None:
+    def __init__(self, started: list[TaskChild], workers: int) -> None:
         self._started = started
+        self._workers = workers
         self._running: list[TaskChild] = []
         self._parser = argparse.ArgumentParser()
         commands = self._parser.add_subparsers(dest="command")
@@ -59,7 +60,8 @@ class TaskChildren:
 
     def start(self, name: str, *arguments: str) -> TaskChild:
         words = self._parser.parse_args(arguments)
-        child = TaskChild(name, (_emulate if words.command == "emulate" else _serve)(words))
+        emulates = words.command == "emulate"
+        child = TaskChild(name, _emulate(words) if emulates else _serve(words, self._workers))
         self._running.append(child)
         self._started.append(child)
         return child
@@ -87,20 +89,24 @@ async def _emulate(words: argparse.Namespace) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _serve(words: argparse.Namespace) -> AsyncIterator[str]:
+async def _serve(words: argparse.Namespace, workers: int) -> AsyncIterator[str]:
     overrides = {"server.port": words.port, "scheduler.policy": words.policy}
-    async with running_gateway(load_gateway_config(words.config, overrides), words.config) as it:
-        yield it.url
+    config = load_gateway_config(words.config, overrides)
+    async with running_gateway(config, words.config, workers, one_port=True) as running:
+        yield running.url
 
 
 @asynccontextmanager
-async def task_children() -> AsyncIterator[type]:
-    """What to put in the place of ``Children``; at the end all that it started has ended."""
+async def task_children(workers: int = 1) -> AsyncIterator[type]:
+    """What to put in the place of ``Children``; at the end all that it started has ended.
+
+    ``workers`` is how many each ``serve`` has.
+    """
     started: list[TaskChild] = []
 
     class Children(TaskChildren):
         def __init__(self, _folder: Path) -> None:
-            super().__init__(started)
+            super().__init__(started, workers)
 
     yield Children
     await asyncio.gather(*(child.task for child in started))

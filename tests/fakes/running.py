@@ -20,6 +20,7 @@ from hetero_gateway.gateway.server import GatewayServer, Served
 from hetero_gateway.gateway.wire.cycle import Service
 from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.gateway.workers.hub import listen
+from hetero_gateway.gateway.workers.supervisor import listen_together
 from hetero_gateway.gateway.workers.worker import Worker
 from tests.fakes.vllm import FakeInstance
 
@@ -106,8 +107,14 @@ async def running_gateway(
     config_path: Path | None = None,
     workers: int = 1,
     record: Path | None = None,
+    *,
+    one_port: bool = False,
 ) -> AsyncIterator[RunningGateway]:
-    """Serve until the block ends; with several workers, all in this event loop."""
+    """Serve until the block ends; with several workers, all in this event loop.
+
+    ``one_port``: the workers share it, as processes do; else each has one of its own, so that a
+    test can choose between them.
+    """
     if workers == 1:
         app = create_app(config, config_path, record=record)
         async with serving(app, app.gateway) as (server, url):
@@ -122,7 +129,13 @@ async def running_gateway(
         async with contextlib.AsyncExitStack() as stack:
             server, _ = await stack.enter_async_context(serving(app, app.gateway, listen(control)))
             many = [Worker(shared, config_path, i, hub, control) for i in range(workers)]
-            urls = [(await stack.enter_async_context(serving(w, w)))[1] for w in many]
+            listeners: list[socket.socket | None] = [None] * workers
+            if one_port:
+                listeners = [*listen_together("127.0.0.1", config.server.port, workers)]
+            urls = [
+                (await stack.enter_async_context(serving(worker, worker, listener)))[1]
+                for worker, listener in zip(many, listeners, strict=True)
+            ]
             yield RunningGateway(urls[0], app, server, many, [_port_of(url) for url in urls])
 
 

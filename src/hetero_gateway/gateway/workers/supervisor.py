@@ -134,7 +134,7 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         server = self._config.server
-        clients = _listen_together(server.host, server.port, server.workers)
+        clients = listen_together(server.host, server.port, server.workers)
         url = url_of(clients[0])
         self._directory = tempfile.mkdtemp(prefix="hetero-gateway-")
         self._life, lifeline = os.pipe()
@@ -253,7 +253,7 @@ class Supervisor:
         asyncio.get_running_loop().remove_reader(reading)
 
 
-def _listen_together(host: str, port: int, number: int) -> list[socket.socket]:
+def listen_together(host: str, port: int, number: int) -> list[socket.socket]:
     """So many sockets that share an address; the kernel deals connections out between them.
 
     Raises HeteroGatewayError: somebody else has it, or it cannot be had.
