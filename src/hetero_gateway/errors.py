@@ -17,7 +17,11 @@ class HeteroGatewayError(Exception):
 
 
 class ConfigError(HeteroGatewayError):
-    """A configuration that cannot be used; names the file and the key."""
+    """A configuration that cannot be used: a line with file and key for each thing wrong in it."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("; ".join(lines))
+        self.lines = lines
 
 
 class ProfileError(HeteroGatewayError):

@@ -61,14 +61,14 @@ def load(tmp_path: Path, data: Any, **overrides: Any) -> GatewayConfig:
 
 
 def error_of(tmp_path: Path, data: Any, **overrides: Any) -> str:
-    """The error's text without the file's name, after the checks that every error must pass."""
+    """The error's text without file and line, after the checks that every error must pass."""
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, data, **overrides)
     text = str(caught.value)
     assert "\n" not in text
-    prefix = f"{tmp_path / 'gateway.yaml'}:"
-    assert text.startswith(prefix)
-    return text.removeprefix(prefix).strip()
+    said = re.fullmatch(rf"{re.escape(str(tmp_path / 'gateway.yaml'))}:(\d+:)? (.*)", text)
+    assert said is not None, text
+    return said[2]
 
 
 # Reading a file
@@ -81,7 +81,10 @@ def test_an_empty_mapping_is_a_valid_configuration(tmp_path: Path) -> None:
     assert config.instances == []
 
 
-def test_the_whole_example_of_the_interface_loads(tmp_path: Path) -> None:
+def test_the_whole_example_of_the_interface_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A800_KEY", "sesame")
     config = load(
         tmp_path,
         """
@@ -117,11 +120,11 @@ def test_a_configuration_cannot_be_changed_after_loading(tmp_path: Path) -> None
     [
         ("", "must be a mapping of keys, not NoneType"),
         ("- 1\n", "must be a mapping of keys, not list"),
-        ("server: {port: 1\n", "line 2"),
-        ("server:\n\tport: 1\n", "line 2"),
-        ("a: !!python/name:os.system\n", "line 1"),
-        ("server: {port: 1}\nserver: {port: 2}\n", "line 2 the key 'server' is written twice"),
-        ("server: {port: 1, port: 2}\n", "line 1 the key 'port' is written twice"),
+        ("server: {port: 1\n", ":2: expected"),
+        ("server:\n\tport: 1\n", ":2: found character"),
+        ("a: !!python/name:os.system\n", ":1: could not determine a constructor"),
+        ("server: {port: 1}\nserver: {port: 2}\n", ":2: the key 'server' is written twice"),
+        ("server: {port: 1, port: 2}\n", ":1: the key 'port' is written twice"),
         ("a: 2026-13-45\n", "month must be in 1..12"),
         ("a: !!int many\n", "many"),
         ("a: &a [*a]\n", "alias of itself"),
@@ -131,7 +134,10 @@ def test_a_configuration_cannot_be_changed_after_loading(tmp_path: Path) -> None
 def test_what_is_no_yaml_mapping_is_refused_with_its_line(
     tmp_path: Path, text: str, said: str
 ) -> None:
-    assert said in error_of(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert said in str(caught.value)
+    assert error_of(tmp_path, text)
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -256,6 +262,69 @@ def test_a_bad_base_url_is_refused_with_the_reason(tmp_path: Path, url: str, sai
 def test_a_good_base_url_is_kept(tmp_path: Path, url: str) -> None:
     rows = [instance(base_url=url), instance(id="b", base_url=url + "/")]
     assert [i.base_url for i in load(tmp_path, {"instances": rows}).instances] == [url, url]
+
+
+EVERYTHING_WRONG = """\
+server:
+  port: http
+  max_body_bytes: 10
+scheduler: {policy: finish-tim, theta: .inf}
+instances:
+  - id: a
+    base_ur: http://127.0.0.1:8101
+  - {id: b b, base_url: http://127.0.0.1:8102, model: [], weight: 0,
+     bias: true}
+"""
+
+
+def test_everything_that_is_wrong_is_told_at_once_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "gateway.yaml", EVERYTHING_WRONG)
+    assert main(["validate", "-c", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    said = [line.removeprefix(f"hetero-gateway: {path}:") for line in err.splitlines()]
+    assert said[:3] == [
+        "2: server.port: must be a whole number",
+        "3: server.max_body_bytes: must be at least 1024",
+        f"4: scheduler.policy: must be one of {', '.join(POLICY_NAMES)}; did you mean finish-time?",
+    ]
+    assert said[3:6] == [
+        "4: scheduler.theta: must be a finite number",
+        "6: instances.0.base_url: required, but missing",
+        "7: instances.0.base_ur: unknown key; did you mean base_url?",
+    ]
+    assert [line.split(": ")[:2] for line in said[6:9]] == [
+        ["8", "instances.1.id"],
+        ["8", "instances.1.model"],
+        ["8", "instances.1.weight"],
+    ]
+    assert said[9:] == ["9: instances.1.bias: unknown key"]
+
+
+def test_after_twenty_problems_the_others_are_counted(tmp_path: Path) -> None:
+    data = {f"key{number}": 1 for number in range(30)}
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, data)
+    assert len(caught.value.lines) == 21
+    assert caught.value.lines[-1].endswith("gateway.yaml: and 10 more")
+
+
+def test_a_variable_that_is_not_set_is_found_without_serving(tmp_path: Path) -> None:
+    data = {
+        "server": {"api_key_env": "HETERO_TEST_NOT_SET"},
+        "instances": [instance(api_key_env="HETERO_TEST_NOT_SET_EITHER")],
+    }
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, data)
+    first, second = caught.value.lines
+    assert first.endswith(
+        "instances.0.api_key_env: the environment variable HETERO_TEST_NOT_SET_EITHER is not set"
+    )
+    assert second.endswith(
+        "server.api_key_env: the environment variable HETERO_TEST_NOT_SET is not set"
+    )
 
 
 def test_an_id_that_is_used_twice_is_named(tmp_path: Path) -> None:
@@ -393,7 +462,8 @@ def test_what_is_wrong_in_a_profile_file_is_named(
 ) -> None:
     write(tmp_path / "mine.yaml", PROFILE | changes)
     text = error_of(tmp_path, {"instances": [instance(profile="mine.yaml")]})
-    assert text.startswith(f"instances.0.profile: {tmp_path / 'mine.yaml'}: ")
+    where = re.escape(f"instances.0.profile: {tmp_path / 'mine.yaml'}:")
+    assert re.match(rf"{where}(\d+:)? ", text)
     assert said in text
 
 
@@ -571,7 +641,7 @@ def test_validate_prints_one_line_and_exits_2(
     assert main(["validate", "-c", str(path)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.fullmatch(rf"hetero-gateway: {re.escape(str(path))}:? .+\n", err)
+    assert re.fullmatch(rf"hetero-gateway: {re.escape(str(path))}:?(\d+:)? .+\n", err)
     assert len(err.splitlines()) == 1
 
 
@@ -587,5 +657,5 @@ def test_the_command_itself_exits_2_without_a_traceback(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
-        f"hetero-gateway: {path}: scheduler.thetta: unknown key; did you mean theta?\n"
+        f"hetero-gateway: {path}:2: scheduler.thetta: unknown key; did you mean theta?\n"
     )

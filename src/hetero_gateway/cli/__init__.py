@@ -30,9 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_code: int = args.run(args)
         sys.stdout.flush()
     except HeteroGatewayError as error:
-        # One line, whatever a key or a file name has in it.
-        text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(error))
-        print(f"hetero-gateway: {text}", file=sys.stderr)
+        for line in error.lines if isinstance(error, ConfigError) else (str(error),):
+            # One line, whatever a key or a file name has in it.
+            text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
+            print(f"hetero-gateway: {text}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | ProfileError) else 1
     except KeyboardInterrupt:
         return 130

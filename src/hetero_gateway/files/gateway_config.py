@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.problems import Key, Problems
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 
@@ -503,11 +504,12 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
         if value is not None:
             _set_dotted(data, dotted, value)
     config = parse_model(GatewayConfig, data, str(path))
+    problems = Problems(str(path), data)
     for i, instance in enumerate(config.instances):
         try:
             instance_profile(instance, path.parent)
         except ConfigError as error:
-            raise ConfigError(f"{path}: instances.{i}.profile: {error}") from error
+            problems.add(("instances", i, "profile"), str(error))
     if (file := config.scheduler.predictor.file) is not None:
         # Imported here: few have one, and all who only validate are spared numpy.
         from hetero_gateway.files.length_model_file import read_length_model
@@ -515,8 +517,27 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
         try:
             read_length_model(path.parent / file)
         except ConfigError as error:
-            raise ConfigError(f"{path}: scheduler.predictor.file: {error}") from error
+            problems.add(("scheduler", "predictor", "file"), str(error))
+    for key, variable, read in _named_secrets(config):
+        try:
+            read(variable, "")
+        except ConfigError as error:
+            problems.add(key, str(error).removeprefix(": "))
+    problems.raise_any()
     return config
+
+
+def _named_secrets(
+    config: GatewayConfig,
+) -> Iterator[tuple[Key, str | None, Callable[[str | None, str], str | None]]]:
+    """The variables of the environment that a configuration names: (key, name, how it is read)."""
+    server, scheduler = config.server, config.scheduler
+    yield ("server", "api_key_env"), server.api_key_env, secret
+    yield ("server", "admin_key_env"), server.admin_key_env, secret
+    yield ("scheduler", "prefix_key_env"), scheduler.prefix_key_env, secret
+    yield ("scheduler", "sharing", "password_env"), scheduler.sharing.password_env, password
+    for i, instance in enumerate(config.instances):
+        yield ("instances", i, "api_key_env"), instance.api_key_env, secret
 
 
 def has_gateway_keys(data: Mapping[str, Any]) -> bool:

@@ -1,7 +1,8 @@
-"""YAML files that people write: read strictly, checked against a schema, told of in one line.
+"""YAML files that people write: read strictly, and checked against a schema.
 
 An unknown key is an error that names it, and so is one that is written twice. ``${NAME}`` in any
-text is replaced from the environment. Every error is a ``ConfigError``: file, key, what is wrong.
+text is replaced from the environment. Every error is a ``ConfigError``: file, line, key, what is
+wrong (``files/problems.py``).
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hetero_gateway.core.nearest import nearest_names
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.problems import Document, Key, Problems
 
 _ENV_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -44,7 +45,7 @@ class _Loader(yaml.SafeLoader):
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Document:
     """A YAML mapping with ``${NAME}`` expanded. Raises ConfigError with file and line."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -53,66 +54,54 @@ def read_yaml(path: Path) -> dict[str, Any]:
         reason = "it is not UTF-8 text" if not_text else getattr(error, "strerror", error)
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
     try:
-        data = yaml.load(text, _Loader)  # a SafeLoader
-        if not isinstance(data, dict):
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            data = None if root is None else loader.construct_document(root)
+        finally:
+            loader.dispose()
+        if root is None or not isinstance(data, dict):
             raise ConfigError(f"{path}: must be a mapping of keys, not {type(data).__name__}")
-        expanded: dict[str, Any] = _expand(data, str(path), "")
+        document = Document(data, root)
+        problems = Problems(str(path), document)
+        for name, value in data.items():
+            document[name] = _expand(value, (name,), problems)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
+        where = f"{mark.line + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or "broken YAML"
         raise ConfigError(f"{path}:{where} {problem}") from error
     except ValueError as error:  # a date or number that PyYAML takes for one and cannot build
         raise ConfigError(f"{path}: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply, or an alias of itself") from error
-    return expanded
+    problems.raise_any()
+    return document
 
 
-def _expand(value: Any, source: str, key: str) -> Any:
+def _expand(value: Any, key: Key, problems: Problems) -> Any:
     if isinstance(value, dict):
-        return {k: _expand(v, source, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
+        return {name: _expand(inner, (*key, name), problems) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_expand(v, source, f"{key}.{i}") for i, v in enumerate(value)]
+        return [_expand(inner, (*key, number), problems) for number, inner in enumerate(value)]
     if not isinstance(value, str):
         return value
 
     def replace(match: re.Match[str]) -> str:
         name = match.group(1)
         if name not in os.environ:
-            raise ConfigError(f"{source}: {key}: the environment variable {name} is not set")
-        return os.environ[name]
+            problems.add(key, f"the environment variable {name} is not set")
+        return os.environ.get(name, "")
 
     return _ENV_REFERENCE.sub(replace, value)
 
 
 def parse_model(model: type[ModelT], data: Any, source: str) -> ModelT:
-    """Check ``data`` against a pydantic model; the first error becomes a one-line ConfigError."""
+    """Check ``data`` against a pydantic model; its errors become one ConfigError."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        _raise_config_error(model, error, source)
-
-
-def _raise_config_error(model: type[BaseModel], error: ValidationError, source: str) -> NoReturn:
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        message = "unknown key"
-        if near := nearest_names(str(first["loc"][-1]), _field_names(model), 1, least=0.6):
-            message += f"; did you mean {near[0]}?"
-    elif first["type"] == "missing":
-        message = "required, but missing"
-    raise ConfigError(f"{source}: {key + ': ' if key else ''}{message}") from error
-
-
-def _field_names(model: type[BaseModel]) -> list[str]:
-    names: list[str] = []
-    for name, info in model.model_fields.items():
-        names.append(name)
-        annotation = info.annotation
-        for inner in getattr(annotation, "__args__", (annotation,)):
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
-                names.extend(_field_names(inner))
-    return names
+        problems = Problems(source, data)
+        problems.add_all(model, error)
+        problems.raise_any()
+        raise  # never: there is at least one
