@@ -39,6 +39,7 @@ class Dispatch:
         tracked: its progress is followed; without it, only the load counts.
         stage: index in ``STAGE_TOKENS`` of its progress; -1: it does not stream.
         joined: the instance's step clock at its first token, steps.
+        prefilled_s: the time that the instance was thought to have spent on prompts by then, s.
         predicted_s: when it was sent, s, and the time to its first token, s, as predicted, where
             nobody will see it.
         sent_s: when it was sent, as far as its progress is followed.
@@ -66,6 +67,7 @@ class Dispatch:
         "output_tokens",
         "predicted_s",
         "prefill_tokens",
+        "prefilled_s",
         "prompt_tokens",
         "request",
         "sent_s",
@@ -110,6 +112,7 @@ class Dispatch:
         self.units = round(workload * UNITS_PER_S)
         self.stage = -1
         self.joined = 0.0
+        self.prefilled_s = 0.0
         self.sent_s = 0.0
         self.predicted_s: tuple[float, float] | None = None
         self.before: tuple[float, float, float, float, float] | None = None

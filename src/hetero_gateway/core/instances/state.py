@@ -109,8 +109,10 @@ class InstanceState:
         "_moves",
         "_observed_clock",
         "_outstanding",
+        "_owed_s",
         "_peer_loads",
         "_prefill_tokens",
+        "_prefilled_s",
         "_prompt_tokens",
         "_prompts",
         "_sequence",
@@ -184,6 +186,9 @@ class InstanceState:
         self._clock = 0.0
         self.read_s = 0.0
         self.steps_per_s = 0.0
+        # Where nobody sees the steps: the time that the engine will spend on prompts first, and
+        # how much it has.
+        self._owed_s = self._prefilled_s = 0.0
         self._moves: list[tuple[float, int, Dispatch]] = []
         self._sequence = 0
         # Constants that count; ``stands_in``: they are not of this machine; ``observed``: and yet
@@ -305,6 +310,8 @@ class InstanceState:
             self.waiting_prompt += entry.prompt_tokens
             self.waiting_prefill += prefill_tokens
             self.waiting_output += entry.output_tokens
+            if now_s - self._streams_seen_s >= _STREAMS_SAY_S:
+                self._owe(entry, now_s)
         if not self.noted:
             self.noted = True
             self.changed.append(self)
@@ -322,6 +329,7 @@ class InstanceState:
         entry.streaming = True
         entry.stage = 0
         entry.joined = clock
+        entry.prefilled_s = self._prefilled_s
         n = entry.request.sequences
         self.heard_s = now_s
         if self.streaming > 0:
@@ -430,9 +438,25 @@ class InstanceState:
         self._set_rate()
         self._note()
 
+    def _owe(self, entry: Dispatch, now_s: float) -> None:
+        """The engine takes a prompt in front of its next decode steps."""
+        self._read_clock(now_s)
+        if self.constants is not None:
+            ratio = self.prefix.ratio
+            new_tokens = entry.prefill_tokens * (1.0 if ratio is None else ratio)
+            self._owed_s += self._prefill_s(entry, new_tokens)
+
+    def _prefill_s(self, entry: Dispatch, new_tokens: float) -> float:
+        """The time, s, that a prefill of so many tokens of a request's adds to a decode step."""
+        c, n, prompt = self.constants, entry.request.sequences, entry.request.prompt_tokens
+        assert c is not None
+        pairs = n * attended_pairs(new_tokens / n, prompt - new_tokens / n)
+        return self.speed * (c.p1 * new_tokens + c.p2 * n + c.p9 * pairs)
+
     def _leave_waiting(self, entry: Dispatch) -> None:
         self.waiting -= entry.request.sequences
         if self.waiting == 0:
+            self._owed_s = 0.0
             self.waiting_prompt, self.waiting_prefill, self.waiting_output = 0, 0.0, 0.0
         else:
             self.waiting_prompt -= entry.prompt_tokens
@@ -635,8 +659,10 @@ class InstanceState:
         took_s = now_s - entry.predicted_s[0]
         steps = min(max(0.0, output_tokens - 1), MOST_TOKENS)
         self._read_clock(now_s)
+        # While it streamed, the engine took others' prompts as well.
+        others_s = self._prefilled_s - entry.prefilled_s if entry.streaming else 0.0
         may_be_s = [
-            ttft_s + steps * self._mean_step_s(entry, took_s - ttft_s)
+            ttft_s + others_s + steps * self._mean_step_s(entry, took_s - ttft_s - others_s)
             for ttft_s in self._ttfts_s(entry, entry.predicted_s[1], usage)
         ]
         predicted_s = min(max(may_be_s), max(min(may_be_s), took_s))
@@ -651,11 +677,11 @@ class InstanceState:
             self._set_rate()
             self._note()
 
-    def _mean_step_s(self, entry: Dispatch, streamed_s: float) -> float:
+    def _mean_step_s(self, entry: Dispatch, decoding_s: float) -> float:
         made = self._clock - entry.joined
-        if entry.streaming and made > 0 and streamed_s > 0:
+        if entry.streaming and made > 0 and decoding_s > 0:
             # As many streamed as the clock knows; that is the mean step of all this time.
-            return streamed_s / made
+            return decoding_s / made
         if self.steps_per_s > 0:
             return 1 / self.steps_per_s
         c, prompt = self.constants, entry.prompt_tokens
@@ -735,14 +761,7 @@ class InstanceState:
         c = self.constants
         if c is None:
             return
-        n, prompt = entry.request.sequences, entry.request.prompt_tokens
-        new = entry.prefill_tokens / n
-        prefill_s = self.speed * (
-            c.p1 * entry.prefill_tokens
-            + c.p2 * n
-            + c.p4
-            + c.p9 * n * attended_pairs(new, prompt - new)
-        )
+        prefill_s = self._prefill_s(entry, entry.prefill_tokens) + self.speed * c.p4
         # Of the others, as if all were of the mean length.
         attended = (self.waiting_prompt - self.waiting_prefill / 2) / max(self.waiting, 1)
         others_s = self.speed * self.waiting_prefill * (c.p1 + c.p9 * attended)
@@ -786,8 +805,14 @@ class InstanceState:
         if elapsed_s > 0:
             self.read_s = now_s
             streaming = self.streaming
+            decoding_s = elapsed_s
+            if self._owed_s > 0:
+                prefilled_s = min(self._owed_s, elapsed_s)
+                self._owed_s -= prefilled_s
+                self._prefilled_s += prefilled_s
+                decoding_s -= prefilled_s
             if streaming > 0:
-                steps = elapsed_s * self.steps_per_s
+                steps = decoding_s * self.steps_per_s
                 interval = self._interval
                 interval.streamed_s += elapsed_s
                 batch: float = streaming
