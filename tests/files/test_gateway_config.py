@@ -288,7 +288,8 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_line(
     assert said[:3] == [
         "2: server.port: must be a whole number",
         "3: server.max_body_bytes: must be at least 1024",
-        f"4: scheduler.policy: must be one of {', '.join(POLICY_NAMES)}; did you mean finish-time?",
+        f"4: scheduler.policy: must be one of {', '.join(get_args(PolicyName))}; "
+        "did you mean finish-time?",
     ]
     assert said[3:6] == [
         "4: scheduler.theta: must be a finite number",
