@@ -34,15 +34,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = load_gateway_config(
-        args.config,
-        {
-            "picker.host": args.host,
-            "picker.port": args.port,
-            "server.port": args.http_port,
-            "scheduler.policy": args.policy,
-        },
-    )
+    flags = {
+        "picker.host": args.host,
+        "picker.port": args.port,
+        "server.port": args.http_port,
+        "scheduler.policy": args.policy,
+    }
+    config = load_gateway_config(args.config, flags)
     if config.scheduler.isolate_clients:
         raise ConfigError(
             f"{args.config}: scheduler.isolate_clients: the picker cannot add a cache_salt to what "
@@ -65,5 +63,5 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
 
-    server.run(config, args.config, announce)
+    server.run(config, args.config, announce, flags)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,15 +48,19 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = load_gateway_config(
-        args.config,
-        {
-            "server.host": args.host,
-            "server.port": args.port,
-            "server.workers": args.workers,
-            "scheduler.policy": args.policy,
-        },
-    )
+    # Nobody is to be ended by it who only starts, and will reload at it.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    flags = {
+        "server.host": args.host,
+        "server.port": args.port,
+        "server.workers": args.workers,
+        "scheduler.policy": args.policy,
+    }
+    if args.role is not None:
+        start_logging(args.log_level)
+        _run_process(args, flags)
+        return 0
+    config = load_gateway_config(args.config, flags)
     start_logging(args.log_level)
 
     def announce(url: str) -> None:
@@ -68,18 +73,15 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
 
-    if args.record is not None and args.role is None:
+    if args.record is not None:
         _check_new(args.record)
-    if args.role is not None:
-        _run_process(args, config)
-        return 0
     if config.server.workers > 1:
         return _run_workers(args, config, announce)
     # Imported late: validate and --help need no server.
     from hetero_gateway.gateway import server
     from hetero_gateway.gateway.app import create_app
 
-    app = create_app(config, args.config, record=args.record)
+    app = create_app(config, args.config, record=args.record, flags=flags)
     server.run(app, app.gateway, announce)
     return 0
 
@@ -101,14 +103,14 @@ def _run_workers(
     # What cannot be put together shows here, once, rather than in each process.
     create_app(config, args.config)
     command = [sys.executable, "-m", "hetero_gateway", "serve", "--config", str(args.config)]
-    command += ["--workers", str(config.server.workers), "--log-level", args.log_level]
-    for name in ("host", "policy", "record"):
+    command += ["--log-level", args.log_level]
+    for name in ("host", "port", "policy", "workers", "record"):
         if (value := getattr(args, name)) is not None:
             command += [f"--{name}", str(value)]
     return asyncio.run(Supervisor(config, [*command, "--role"], announce).run())
 
 
-def _run_process(args: argparse.Namespace, config: GatewayConfig) -> None:
+def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     """One process of several: the scheduler's, or a worker."""
     import msgspec
 
@@ -119,13 +121,15 @@ def _run_process(args: argparse.Namespace, config: GatewayConfig) -> None:
 
     role = msgspec.json.decode(args.role, type=Role)
     role.die_with_supervisor()
+    config = role.config()
 
     def ready(_: str) -> None:
         role.serves()
 
     if role.worker is None:
         hub, control = role.sockets()
-        app = create_app(config, args.config, hub, args.record)
+        app = create_app(config, args.config, hub, args.record, flags)
+        app.gateway.keep_config = role.keep_config
         server.run(app, app.gateway, ready, control)
     else:
         (clients,) = role.sockets()

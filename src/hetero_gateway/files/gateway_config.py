@@ -97,6 +97,19 @@ class ServerConfig(StrictModel):
     admin_key_env: str | None = Field(
         None, description="Environment variable with the key of /admin; none: loopback only."
     )
+    watch_files_s: float | None = Field(
+        None,
+        ge=0.1,
+        le=3600,
+        description="Look so often whether this file, or one that it names, has changed, and "
+        "reload then; none: only when asked.",
+    )
+    drain_s: float = Field(
+        0.0,
+        ge=0,
+        le=600,
+        description="From turning unready on SIGTERM to taking no more connections, in seconds.",
+    )
     shutdown_timeout_s: float = Field(
         30.0, ge=0, description="How long open requests may go on after SIGTERM, in seconds."
     )

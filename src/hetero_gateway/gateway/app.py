@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib import resources
 from pathlib import Path
@@ -123,12 +123,13 @@ def create_app(
     config_path: Path | None = None,
     hub_listener: socket.socket | None = None,
     record: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
 ) -> App:
     """Build a gateway; see ``Gateway``.
 
     Raises ConfigError for what only shows when it is put together.
     """
-    gateway = Gateway(config, config_path, hub_listener, record)
+    gateway = Gateway(config, config_path, hub_listener, record, flags)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -216,7 +217,7 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
     async def ready() -> Response:
         """200 while an instance can take requests, 503 while none can or while draining."""
         if gateway.draining:
-            return JSONResponse({"status": "draining"}, 503)
+            return unready()
         if not gateway.fleet.ready():
             return JSONResponse({"status": "no healthy instance"}, 503)
         return JSONResponse({"status": "ok"})
@@ -263,6 +264,11 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
         if name not in _PAGE_FILES:
             raise Refusal(404, "not_found", f"there is no /dashboard/{name}")
         return _page_file(name)
+
+
+def unready() -> Response:
+    """What /readyz answers from SIGTERM on."""
+    return JSONResponse({"status": "draining"}, 503)
 
 
 def _page_file(name: str) -> Response:

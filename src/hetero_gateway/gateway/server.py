@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import gc
 import logging
 import signal
@@ -15,6 +17,7 @@ import uvicorn
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.clients import (
     Watch,
     client_limits,
@@ -42,8 +45,15 @@ class Served(Protocol):
     @property
     def metrics(self) -> Metrics: ...
 
+    @property
+    def settings(self) -> Settings: ...
+
     def drain(self) -> None:
         """It was told to stop."""
+        ...
+
+    def reload_soon(self, cause: str) -> None:
+        """It was told to read its configuration again."""
         ...
 
 
@@ -62,6 +72,8 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         self.gateway = gateway
         self._listener = listener
+        self._takes_signals = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         config = gateway.config.server
         super().__init__(
             uvicorn.Config(
@@ -91,15 +103,31 @@ class DrainingServer(uvicorn.Server):
             sockets = [self._listener]
         await super().serve(sockets)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        if self._takes_signals and self.started:
+            self._loop.add_signal_handler(signal.SIGHUP, self.gateway.reload_soon, "SIGHUP")
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        first = not self.gateway.draining
         self.gateway.drain()
-        super().handle_exit(sig, frame)
+        drain_s = self.gateway.config.server.drain_s
+        if sig != signal.SIGTERM or not first or not drain_s or self._loop is None:
+            super().handle_exit(sig, frame)
+            return
+        # Who balances over gateways has so long to see that this one is unready.
+        end = functools.partial(super().handle_exit, sig, frame)
+        self._loop.call_soon_threadsafe(self._loop.call_later, drain_s, end)
 
     def serve_until_signal(self) -> None:
         """Until SIGINT or SIGTERM. Raises HeteroGatewayError when the address is taken."""
         # uvicorn raises the signal again once it has shut down: to whoever listened before it.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
+        # Until there is something that could reload, and once it has gone.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._takes_signals = True
         try:
             self.run()
         except SystemExit as error:
@@ -126,8 +154,24 @@ class ProtocolServer(DrainingServer):
             client_limits(gateway.config), metrics.client_timeouts, metrics.client_refusals
         )
         metrics.client_connections = self.watch.__len__
+        gateway.settings.add(
+            (
+                "server.max_connections",
+                "server.drain_s",
+                "server.shutdown_timeout_s",
+                "timeouts",
+            ),
+            self._prepare,
+        )
         protocol = engine_protocol(service, self.watch)
         super().__init__(service, gateway, listener, http=protocol, backlog=BACKLOG)
+
+    def _prepare(self, fresh: GatewayConfig) -> Prepared:
+        def apply() -> None:
+            self.watch.set_limits(client_limits(fresh))
+            self.config.timeout_graceful_shutdown = round(fresh.server.shutdown_timeout_s)
+
+        return Prepared(apply)
 
 
 class GatewayServer(ProtocolServer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,15 @@ from hetero_gateway.gateway.dataplane.recording import RunFile
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
-from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.fleet.instances import ADMIN, Fleet, Instance
+from hetero_gateway.gateway.reload import Reloader
+from hetero_gateway.gateway.settings import Change, Prepared, Settings
 from hetero_gateway.gateway.sharing.peers import make_sharing
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, Hub
+
+# Between two looks whether what is to go has nothing left.
+_SEE_OFF_EVERY_S = 0.5
 
 
 def prefix_secret(config: GatewayConfig) -> bytes | None:
@@ -43,6 +49,7 @@ class Gateway:
         config_path: the file it came from, for reloading; profile files are relative to it.
         hub_listener: where workers connect, if it decides for them.
         record: the file that keeps a line of each request; None: none does.
+        flags: dotted names of fields that the command line has set, and their values.
     """
 
     def __init__(
@@ -51,13 +58,16 @@ class Gateway:
         config_path: Path | None = None,
         hub_listener: socket.socket | None = None,
         record: Path | None = None,
+        flags: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config = config
+        self.settings = Settings(config)
         self._record = record
         self.config_path = config_path
         self.draining = False
         self._hub_listener = hub_listener
         self.hub: Hub | None = None
+        # Where there are workers: remembers the configuration for processes that start.
+        self.keep_config: Callable[[GatewayConfig], None] | None = None
         # None is one of them: an instance without a key.
         self.known_key_names = {None, *(i.api_key_env for i in config.instances)}
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
@@ -77,10 +87,18 @@ class Gateway:
         self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
         self._tokenizer = tokenizer_of(tokens)
         self._stack = AsyncExitStack()
+        self._leaving: set[InstanceId] = set()
+        self._seeing_off: asyncio.TimerHandle | None = None
+        self.reloader = Reloader(self, config_path, flags or {})
         self.dataplane: DataPlane
         self.placement: Placement
         self.health: HealthMonitor
         self.outcomes: OutcomeWatch
+
+    @property
+    def config(self) -> GatewayConfig:
+        """The configuration in effect."""
+        return self.settings.config
 
     async def start(self) -> None:
         """Probe the instances, and keep doing so in the background until ``stop``."""
@@ -123,6 +141,14 @@ class Gateway:
             run,
         )
         self._stack.callback(self.dataplane.close)
+        for part in (self.fleet, self.placement, self.health):
+            part.settings(self.settings)
+        base_dir = self.config_path.parent if self.config_path else Path()
+        self.dataplane.settings(self.settings, base_dir, self.metrics.predictor_failures)
+        self.settings.add(("scheduler.policy",), self._prepare_labels)
+        self._stack.callback(self._stop_seeing_off)
+        self.reloader.start(tasks)
+        self._stack.callback(self.reloader.stop)
         await self.health.start()
         if self._hub_listener is not None:
             self.hub = Hub(
@@ -141,6 +167,17 @@ class Gateway:
         workers = 0 if self.hub is None else self.hub.connections_to(instance.id)
         return instance.pool.open_connections + workers
 
+    def reload_soon(self, cause: str) -> None:
+        """Read the configuration again."""
+        self.reloader.soon(cause)
+
+    def _prepare_labels(self, fresh: GatewayConfig) -> Prepared:
+        return Prepared(lambda: self.metrics.set_policy(fresh.scheduler.policy))
+
+    def _stop_seeing_off(self) -> None:
+        if self._seeing_off is not None:
+            self._seeing_off.cancel()
+
     def drain(self) -> None:
         """It is to end soon: no longer ready."""
         self.draining = True
@@ -154,17 +191,23 @@ class Gateway:
     ) -> float:
         """The predicted output length of a request, as the data plane would have it."""
         return capped_output_tokens(
-            self.predictor.predict(LengthFeatures(model, prompt_tokens, max_tokens)),
+            self.dataplane.intake.predictor.predict(
+                LengthFeatures(model, prompt_tokens, max_tokens)
+            ),
             max_tokens,
             self.fleet.scheduler.context_tokens(model),
             prompt_tokens,
         )
 
-    def add_instance(self, config: InstanceConfig) -> Instance:
+    async def add_instance(self, config: InstanceConfig, source: str = ADMIN) -> Instance:
         """Add an instance and begin to probe it. Raises ConfigError."""
-        return self._admit(self.fleet.build(config))
+        # In a thread: certificates and a profile may have to be read.
+        instance = await asyncio.to_thread(self.fleet.build, config)
+        instance.source = source
+        return self.admit(instance)
 
-    def _admit(self, instance: Instance) -> Instance:
+    def admit(self, instance: Instance) -> Instance:
+        """Take in an instance that was built. ConfigError: the id is taken."""
         self.fleet.admit(instance)
         self.health.watch(instance)
         self.health.suspect(instance, "not probed yet", down=False)
@@ -175,49 +218,45 @@ class Gateway:
         self.health.unwatch(instance_id)
         open_requests = self.fleet.remove(instance_id)
         self.metrics.forget(instance_id)
+        self._leaving.discard(instance_id)
         return open_requests
 
-    def apply(self, fresh: GatewayConfig) -> dict[str, Any]:
-        """Bring the instances in line with a new configuration; says what changed.
-
-        Sections other than ``instances`` take effect at the next start, and are named. An instance
-        whose weight alone changed goes on serving; any other change replaces it. Instances that
-        were added over /admin/instances and are not in the file go away.
-
-        Raises:
-            ConfigError: before anything was changed.
-        """
-        wanted = {InstanceId(i.id): i for i in fresh.instances}
-        current = {i.id: i.config for i in self.fleet.instances.values()}
-        removed = [i for i in current if i not in wanted]
-        changed = [i for i in current if i in wanted and wanted[i] != current[i]]
-        added = [i for i in wanted if i not in current]
-        weighted = [
-            i
-            for i in changed
-            if wanted[i] == current[i].model_copy(update={"weight": wanted[i].weight})
-        ]
-        replaced = [i for i in changed if i not in weighted]
-        # A key or a certificate that is missing must show before the first change is made.
-        built = [self.fleet.build(wanted[i]) for i in replaced + added]
-        for instance_id in weighted:
-            instance = self.fleet.instances[instance_id]
-            instance.config = wanted[instance_id]
-            instance.weight = instance.config.weight
-            self.fleet.publish(instance)
-        for instance_id in removed + replaced:
+    def retire_instance(self, instance_id: InstanceId) -> None:
+        """Send it no more requests, and remove it once those that it has are over."""
+        instance = self.fleet.instances[instance_id]
+        if not self.fleet.scheduler.snapshot(instance_id).in_flight:
             self.remove_instance(instance_id)
-        for instance in built:
-            self._admit(instance)
-        self.known_key_names = {None, *(i.api_key_env for i in fresh.instances)}
-        sections = [
-            name
-            for name in type(fresh).model_fields
-            if name != "instances" and getattr(fresh, name) != getattr(self.config, name)
-        ]
-        return {
-            "added": added,
-            "removed": removed,
-            "changed": changed,
-            "needs_restart": sections,
-        }
+            return
+        instance.draining = instance.leaving = True
+        self.fleet.publish(instance)
+        self._leaving.add(instance_id)
+        if self._seeing_off is None:
+            self._see_off_later()
+
+    def recall_instance(self, instance: Instance) -> None:
+        """One that is about to go is wanted again."""
+        instance.draining = instance.leaving = False
+        self._leaving.discard(instance.id)
+        self.fleet.publish(instance)
+
+    def _see_off_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._seeing_off = loop.call_later(_SEE_OFF_EVERY_S, self._see_off)
+
+    def _see_off(self) -> None:
+        """Remove the retired that have nothing left."""
+        self._seeing_off = None
+        for instance_id in list(self._leaving):
+            if not self.fleet.scheduler.snapshot(instance_id).in_flight:
+                self.remove_instance(instance_id)
+        if self._leaving:
+            self._see_off_later()
+
+    def take_up(self, change: Change) -> None:
+        """Have another configuration in effect, but for its instances."""
+        self.settings.apply(change)
+        if self.hub is not None:
+            self.hub.tell_settings(self.config)
+        if self.keep_config is not None:
+            self.keep_config(self.config)
+        self.known_key_names = {None, *(i.api_key_env for i in change.config.instances)}

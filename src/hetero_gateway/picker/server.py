@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
@@ -61,8 +62,9 @@ class PickerServer(ProtocolServer):
         config: GatewayConfig,
         config_path: Path | None,
         on_ready: Callable[[str, str], None],
+        flags: Mapping[str, Any] | None = None,
     ) -> None:
-        app = create_app(config, config_path)
+        app = create_app(config, config_path, flags=flags)
         super().__init__(ControlApp(app.gateway, app.control), app.gateway)
         base_dir = config_path.parent if config_path else Path()
         self.picker = Picker(app.gateway, config.picker, base_dir)
@@ -83,7 +85,10 @@ class PickerServer(ProtocolServer):
 
 
 def run(
-    config: GatewayConfig, config_path: Path | None, on_ready: Callable[[str, str], None]
+    config: GatewayConfig,
+    config_path: Path | None,
+    on_ready: Callable[[str, str], None],
+    flags: Mapping[str, Any] | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises HeteroGatewayError when an address is taken."""
 
@@ -92,4 +97,4 @@ def run(
         on_ready(address, url)
 
     raise_descriptor_limit()
-    PickerServer(config, config_path, ready).serve_until_signal()
+    PickerServer(config, config_path, ready, flags).serve_until_signal()

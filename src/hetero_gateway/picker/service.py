@@ -72,7 +72,6 @@ class Picker:
         self._following: asyncio.Task[None] | None = None
         self._serving = False
         self.extends_timeout = config.extend_timeouts
-        self.queue_timeout_s = gateway.config.scheduler.queue.timeout_s
         self.endpoints = Endpoints(
             gateway.fleet, config.resolve_interval_s, drops_credentials=gateway.admission.has_key
         )
@@ -87,6 +86,10 @@ class Picker:
     def ready(self) -> bool:
         """Whether requests may be sent here. Without an instance, too: it says so itself."""
         return self._serving and not self._gateway.draining
+
+    @property
+    def queue_timeout_s(self) -> float:
+        return self._gateway.config.scheduler.queue.timeout_s
 
     async def start(self) -> None:
         """Listen. Raises HeteroGatewayError: a port cannot be used."""

@@ -61,6 +61,12 @@ class Ejections:
     def __getitem__(self, instance_id: InstanceId) -> Outcomes:
         return self._by_id[instance_id]
 
+    def set_rules(self, rules: EjectionRules) -> None:
+        """Other rules from now on; what was noted, and terms that run, stay."""
+        self.rules = rules
+        for outcomes in self._by_id.values():
+            outcomes.rules = rules
+
     def join(self, instance_id: InstanceId) -> Outcomes:
         outcomes = self._by_id[instance_id] = Outcomes(self.rules)
         return outcomes

@@ -190,20 +190,20 @@ class Outcomes:
         "_first_requests",
         "_good_s",
         "_grounds",
-        "_rules",
         "_run",
         "_run_began_s",
         "_since_s",
         "ejections",
         "reason",
         "ring",
+        "rules",
         "standing",
         "trial",
         "until_s",
     )
 
     def __init__(self, rules: EjectionRules) -> None:
-        self._rules = rules
+        self.rules = rules
         self.standing = Standing.OPEN
         self.until_s = math.inf
         self.reason = ""
@@ -251,13 +251,13 @@ class Outcomes:
             self._run_began_s = now_s
         self._run += 1
         self.advance(now_s)
-        if not self._rules.enabled:
+        if not self.rules.enabled:
             return False
         if self.standing is Standing.HALF_OPEN:
             return request is not None and request is self.trial
         if self.standing is Standing.EJECTED or self.standing is Standing.BUSY:
             return False
-        return _Grounds(now_s, self._run, self.ring, trial=False).suffice(self._rules)
+        return _Grounds(now_s, self._run, self.ring, trial=False).suffice(self.rules)
 
     def heard_since(self, sent_s: float) -> bool:
         """Whether it has answered anything well since then."""
@@ -265,7 +265,7 @@ class Outcomes:
 
     def eject(self, now_s: float, reason: str) -> None:
         """Send it nothing for its term."""
-        rules = self._rules
+        rules = self.rules
         if now_s - self._ended_s >= rules.max_s:
             self.ejections = 0
         term_s = min(rules.max_s, rules.base_s * 2.0 ** min(self.ejections, 60))
@@ -291,7 +291,7 @@ class Outcomes:
             if at_s < grounds.at_s:
                 return False
             self._stand(Standing.HALF_OPEN, math.inf)
-        elif grounds.suffice(self._rules):
+        elif grounds.suffice(self.rules):
             return False
         else:
             self._stand(Standing.OPEN, math.inf)
@@ -315,7 +315,7 @@ class Outcomes:
         """
         self.advance(now_s)
         standing = self.standing
-        if not self._rules.enabled or standing in (Standing.EJECTED, Standing.BUSY):
+        if not self.rules.enabled or standing in (Standing.EJECTED, Standing.BUSY):
             return False
         if standing is Standing.HALF_OPEN and request is not self.trial:
             return False

@@ -57,6 +57,15 @@ class Table:
         self._rows: FloatArray = np.zeros((_ROWS, 8))
         self._stages: FloatArray = np.zeros((len(STAGE_TOKENS), 8))
 
+    def set_loads_only(self, loads_only: bool) -> None:
+        """Whether somebody asks for ``rows`` and ``stages`` from now on."""
+        self._loads_only = loads_only
+        # Columns that were written in part have to be written anew.
+        for state in self._states.values():
+            if not state.noted:
+                state.noted = True
+                self._changed.append(state)
+
     def __getitem__(self, instance_id: InstanceId) -> InstanceState:
         return self._states[instance_id]
 

@@ -79,6 +79,17 @@ class Members:
             if state.stands_in:
                 state.set_speed(self.table.stand_in_speed())
 
+    def set_stand_ins(self, stand_ins: bool) -> None:
+        """Whether instances without a profile have constants that stand in for their own."""
+        if stand_ins == self._gives_stand_ins:
+            return
+        self._gives_stand_ins = stand_ins
+        self.table.set_loads_only(not stand_ins)
+        for spec in self.specs.values():
+            if spec.profile is None:
+                self._begin(self.table[spec.instance_id], spec)
+        self.pools.clear()
+
     def snapshot(self, instance_id: InstanceId) -> InstanceSnapshot:
         """All that there is to show of an instance. KeyError: unknown."""
         return snapshot_of(

@@ -38,6 +38,11 @@ class Probes:
         self._probed_s = -math.inf
         self._every_s = _PROBE_EVERY_S
 
+    def activate(self, active: bool) -> None:
+        """Whether the policy looks at speed factors, from now on."""
+        self.next_s = -math.inf if active else math.inf
+        self._doubted = []
+
     def __bool__(self) -> bool:
         """Somebody is doubted."""
         return bool(self._doubted)

@@ -133,6 +133,7 @@ class Scheduler:
         self._max_queued = max_queued
         self._observes = observes
         self._discipline = discipline
+        self._most_small = small_pool
         self._small_pool = small_pool if policy.has_small_form else 0
         self._queues: dict[str, ModelQueue] = {}
         # (when, tie-break, dispatch): first tokens that nobody will see, by prediction.
@@ -170,6 +171,24 @@ class Scheduler:
         ):
             return None
         return Fresh(self.policy, self._rng, self._theta, pool, self._small_pool, self._reference)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Have another policy choose from now on. Pump afterwards.
+
+        Loads, speeds and what waits stay as they are; what is outstanding is taken off as it was
+        charged. Under a policy that does not queue, the next pump places all that wait.
+        """
+        queues = policy.queues
+        self.policy = policy
+        self._small_pool = self._most_small if policy.has_small_form else 0
+        self._members.set_stand_ins(queues)
+        self._views.queues = queues
+        self._probes.activate(queues)
+
+    def set_limits(self, theta: float, max_queued: int) -> None:
+        """θ of Eq. (7), above 0, and the most requests that wait, from now on."""
+        self._theta = self._views.theta = theta
+        self._max_queued = max_queued
 
     # Membership
 
@@ -672,7 +691,7 @@ class Scheduler:
         there is no such instance.
         """
         state = self._members.table[instance_id]
-        if not self.policy.queues and state.tracked != state.in_flight:
+        if state.tracked != state.in_flight:
             # Others are there whose progress nobody sees: the row would say that it is slow.
             duration_s = 0.0
         row = state.observe_steps(steps, duration_s, now_s)

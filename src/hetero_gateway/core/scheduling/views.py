@@ -50,9 +50,9 @@ class Views:
     ) -> None:
         self.residual = ResidualLives(reference[1])
         self._table = table
-        self._theta = theta
+        self.theta = theta
         self._reference = reference
-        self._queues = queues
+        self.queues = queues
         self._caches = caches
 
     def small(
@@ -79,7 +79,7 @@ class Views:
                 states,
                 members,
                 demand or _demand(request),
-                self._theta,
+                self.theta,
                 now_s,
                 backlog,
             ),
@@ -120,9 +120,9 @@ class Views:
             in_flight,
             columns.capacity,
             columns.weight,
-            self._theta,
+            self.theta,
         )
-        if self._queues:
+        if self.queues:
             view.outlook = Outlook(
                 columns.constants,
                 columns.kv_capacity_tokens,

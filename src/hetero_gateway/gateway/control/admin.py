@@ -31,7 +31,7 @@ from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.core.types import Request as CoreRequest
 from hetero_gateway.errors import ConfigError, Refusal
-from hetero_gateway.files.gateway_config import InstanceConfig, load_gateway_config
+from hetero_gateway.files.gateway_config import InstanceConfig
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.control.history import as_trace
 from hetero_gateway.gateway.fleet.instances import Instance
@@ -150,7 +150,7 @@ async def add_instance(request: Request) -> Response:
         if config.api_key_env not in gateway.known_key_names:
             # Else a caller could have any secret of the environment sent to a host of its choice.
             raise ConfigError("body: api_key_env: only a name that the configuration file uses")
-        instance = gateway.add_instance(config)
+        instance = await gateway.add_instance(config)
     except ConfigError as error:
         raise Refusal(409 if conflict else 400, "invalid_instance", str(error)) from error
     return _json(describe_instance(gateway, instance), 201)
@@ -310,13 +310,15 @@ async def list_requests(request: Request) -> Response:
 
 @router.post("/reload")
 async def reload(request: Request) -> Response:
-    """Read the configuration file again and bring the instances in line with it."""
+    """Read the configuration file again and take it up, or refuse it whole.
+
+    Says which instances came, left or changed, which settings did, and which need a restart.
+    """
     gateway = _gateway(request)
-    path = gateway.config_path
-    if path is None:
+    if gateway.config_path is None:
         raise Refusal(409, "no_file", "the gateway was not started from a file")
     try:
-        return _json(gateway.apply(load_gateway_config(path)))
+        return _json(await gateway.reloader.reload("/admin/reload"))
     except ConfigError as error:
         raise Refusal(400, "invalid_configuration", str(error)) from error
 
@@ -403,8 +405,10 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "drift": _describe_drift(seen),
         "max_model_len": instance.max_model_len,
         "weight": instance.weight,
+        "source": instance.source,
         "up": instance.up,
         "draining": instance.draining,
+        "leaving": instance.leaving,
         "down_reason": None if instance.up else _without_key(instance),
         **_describe_outcomes(instance),
         "scrape_problem": instance.scrape_problem or None,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -70,6 +71,13 @@ QUEUE_WAIT_BOUNDS_S = (
 )  # fmt: skip
 # Actual over predicted: 1 is right.
 PREDICTION_BOUNDS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
+_RELOADED = (
+    ("config_last_reload_successful", "0 while the file is refused whole, and the old one stays."),
+    ("config_last_reload_success_timestamp_seconds", "When the file was last taken up."),
+    ("config_settings_needing_restart", "Settings of it that take effect at the next start."),
+)
 
 
 class Series:
@@ -142,6 +150,10 @@ class Metrics:
         self.sharing: SharedView | None = None  # None: the gateway is alone
         # (different keys, bytes of memory) of the prefix index; None: there is none.
         self.prefix_index: Callable[[], tuple[int, int]] | None = None
+        self.reloads: Counter[str] = Counter()
+        # Of the configuration: (the last reload was taken up, Unix time of the last that was,
+        # settings that need a restart).
+        self.reloaded = (True, time.time(), 0)
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
@@ -168,6 +180,10 @@ class Metrics:
         self._process = CollectorRegistry(auto_describe=False)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
+
+    def set_policy(self, policy: str) -> None:
+        """The policy's name, from now on."""
+        self._policy = policy
 
     def series(self, model: str, instance_id: str) -> Series:
         """The counts of one model on one instance; "" where no instance was reached."""
@@ -390,6 +406,12 @@ class Metrics:
         )
         tasks.add_metric([], _task_count())
         yield tasks
+        yield _counter("config_reloads", "Looks at the configuration's file, by what came of them.",
+                       ("outcome",), {(k,): v for k, v in self.reloads.items()})  # fmt: skip
+        for (name, told), figure in zip(_RELOADED, self.reloaded, strict=True):
+            family = GaugeMetricFamily(PREFIX + name, told)
+            family.add_metric([], float(figure))
+            yield family
         if self.sharing is not None:
             yield from _sharing_families(self.sharing)
         if self.workers is not None:

@@ -12,6 +12,8 @@ import asyncio
 import itertools
 import os
 import re
+from collections import Counter
+from pathlib import Path
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
@@ -25,6 +27,7 @@ from hetero_gateway.gateway.dataplane.attempts import Answered, Attempts, RetryB
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.dataplane.placement import Placement
+from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
 from hetero_gateway.gateway.dataplane.recording import (
     RecordingDispatcher,
     RecordingRecorder,
@@ -35,6 +38,7 @@ from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import (
     AsgiDownstream,
@@ -44,7 +48,7 @@ from hetero_gateway.gateway.wire.downstream import (
     Send,
 )
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+from hetero_gateway.gateway.wire.tokenizer import Tokenizer, tokenizer_of
 
 # It goes into logs, headers and the dashboard: visible ASCII only.
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
@@ -116,6 +120,49 @@ class DataPlane:
         )
         self._request_ids = itertools.count()
         self._request_id_prefix = os.urandom(6).hex().encode()
+
+    def settings(self, settings: Settings, base_dir: Path, failures: Counter[str]) -> None:
+        """Have this part take up what can change of it.
+
+        Args:
+            base_dir: what the file of a trained predictor is relative to.
+            failures: where those of a foreign predictor are counted.
+        """
+
+        def prepare_predictor(fresh: GatewayConfig) -> Prepared | None:
+            if predictor_settings(fresh) == predictor_settings(settings.config):
+                return None  # what it has learnt would be lost
+            predictor = make_predictor(fresh, base_dir, failures)
+
+            def apply() -> None:
+                self.intake.predictor = self.recorder.predictor = predictor
+
+            return Prepared(apply)
+
+        def prepare_intake(fresh: GatewayConfig) -> Prepared:
+            tokenizer = tokenizer_of(fresh.scheduler.tokens)
+            return Prepared(lambda: self.intake.set(fresh.scheduler, tokenizer))
+
+        settings.add(("scheduler.predictor", "scheduler.policy"), prepare_predictor)
+        settings.add(
+            ("scheduler.policy", "scheduler.tokens.image_tokens",
+             "scheduler.tokens.tokenizer_file", "scheduler.tokens.thread_above_bytes"),
+            prepare_intake,
+        )  # fmt: skip
+        settings.add(
+            ("retry", "timeouts.first_byte_s", "timeouts.idle_s", "timeouts.total_s",
+             "server.max_body_bytes", "server.max_buffered_bytes"),
+            self._prepare,
+        )  # fmt: skip
+
+    def _prepare(self, fresh: GatewayConfig) -> Prepared:
+        def apply() -> None:
+            self.rooms.budget.config = fresh.retry
+            self.rooms.total_timeout_s = fresh.timeouts.total_s
+            self.open_exchanges.set_config(fresh.timeouts)
+            self.body_limits.set(fresh.server.max_body_bytes, fresh.server.max_buffered_bytes)
+
+        return Prepared(apply)
 
     def __len__(self) -> int:
         """Requests that are not over."""

@@ -79,7 +79,7 @@ class RetryBudget:
     """Retries as a share of recent requests, so that an outage is not multiplied by them."""
 
     def __init__(self, config: RetryConfig) -> None:
-        self._config = config
+        self.config = config
         self._window_start_s = 0.0
         self._requests = 0
         self._retries = 0
@@ -92,7 +92,7 @@ class RetryBudget:
 
     def may_retry(self, error: InstanceError, attempts: int) -> bool:
         """Whether a request may be tried once more; if so it is counted."""
-        config = self._config
+        config = self.config
         most = config.max_attempts
         if error.failure is Failure.SERVER_ERROR:
             # It may be the request that breaks engines: two of them at most.

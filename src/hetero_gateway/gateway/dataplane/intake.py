@@ -18,7 +18,7 @@ from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.engines.vllm import Work, starts_with_a_token
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.gateway_config import GatewayConfig, SchedulerConfig
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.tenants import Tenants
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
@@ -132,20 +132,23 @@ class Intake:
         tokenizer: Tokenizer | None,
         prefix_secret: bytes,
     ) -> None:
-        self.max_body_bytes = limits.max_body_bytes
         self._limits = limits
-        self._image_tokens = config.scheduler.tokens.image_tokens
         self._fleet = fleet
-        self._predictor = predictor
+        self.predictor = predictor
         self._bytes_per_token = bytes_per_token
-        self._tokenizer = tokenizer
         self._names = seed_of(prefix_secret)
         self._seed = self._names if config.scheduler.prefix_cache else None
-        self._sessions = config.scheduler.policy == "session"
-        # Of a request's headers, what ``describe`` looks at.
-        self.described_headers = frozenset((_SESSION_HEADER,) if self._sessions else ())
+        self.set(config.scheduler, tokenizer)
         self._tenants = Tenants(prefix_secret) if config.scheduler.isolate_clients else None
         self.responses = Responses()
+
+    def set(self, config: SchedulerConfig, tokenizer: Tokenizer | None) -> None:
+        """Other settings from now on."""
+        self._image_tokens = config.tokens.image_tokens
+        self._tokenizer = tokenizer
+        self._sessions = config.policy == "session"
+        # Of a request's headers, what ``describe`` looks at.
+        self.described_headers = frozenset((_SESSION_HEADER,) if self._sessions else ())
 
     def check_size(self, size_bytes: int) -> None:
         """Raises Refusal: 413, or 503 where there is no room for it now."""
@@ -248,7 +251,7 @@ class Intake:
         limit, body = parsed.max_output_tokens, inbound.body
         features = LengthFeatures(model, prompt_tokens, limit, body, prompt_text)
         output_tokens = capped_output_tokens(
-            self._predictor.predict(features),
+            self.predictor.predict(features),
             limit,
             self._fleet.scheduler.context_tokens(model),
             prompt_tokens,

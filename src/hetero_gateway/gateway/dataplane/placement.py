@@ -26,12 +26,13 @@ from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.gateway_config import QueueConfig
+from hetero_gateway.files.gateway_config import GatewayConfig, QueueConfig
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.answers import shutting_down
 from hetero_gateway.gateway.dataplane.speed import Parts, Samples, StepWatch, WatchedStream
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.fleet.recalibration import Recalibration
+from hetero_gateway.gateway.settings import Prepared, Settings
 
 # OpenAI's clients obey a Retry-After of up to 60 s.
 _RETRY_AFTER_BOUNDS_S = (1, 60)
@@ -112,13 +113,29 @@ class Placement:
         self._timeout_s = config.timeout_s
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Ticket, _Waiter] = {}
-        self._steps = StepWatch(fleet, Recalibration(fleet).look if recalibrate else None)
+        self._recalibration = Recalibration(fleet)
+        self._steps = StepWatch(fleet, self._recalibration.look if recalibrate else None)
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s: float | None = None
         self._closed = False
-        if self.queues:
-            fleet.on_change = self.pump_soon
+        fleet.on_change = self.pump_soon
+
+    def settings(self, settings: Settings) -> None:
+        """Have this part take up what can change of it."""
+        settings.add(
+            ("scheduler.policy", "scheduler.queue.timeout_s", "scheduler.recalibrate"),
+            self._prepare,
+        )
+
+    def _prepare(self, fresh: GatewayConfig) -> Prepared:
+        def apply() -> None:
+            self.queues = self._fleet.queues  # which has taken up the policy
+            self._timeout_s = fresh.scheduler.queue.timeout_s
+            recalibrate = fresh.scheduler.recalibrate
+            self._steps.on_look = self._recalibration.look if recalibrate else None
+
+        return Prepared(apply)
 
     def __len__(self) -> int:
         """Requests that wait now."""

@@ -27,7 +27,11 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.policies import default_predictor
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import GatewayConfig, predictor_entry_points
+from hetero_gateway.files.gateway_config import (
+    GatewayConfig,
+    PredictorConfig,
+    predictor_entry_points,
+)
 from hetero_gateway.files.length_model_file import read_length_model
 
 _log = logging.getLogger(__name__)
@@ -103,6 +107,13 @@ def _place(error: Exception) -> str:
     return type(error).__name__ + where
 
 
+def predictor_settings(config: GatewayConfig) -> tuple[str, PredictorConfig, int]:
+    """What a predictor is made from: its kind first."""
+    scheduling = config.scheduler
+    kind = scheduling.predictor.kind or default_predictor(scheduling.policy)
+    return kind, scheduling.predictor, scheduling.seed
+
+
 def make_predictor(
     config: GatewayConfig, base_dir: Path, failures: Counter[str]
 ) -> OutputLengthPredictor:
@@ -116,15 +127,14 @@ def make_predictor(
     Raises:
         ConfigError: the file of a trained one is not good, or a foreign one cannot be made.
     """
-    settings = config.scheduler.predictor
-    kind = settings.kind or default_predictor(config.scheduler.policy)
+    kind, settings, seed = predictor_settings(config)
     bucket_mean = BucketMeanPredictor(settings.mean_tokens, settings.prior_requests)
     if kind == "bucket-mean":
         return bucket_mean
     if kind == "constant":
         return ConstantPredictor(settings.mean_tokens)
     if kind == "normal":
-        rng = np.random.default_rng([config.scheduler.seed, 1])
+        rng = np.random.default_rng([seed, 1])
         return NormalPredictor(settings.mean_tokens, settings.sd_tokens, rng)
     if kind == "trained":
         assert settings.file is not None  # the schema wants one

@@ -78,7 +78,7 @@ class Recorder:
         self._health = health
         self._outcomes = outcomes
         self._metrics = metrics
-        self._predictor = predictor
+        self.predictor = predictor
         self._bytes_per_token = bytes_per_token
         self._history = history
 
@@ -182,7 +182,7 @@ class Recorder:
         predicted = request.predicted_output_tokens
         if output and predicted and job.features is not None:
             actual = output / request.sequences
-            self._predictor.observe(job.features, actual)
+            self.predictor.observe(job.features, actual)
             self._remember(job, told_prompt, actual)
             if self._fleet.queues:
                 self._fleet.scheduler.observe_output_tokens(request.model, actual)

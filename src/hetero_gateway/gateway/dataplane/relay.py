@@ -362,12 +362,16 @@ class Deadlines:
     """
 
     def __init__(self, config: TimeoutsConfig) -> None:
-        self._config = config
         self._loop = asyncio.get_running_loop()
-        shortest_s = min(config.first_byte_s, config.idle_s, config.total_s)
-        self._tick_s = min(1.0, max(0.02, shortest_s / 8))
+        self.set_config(config)
         self._exchanges: set[Exchange] = set()
         self._timer: asyncio.TimerHandle | None = None
+
+    def set_config(self, config: TimeoutsConfig) -> None:
+        """Other times from now on, for those that are open as well."""
+        self._config = config
+        shortest_s = min(config.first_byte_s, config.idle_s, config.total_s)
+        self._tick_s = min(1.0, max(0.02, shortest_s / 8))
 
     def __len__(self) -> int:
         return len(self._exchanges)

@@ -154,7 +154,7 @@ class StepWatch:
 
     def __init__(self, fleet: Fleet, on_look: Callable[[], None] | None = None) -> None:
         self._fleet = fleet
-        self._on_look = on_look
+        self.on_look = on_look
         self._loop = asyncio.get_running_loop()
         self._streams = StreamWatch()
         self._others: Parts = {}  # of other processes, since the last look
@@ -223,8 +223,8 @@ class StepWatch:
                 self._tell(instance_id, 0.0, 0.0, now_s)
         if self._fleet.on_look is not None:
             self._fleet.on_look()
-        if self._on_look is not None:
-            self._on_look()
+        if self.on_look is not None:
+            self.on_look()
 
     def _tell(self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float) -> None:
         scheduler = self._fleet.scheduler

@@ -59,7 +59,6 @@ class OutcomeWatch:
         self._fleet = fleet
         self._metrics = metrics
         self._ejections = fleet.ejections
-        self._enabled = fleet.ejections.rules.enabled
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._charged: dict[InstanceId, deque[_Charged]] = {}
@@ -109,7 +108,7 @@ class OutcomeWatch:
             expected_s: how long it was to take.
         """
         blame = error.failure.blame
-        if not self._enabled or blame is Blame.NONE:
+        if not self._ejections.rules.enabled or blame is Blame.NONE:
             return
         now_s = time.monotonic()
         outcomes = instance.outcomes

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import (
@@ -27,10 +27,11 @@ from hetero_gateway.engines.vllm import (
     read_models,
     samples_in,
 )
-from hetero_gateway.files.gateway_config import HealthConfig
+from hetero_gateway.files.gateway_config import GatewayConfig, HealthConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.fleet.probe import Probe
+from hetero_gateway.gateway.settings import Prepared, Settings
 
 _log = logging.getLogger(__name__)
 
@@ -57,19 +58,38 @@ class HealthMonitor:
         self._scrape_now: set[InstanceId] = set()
         fleet.on_look = self._after_look
 
+    def settings(self, settings: Settings) -> None:
+        """Have this part take up what can change of it."""
+        settings.add(("health",), self._prepare)
+
+    def _prepare(self, fresh: GatewayConfig) -> Prepared:
+        def apply() -> None:
+            self._config = fresh.health
+            for wake in self._wake.values():
+                wake.set()
+
+        return Prepared(apply)
+
     async def start(self) -> None:
         """Begin to probe every instance; returns once each was probed, or had the time for it."""
-        first = []
         for instance in self._fleet.instances.values():
             self.watch(instance)
-            first.append(asyncio.ensure_future(self._probed[instance.id].wait()))
+        await self.probed(self._fleet.instances)
+        for instance in self._fleet.instances.values():
+            if not instance.up:
+                _log.warning("instance %s is not reachable: %s", instance.id, instance.down_reason)
+
+    async def probed(self, instances: Iterable[InstanceId]) -> None:
+        """Returns once each of these was probed, or had the time for it."""
+        first = [
+            asyncio.ensure_future(self._probed[instance_id].wait())
+            for instance_id in instances
+            if instance_id in self._probed
+        ]
         if first:
             _, late = await asyncio.wait(first, timeout=self._config.probe_timeout_s)
             for waiter in late:
                 waiter.cancel()
-        for instance in self._fleet.instances.values():
-            if not instance.up:
-                _log.warning("instance %s is not reachable: %s", instance.id, instance.down_reason)
 
     def watch(self, instance: Instance) -> None:
         """Begin to probe an instance."""
@@ -117,14 +137,17 @@ class HealthMonitor:
             event.set()
 
     async def _loop(self, instance: Instance) -> None:
-        config = self._config
         wake, probed = self._wake[instance.id], self._probed[instance.id]
         probe = Probe(
-            instance.config.base_url, instance.api_key, config.probe_timeout_s, instance.ssl_context
+            instance.config.base_url,
+            instance.api_key,
+            self._config.probe_timeout_s,
+            instance.ssl_context,
         )
         try:
             while True:
                 wake.clear()
+                probe.timeout_s = self._config.probe_timeout_s
                 try:
                     await self._look(instance, probe)
                     if instance.up and self._is_due(instance.id):
@@ -136,7 +159,7 @@ class HealthMonitor:
                     _log.exception("probing instance %s failed", instance.id)
                 probed.set()
                 try:
-                    async with asyncio.timeout(config.probe_interval_s):
+                    async with asyncio.timeout(self._config.probe_interval_s):
                         await wake.wait()
                 except TimeoutError:
                     pass

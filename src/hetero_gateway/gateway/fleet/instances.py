@@ -20,20 +20,26 @@ import numpy as np
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.ejections import Ejections
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
-from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.policies import Policy, PolicyOptions, make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import (
     GatewayConfig,
     InstanceConfig,
+    SchedulerConfig,
     instance_profile,
     secret,
 )
 from hetero_gateway.gateway.control.metrics import InstanceGauges
+from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.upstream import InstancePool
 
 _log = logging.getLogger(__name__)
+
+# Who named an instance: the configuration, /admin, or a source of discovery by its name. What one
+# of them has named, no other takes away.
+FILE, ADMIN = "file", "admin"
 
 
 class Instance:
@@ -53,6 +59,8 @@ class Instance:
         )
         self.weight = config.weight
         self.draining = False
+        self.source = FILE
+        self.leaving = False  # it goes once what it has is over
         self.up = False
         self.failed_probes = 0
         self.down_reason = "not probed yet"
@@ -66,6 +74,16 @@ class Instance:
         self.engine_started_s: float | None = None  # Unix time, as it says itself
         # What came of its requests; from the fleet, when it is admitted.
         self.outcomes: Outcomes
+
+    def adjust(self, config: InstanceConfig, profile: Profile | None) -> None:
+        """Another model, profile or weight of the same server; to be published."""
+        if profile != self.profile:
+            self.profile, self.calibrated = profile, None
+        if config.weight != self.config.weight:
+            self.weight = config.weight
+        if config.models != self.config.models:
+            self.models = config.models  # none: until its next scrape says
+        self.config = config
 
     def spec(self) -> InstanceSpec:
         """The instance as the scheduler sees it."""
@@ -107,15 +125,7 @@ class Fleet:
         self._base_dir = base_dir
         scheduling = config.scheduler
         rng = np.random.default_rng(scheduling.seed)
-        single = scheduling.single_instance
-        options = PolicyOptions(
-            randomised=scheduling.randomised,
-            single_instance=None if single is None else InstanceId(single),
-            objective=scheduling.objective,
-            prefill_depth=scheduling.prefill_depth,
-            first_token_weight=scheduling.first_token_weight,
-        )
-        policy = make_policy(scheduling.policy, options)
+        policy = _policy_of(scheduling)
         self.queues = policy.queues
         # Called after every change that may make room: set by who drives the queue.
         self.on_change: Callable[[], None] | None = None
@@ -141,9 +151,47 @@ class Fleet:
         for instance in config.instances:
             self.admit(self.build(instance))
 
-    def build(self, config: InstanceConfig) -> Instance:
-        """An instance that is not yet part of the fleet. ConfigError: it cannot be used."""
-        return Instance(config, self._config, self._base_dir)
+    def build(self, config: InstanceConfig, gateway: GatewayConfig | None = None) -> Instance:
+        """An instance that is not yet part of the fleet. ConfigError: it cannot be used.
+
+        ``gateway``: the configuration as it is to be; None: as it is.
+        """
+        return Instance(config, gateway or self._config, self._base_dir)
+
+    def settings(self, settings: Settings) -> None:
+        """Have this part take up what can change of it."""
+        settings.add(_POLICY_FIELDS, self._prepare_policy)
+        settings.add(
+            ("scheduler.theta", "scheduler.queue.max_requests", "scheduler.recalibrate",
+             "health.ejection", "pool", "timeouts.connect_s"),
+            self._prepare,
+        )  # fmt: skip
+
+    def _prepare_policy(self, fresh: GatewayConfig) -> Prepared:
+        policy = _policy_of(fresh.scheduler)
+
+        def apply() -> None:
+            self.queues = policy.queues
+            self.scheduler.set_policy(policy)
+            self._changed()
+
+        return Prepared(apply)
+
+    def _prepare(self, fresh: GatewayConfig) -> Prepared:
+        rules = EjectionRules(**fresh.health.ejection.model_dump())
+        scheduling = fresh.scheduler
+
+        def apply() -> None:
+            recalibrates = scheduling.recalibrate != self._config.scheduler.recalibrate
+            self._config = fresh
+            self.ejections.set_rules(rules)
+            self.scheduler.set_limits(scheduling.theta, scheduling.queue.max_requests)
+            for instance in self.instances.values():
+                instance.pool.set_limits(fresh.pool, fresh.timeouts.connect_s)
+                if recalibrates:
+                    self.set_recalibrated(instance, scheduling.recalibrate)
+
+        return Prepared(apply)
 
     def admit(self, instance: Instance) -> None:
         """Take an instance in; its first good probe opens it. ConfigError: the id is taken."""
@@ -270,12 +318,33 @@ class Fleet:
         """Again and again: those that were idle for too long."""
         while True:
             await asyncio.sleep(self._config.pool.idle_expiry_s)
-            for instance in self.instances.values():
+            for instance in list(self.instances.values()):
                 instance.pool.close_expired()
 
     def close(self) -> None:
         for instance in self.instances.values():
             instance.pool.close()
+
+
+_POLICY_FIELDS = tuple(
+    f"scheduler.{name}"
+    for name in (
+        "policy", "randomised", "single_instance", "objective", "prefill_depth",
+        "first_token_weight",
+    )
+)  # fmt: skip
+
+
+def _policy_of(scheduling: SchedulerConfig) -> Policy:
+    single = scheduling.single_instance
+    options = PolicyOptions(
+        randomised=scheduling.randomised,
+        single_instance=None if single is None else InstanceId(single),
+        objective=scheduling.objective,
+        prefill_depth=scheduling.prefill_depth,
+        first_token_weight=scheduling.first_token_weight,
+    )
+    return make_policy(scheduling.policy, options)
 
 
 def _age_s(day: Any) -> float | None:

@@ -100,7 +100,7 @@ class Probe:
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         self._pool = InstancePool(base_url, _POOL, timeout_s, ssl_context)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         fields = b"host: %b\r\naccept-encoding: identity\r\n" % self._pool.host_header
         if api_key is not None:
             fields += b"authorization: Bearer %b\r\n" % api_key.encode()
@@ -120,7 +120,7 @@ class Probe:
             method, self._pool.path_prefix, target, self._fields, length
         )  # fmt: skip
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 connection = self._pool.take_idle() or await self._pool.connect()
                 try:
                     return await _exchange(connection, request, most_bytes)
@@ -131,7 +131,7 @@ class Probe:
                 connection = await self._pool.connect()
                 return await _exchange(connection, request, most_bytes)
         except TimeoutError as error:
-            message = f"no answer within {self._timeout_s:g} s"
+            message = f"no answer within {self.timeout_s:g} s"
             raise InstanceError(Failure.TOTAL_TIMEOUT, message) from error
 
     def close(self) -> None:

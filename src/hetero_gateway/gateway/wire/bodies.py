@@ -35,11 +35,15 @@ class BodyLimits:
     __slots__ = ("buffered_bytes", "max_body_bytes", "max_buffered_bytes", "small_bytes")
 
     def __init__(self, max_body_bytes: int, max_buffered_bytes: int) -> None:
+        self.set(max_body_bytes, max_buffered_bytes)
+        self.buffered_bytes = 0
+
+    def set(self, max_body_bytes: int, max_buffered_bytes: int) -> None:
+        """Other limits from now on."""
         self.max_body_bytes = max_body_bytes
         # One body that may come must have room at least when it is alone.
         self.max_buffered_bytes = max(max_buffered_bytes, max_body_bytes)
         self.small_bytes = min(SMALL_BYTES, max_body_bytes)
-        self.buffered_bytes = 0
 
     def check(self, size_bytes: int) -> None:
         """Raises Refusal: 413, or 503 where there is no room for so many bytes now."""

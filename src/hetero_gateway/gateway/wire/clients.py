@@ -149,7 +149,7 @@ class Watch:
         timeouts: Counter[str] | None = None,
         refused: Counter[int] | None = None,
     ) -> None:
-        self.limits = limits
+        self.set_limits(limits)
         self.timeouts: Counter[str] = Counter() if timeouts is None else timeouts
         self.refused: Counter[int] = Counter() if refused is None else refused
         self.ending = False
@@ -157,9 +157,13 @@ class Watch:
         self._next_part = 0
         self._added = 0
         self._count = self._served = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set_limits(self, limits: ClientLimits) -> None:
+        """Other limits from now on, for those that are connected as well."""
+        self.limits = limits
         shortest_s = min(limits.header_s, limits.body_s, limits.write_s, limits.keep_alive_s)
         self._tick_s = min(_MAX_PERIOD_S, max(0.08, shortest_s / 8)) / _PARTS
-        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         """Connections that are served; not those to whom 503 is being said."""

@@ -305,6 +305,11 @@ class InstancePool:
         self._connecting = 0
         self._closed = False
 
+    def set_limits(self, config: PoolConfig, connect_timeout_s: float) -> None:
+        """Other limits from now on; what is open stays open."""
+        self._config = config
+        self._connect_timeout_s = connect_timeout_s
+
     @property
     def open_connections(self) -> int:
         return len(self._open)

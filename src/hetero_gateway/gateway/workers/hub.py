@@ -19,6 +19,7 @@ from hetero_gateway import __version__
 from hetero_gateway.core.types import InstanceId, Reject, Usage
 from hetero_gateway.engines.vllm import WORK_BY_PATH
 from hetero_gateway.errors import Refusal
+from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher, Place, Waiting
@@ -216,6 +217,8 @@ class Session:
             _log.error("%s is of version %s and this is %s", self.name, said.version, __version__)
             self.channel.abort()
             return
+        if self._hub.config is not None:
+            self.channel.send(self._hub.config)
         self.channel.send(self._hub.members())
 
     def _outstanding(self, said: messages.Outstanding) -> None:
@@ -357,6 +360,7 @@ class Hub:
         self._timer: asyncio.TimerHandle | None = None
         self._soon: asyncio.Handle | None = None
         self._told: messages.Members | None = None
+        self.config: messages.Configuration | None = None  # None: as when the processes started
         self._configs: dict[InstanceId, tuple[Any, bytes]] = {}
         metrics.workers = self.__len__
         metrics.client_connections = lambda: sum(s.connections for s in self._sessions)
@@ -426,6 +430,12 @@ class Hub:
         for gone in self._configs.keys() - self._fleet.instances.keys():
             del self._configs[gone]
         return messages.Members(instances)
+
+    def tell_settings(self, config: GatewayConfig) -> None:
+        """Another configuration is in effect, here and in all workers."""
+        self.config = messages.Configuration(config.model_dump_json().encode())
+        for session in self._sessions:
+            session.channel.send(self.config)
 
     def _tell_soon(self) -> None:
         if self._soon is None:

@@ -257,7 +257,13 @@ class Failed(_Message, tag=106):
     key: int
 
 
-FromScheduler = Members | View | Placed | Rejected | Refused | Failed
+class Configuration(_Message, tag=107):
+    """The gateway's configuration in effect, as JSON."""
+
+    config: bytes
+
+
+FromScheduler = Configuration | Members | View | Placed | Rejected | Refused | Failed
 
 _encode = msgspec.msgpack.Encoder().encode
 

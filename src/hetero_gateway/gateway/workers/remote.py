@@ -22,7 +22,7 @@ from hetero_gateway import __version__
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.errors import ConfigError, Refusal
-from hetero_gateway.files.gateway_config import InstanceConfig
+from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.dispatcher import (
@@ -103,6 +103,7 @@ class RemoteDispatcher:
         headers: names of those that describing looks at.
         sends_bodies: the predictor reads prompts.
         draining: whether the worker was told to end.
+        on_config: called with the gateway's configuration, when it has changed.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class RemoteDispatcher:
         headers: frozenset[bytes],
         sends_bodies: bool,
         draining: Callable[[], bool],
+        on_config: Callable[[GatewayConfig], None],
     ) -> None:
         self.ready = asyncio.Event()  # it knows the instances
         self.gone = asyncio.Event()  # the connection that there was
@@ -122,9 +124,11 @@ class RemoteDispatcher:
         self._fleet = fleet
         self._metrics = metrics
         self._worker = worker
-        self._headers = headers
-        self._sends_bodies = sends_bodies
+        # Of a request, what describing looks at.
+        self.headers = headers
+        self.sends_bodies = sends_bodies
         self._draining = draining
+        self._on_config = on_config
         self._loop = asyncio.get_running_loop()
         self._connected: Channel | None = None  # not greeted yet
         self._channel: Channel | None = None
@@ -259,7 +263,7 @@ class RemoteDispatcher:
         self._asked[job.key] = ask
 
     def _facts_of(self, job: RemoteJob) -> messages.Facts:
-        inbound, parsed, names = job.inbound, job.parsed, self._headers
+        inbound, parsed, names = job.inbound, job.parsed, self.headers
         return messages.Facts(
             inbound.request_id,
             inbound.path,
@@ -269,7 +273,7 @@ class RemoteDispatcher:
             [pair for pair in inbound.headers if pair[0] in names] if names else [],
             parsed,
             job.counted,
-            inbound.body if self._sends_bodies else b"",
+            inbound.body if self.sends_bodies else b"",
         )
 
     def _ask_locally(self, ask: _Ask) -> Place | Reject | Waiting:
@@ -329,6 +333,8 @@ class RemoteDispatcher:
                 self._placed(message)
             elif kind is messages.Members:
                 self._take_members(message)
+            elif kind is messages.Configuration:
+                self._on_config(GatewayConfig.model_validate_json(message.config))
             elif kind is messages.View:
                 self._view = dict(message.loads)
             else:

@@ -4,6 +4,7 @@ It holds their listening sockets, so that clients that come while a worker is be
 its backlog, and its requests are all that a worker takes with it. It serves nothing itself.
 
     signal            what is done
+    SIGHUP            the scheduler process reads the configuration again, and tells the workers
     SIGTERM, SIGINT   the workers end as ``serve`` does, then the scheduler process
     its own end       however it came: the others see it, and end as after SIGTERM
 """
@@ -30,6 +31,7 @@ import msgspec
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.whole_file import write_whole
 from hetero_gateway.gateway.server import BACKLOG, url_of
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, listen
 
@@ -37,7 +39,7 @@ from hetero_gateway.gateway.workers.hub import SECRET_ENV, listen
 _SHORT_LIFE_S, _PAUSE_S = 5.0, 1.0
 # After the time that requests have to end.
 _GRACE_S = 10.0
-_HUB, _CONTROL = "scheduler.sock", "control.sock"
+_HUB, _CONTROL, _CONFIG = "scheduler.sock", "control.sock", "gateway.json"
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +70,14 @@ class Role(msgspec.Struct):
     def control_path(self) -> str:
         return str(Path(self.directory) / _CONTROL)
 
+    def config(self) -> GatewayConfig:
+        """The configuration in effect: the user's file may be broken by now."""
+        return _config_in(self.directory)
+
+    def keep_config(self, config: GatewayConfig) -> None:
+        """Another one is in effect: for whoever starts from now on."""
+        write_whole(Path(self.directory) / _CONFIG, config.model_dump_json(), mode=0o600)
+
     def sockets(self) -> list[socket.socket]:
         """The listeners."""
         sockets = [socket.socket(fileno=fd) for fd in self.listeners]
@@ -89,6 +99,10 @@ class Role(msgspec.Struct):
             os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=wait, daemon=True, name="supervisor").start()
+
+
+def _config_in(directory: str) -> GatewayConfig:
+    return GatewayConfig.model_validate_json((Path(directory) / _CONFIG).read_bytes())
 
 
 class _Process:
@@ -139,12 +153,14 @@ class Supervisor:
         self._directory = tempfile.mkdtemp(prefix="hetero-gateway-")
         self._life, lifeline = os.pipe()
         directory = Path(self._directory)
+        write_whole(directory / _CONFIG, self._config.model_dump_json(), mode=0o600)
         hub, control = listen(str(directory / _HUB)), listen(str(directory / _CONTROL))
         scheduler = _Process("the scheduler process", None, [hub, control])
         workers = [_Process(f"worker {i}", i, [sock]) for i, sock in enumerate(clients)]
         self._ending = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._end, number, [scheduler, *workers])
+        loop.add_signal_handler(signal.SIGHUP, scheduler.send, signal.SIGHUP)
         tasks = []
         try:
             for each in (scheduler, *workers):
@@ -192,11 +208,13 @@ class Supervisor:
     ) -> None:
         for listener in clients:
             listener.close()  # who comes now is refused rather than kept waiting
-        limit_s = self._config.server.shutdown_timeout_s + _GRACE_S
-        for group in (workers, [scheduler]):
+        config = _config_in(self._directory)
+        limit_s = config.server.drain_s + config.server.shutdown_timeout_s + _GRACE_S
+        # Nobody looks whether the scheduler process is ready once the workers are gone.
+        for group, number in ((workers, self._signal), ([scheduler], signal.SIGINT)):
             running = []
             for process in group:
-                process.send(self._signal)
+                process.send(number)
                 if process.running is not None:
                     running.append(asyncio.ensure_future(process.running.wait()))
             if running:

@@ -14,18 +14,19 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken
-from hetero_gateway.core.policies import default_predictor
+from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig, secret
 from hetero_gateway.gateway.admission.clients import Admission
-from hetero_gateway.gateway.app import route
+from hetero_gateway.gateway.app import route, unready
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.placement import Placement
-from hetero_gateway.gateway.dataplane.predictor import make_predictor
+from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.settings import Settings
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
 from hetero_gateway.gateway.wire.inbound import Inbound
@@ -64,6 +65,10 @@ def share_of(config: GatewayConfig, workers: int) -> GatewayConfig:
     )
 
 
+def _reads_prompts(config: GatewayConfig) -> bool:
+    return predictor_settings(config)[0] not in _BY_LENGTH
+
+
 class Worker:
     """Serves clients. ``start`` needs a running event loop.
 
@@ -82,10 +87,11 @@ class Worker:
         hub_path: str,
         control_path: str,
     ) -> None:
-        self.config = share_of(config, config.server.workers)
+        self.settings = Settings(share_of(config, config.server.workers))
         self.number = number
         self.draining = False
         base_dir = config_path.parent if config_path else Path()
+        self._base_dir = base_dir
         self.admission = Admission(secret(config.server.api_key_env, "server.api_key_env"))
         self.fleet = Fleet(self.config, base_dir)
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges)
@@ -95,6 +101,11 @@ class Worker:
         self._stack = AsyncExitStack()
         self.dataplane: DataPlane
         self.remote: RemoteDispatcher
+
+    @property
+    def config(self) -> GatewayConfig:
+        """The configuration in effect, this worker's share of it."""
+        return self.settings.config
 
     # A Service
 
@@ -108,6 +119,9 @@ class Worker:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
+        elif self.draining and scope["path"] == "/readyz":
+            # The scheduler process hears of it within a second, which is late.
+            await unready()(scope, receive, send)
         else:
             await route(scope, receive, send, self.dataplane, self.control)
 
@@ -151,18 +165,21 @@ class Worker:
             placement,
             prefix_secret(config),
         )
-        kind = config.scheduler.predictor.kind or default_predictor(config.scheduler.policy)
         self.remote = RemoteDispatcher(
             self.dataplane.dispatcher,
             self.fleet,
             self.metrics,
             self.number,
             headers=self.dataplane.intake.described_headers,
-            sends_bodies=kind not in _BY_LENGTH,
+            sends_bodies=_reads_prompts(config),
             draining=lambda: self.draining,
+            on_config=self._take_up,
         )
         self._stack.callback(self.remote.close)
         self.dataplane.rooms.dispatcher = self.remote
+        self.fleet.settings(self.settings)
+        placement.settings(self.settings)
+        self.dataplane.settings(self.settings, self._base_dir, self.metrics.predictor_failures)
         self._stack.callback(self.dataplane.close)
         for work in (self._keep_connected(), self.fleet.close_idle_connections()):
             task = tasks.create_task(work)
@@ -177,6 +194,20 @@ class Worker:
     def drain(self) -> None:
         """It was told to end; the scheduler process will hear of it, and say so."""
         self.draining = True
+
+    def _take_up(self, config: GatewayConfig) -> None:
+        """The scheduler process has another configuration in effect."""
+        try:
+            change = self.settings.prepare(share_of(config, self.config.server.workers))
+        except ConfigError as error:
+            _log.error("worker %d cannot take up the configuration: %s", self.number, error)
+            return
+        self.settings.apply(change)
+        self.remote.headers = self.dataplane.intake.described_headers
+        self.remote.sends_bodies = _reads_prompts(self.config)
+
+    def reload_soon(self, cause: str) -> None:
+        """The scheduler process reads the configuration, and tells of it."""
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()

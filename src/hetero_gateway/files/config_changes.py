@@ -1,0 +1,43 @@
+"""How two configurations differ, by the dotted names of their fields, and a mixture of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def differences(before: BaseModel, after: BaseModel) -> list[str]:
+    """The fields that differ, as ``scheduler.queue.timeout_s``; a list or mapping is one field."""
+    return list(_differences(before, after, ""))
+
+
+def _differences(before: BaseModel, after: BaseModel, prefix: str) -> Iterator[str]:
+    for name in type(before).model_fields:
+        one, other = getattr(before, name), getattr(after, name)
+        if one == other:
+            continue
+        if isinstance(one, BaseModel) and isinstance(other, BaseModel):
+            yield from _differences(one, other, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def with_fields_of(base: ModelT, other: ModelT, names: Collection[str]) -> ModelT:
+    """``base``, with these fields (dotted names) as they are in ``other``."""
+    update: dict[str, Any] = {}
+    for name in type(base).model_fields:
+        inner = [n.removeprefix(f"{name}.") for n in names if n.startswith(f"{name}.")]
+        if name in names:
+            update[name] = getattr(other, name)
+        elif inner:
+            update[name] = with_fields_of(getattr(base, name), getattr(other, name), inner)
+    return base.model_copy(update=update) if update else base
+
+
+def covers(fields: Collection[str], name: str) -> bool:
+    """Whether a dotted name is one of the fields, or lies within one that is a section."""
+    return any(name == field or name.startswith(f"{field}.") for field in fields)

@@ -1,0 +1,271 @@
+"""Reading the configuration again while serving: SIGHUP, a watched file, and /admin/reload.
+
+One path for all three. The file is read whole, checked whole, and everything that may fail is made
+ready, in a thread; only then anything changes, on the event loop, with turns for the streams in
+between. A file that cannot be taken up changes nothing: log and metrics say so, and the
+configuration in effect stays. One reload at a time; who asks meanwhile has the next one.
+
+Nothing here touches a request that is under way. What the command line has set wins over the file,
+now as at the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.gateway_config import (
+    GatewayConfig,
+    InstanceConfig,
+    instance_profile,
+    load_gateway_config,
+)
+from hetero_gateway.gateway.fleet.instances import FILE, Instance
+from hetero_gateway.gateway.settings import Change
+
+if TYPE_CHECKING:
+    from hetero_gateway.gateway.wiring import Gateway
+
+# What tells a file from what it was: its time, size and inode.
+_Mark: TypeAlias = tuple[int, int, int]
+_Marks: TypeAlias = list[_Mark | None]
+
+_log = logging.getLogger(__name__)
+
+
+# What can differ of an instance while it serves.
+_ADJUSTABLE = ("model", "profile", "weight")
+
+
+class Moves(NamedTuple):
+    """What becomes of the instances that the file names, and named."""
+
+    removed: list[InstanceId]
+    kept: list[tuple[InstanceConfig, Profile | None]]  # they stand as they did, but for these
+    replaced: list[Instance]
+    added: list[Instance]
+
+    def changed(self) -> list[str]:
+        return [config.id for config, _ in self.kept] + [i.id for i in self.replaced]
+
+
+class Reloader:
+    """Reloads a gateway's configuration.
+
+    Args:
+        gateway: whose it is.
+        path: the file; None: there is none, and ``reload`` raises ConfigError.
+        flags: dotted names of fields that the command line has set, and their values.
+    """
+
+    def __init__(self, gateway: Gateway, path: Path | None, flags: Mapping[str, Any]) -> None:
+        self.flags = {name: value for name, value in flags.items() if value is not None}
+        self._gateway = gateway
+        self._path = path
+        self._lock = asyncio.Lock()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: set[asyncio.Task[Any]] = set()
+        self._waiting = False  # for one that was asked for and has not begun
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Watch the file, if that is wanted, until ``stop``."""
+        self._tasks = tasks
+        # Each look at the file asks how long it is to the next.
+        self._gateway.settings.add(("server.watch_files_s",), lambda _: None)
+        if self._path is not None:
+            self._keep(tasks.create_task(self._watch()))
+
+    def stop(self) -> None:
+        self._tasks = None
+        for task in self._running:
+            task.cancel()
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def soon(self, cause: str) -> None:
+        """Reload as soon as may be; many calls at once are one."""
+        if self._tasks is not None and not self._waiting:
+            self._waiting = True
+            self._keep(self._tasks.create_task(self._reload_and_tell(cause)))
+
+    async def _reload_and_tell(self, cause: str) -> None:
+        try:
+            async with self._lock:
+                self._waiting = False
+                await self._reload(cause)
+        except ConfigError:
+            pass  # it was logged
+        except Exception:
+            _log.exception("%s: the configuration cannot be reloaded", cause)
+
+    async def reload(self, cause: str) -> dict[str, Any]:
+        """Read the file again and take it up; says what has changed.
+
+        Raises:
+            ConfigError: it cannot be taken up, and nothing was changed.
+        """
+        async with self._lock:
+            return await self._reload(cause)
+
+    async def _reload(self, cause: str) -> dict[str, Any]:
+        gateway, metrics = self._gateway, self._gateway.metrics
+        if self._path is None:
+            raise ConfigError("the gateway was not started from a file")
+        try:
+            fresh = await asyncio.to_thread(load_gateway_config, self._path, self.flags)
+            present = dict(gateway.fleet.instances)
+            change, moves = await asyncio.to_thread(self._prepare, fresh, present)
+        except ConfigError as error:
+            metrics.reloads["refused"] += 1
+            metrics.reloaded = (False, *metrics.reloaded[1:])
+            _log.error("%s: the configuration is refused, and the old one stays: %s", cause, error)
+            raise
+        gateway.take_up(change)
+        await self._move(moves)
+        told: dict[str, list[str]] = {
+            "added": [instance.id for instance in moves.added],
+            "removed": list(moves.removed),
+            "changed": moves.changed(),
+            "settings": change.settings,
+            "needs_restart": change.needs_restart,
+            "flags": sorted(self.flags),
+        }
+        differs = any(told[name] for name in ("added", "removed", "changed", "settings"))
+        metrics.reloads["applied" if differs else "unchanged"] += 1
+        metrics.reloaded = (True, time.time(), len(change.needs_restart))
+        _log.info(
+            "%s: the configuration was reloaded: %s",
+            cause,
+            "; ".join(f"{name}: {', '.join(v)}" for name, v in told.items() if v) or "no change",
+        )
+        return told
+
+    # In a thread
+
+    def _prepare(
+        self, fresh: GatewayConfig, present: dict[InstanceId, Instance]
+    ) -> tuple[Change, Moves]:
+        """Raises ConfigError."""
+        change = self._gateway.settings.prepare(fresh)
+        wanted = {InstanceId(i.id): i for i in fresh.instances}
+        moves = Moves([], [], [], [])
+        for instance_id, instance in present.items():
+            if instance_id not in wanted and instance.source == FILE and not instance.leaving:
+                moves.removed.append(instance_id)
+        profiles: dict[str | None, Profile | None] = {}
+        for instance_id, config in wanted.items():
+            known = present.get(instance_id)
+            if known is None:
+                moves.added.append(self._build(config, change))
+                continue
+            if known.source != FILE and not known.leaving and known.config != config:
+                raise ConfigError(
+                    f"{self._path}: instances: the id {config.id!r} is that of another instance, "
+                    f"which came by {known.source}"
+                )
+            adjusted = {name: getattr(config, name) for name in _ADJUSTABLE}
+            if known.config.model_copy(update=adjusted) != config:
+                moves.replaced.append(self._build(config, change))
+                continue
+            profile = self._profile(config, profiles)
+            stands = known.source == FILE and not known.leaving
+            if known.config != config or profile != known.profile or not stands:
+                moves.kept.append((config, profile))
+        return change, moves
+
+    def _build(self, config: InstanceConfig, change: Change) -> Instance:
+        return self._gateway.fleet.build(config, change.config)
+
+    def _profile(
+        self, config: InstanceConfig, read: dict[str | None, Profile | None]
+    ) -> Profile | None:
+        assert self._path is not None
+        if config.profile not in read:
+            read[config.profile] = instance_profile(config, self._path.parent)
+        return read[config.profile]
+
+    # On the event loop
+
+    async def _move(self, moves: Moves) -> None:
+        """Nothing fails here for what the file says. One at a time, and a turn for the others."""
+        gateway = self._gateway
+        fleet = gateway.fleet
+        for config, profile in moves.kept:
+            if (instance := fleet.instances.get(InstanceId(config.id))) is not None:
+                instance.source = FILE
+                instance.adjust(config, profile)
+                if instance.leaving:
+                    gateway.recall_instance(instance)
+                fleet.publish(instance)
+            await asyncio.sleep(0)
+        for instance in (*moves.replaced, *moves.added):
+            if instance.id in fleet.instances:
+                gateway.remove_instance(instance.id)
+            gateway.admit(instance)
+            await asyncio.sleep(0)
+        if moves.removed and moves.added:
+            # Requests are not to meet a time at which the old are gone and the new not known.
+            await gateway.health.probed([instance.id for instance in moves.added])
+        for instance_id in moves.removed:
+            if instance_id in fleet.instances:
+                gateway.retire_instance(instance_id)
+            await asyncio.sleep(0)
+
+    # Watching
+
+    async def _watch(self) -> None:
+        """Reload when a file has changed and is as it was a look ago: it is no longer written."""
+        taken_up: _Marks | None = None
+        seen: _Marks | None = None
+        while True:
+            every_s = self._gateway.config.server.watch_files_s
+            await asyncio.sleep(every_s or _IDLE_LOOK_S)
+            if every_s is None:
+                taken_up = seen = None
+                continue
+            marks = await asyncio.to_thread(self._marks)
+            if taken_up is None:  # it was not looked at
+                taken_up = marks
+            if marks != taken_up and marks == seen:
+                taken_up = marks
+                await self._reload_and_tell("a file has changed")
+            seen = marks
+
+    def _marks(self) -> _Marks:
+        return [_mark(path) for path in self._files()]
+
+    def _files(self) -> Iterable[Path]:
+        assert self._path is not None
+        base = self._path.parent
+        names = {
+            i.profile
+            for i in self._gateway.config.instances
+            if i.profile is not None and i.profile.endswith((".yaml", ".yml"))
+        }
+        yield self._path
+        yield from (base / name for name in sorted(names))
+        for files in self._gateway.settings.files:
+            yield from (base / path for path in files(self._gateway.config))
+
+
+# While no file is watched: how soon it is noticed that it is to be.
+_IDLE_LOOK_S = 2.0
+
+
+def _mark(path: Path) -> _Mark | None:
+    """What tells a file from what it was; a link is followed. None: it cannot be looked at."""
+    try:
+        seen = os.stat(path)
+    except OSError:
+        return None
+    return seen.st_mtime_ns, seen.st_size, seen.st_ino

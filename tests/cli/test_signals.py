@@ -1,0 +1,122 @@
+"""``serve`` as a process: SIGHUP reloads, SIGTERM drains, and a broken file ends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.fakes.processes import Process
+from tests.fakes.vllm import FakeInstance, fake_instances
+
+CHAT = "/v1/chat/completions"
+STREAM = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+
+
+def write(path: Path, fakes: list[FakeInstance], **sections: Any) -> None:
+    document = {
+        "health": {"probe_interval_s": 0.2, "probe_timeout_s": 60},
+        "instances": [{"id": f"i{i}", "base_url": fake.url} for i, fake in enumerate(fakes)],
+    }
+    path.write_text(yaml.safe_dump(document | sections))
+
+
+def children(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 60.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not await condition():  # noqa: ASYNC110 - it asks another process
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_sighup_reloads_and_sigterm_drains(tmp_path: Path, workers: int) -> None:
+    path = tmp_path / "gateway.yaml"
+    async with fake_instances(2) as fakes:
+        write(path, fakes[:1])
+        command = ("serve", "-c", str(path), "--port", "0", "--workers", str(workers))
+        gateway = await asyncio.to_thread(Process, *command)
+        client = httpx.AsyncClient(timeout=60)
+        try:
+            url = await asyncio.to_thread(gateway.wait_ready)
+
+            async def shows(*lines: str) -> bool:
+                text = (await client.get(url + "/metrics")).text
+                return all(line in text for line in lines)
+
+            body = STREAM | {"fake": {"events": 40, "delay_s": 0.1}}
+            under_way = asyncio.ensure_future(client.post(url + CHAT, json=body))
+            await until(lambda: _is(fakes[0].open == 1))
+            drains = {"server": {"drain_s": 1.5, "shutdown_timeout_s": 60}}
+            write(path, fakes, scheduler={"policy": "round-robin"}, **drains)
+            os.kill(gateway.process.pid, signal.SIGHUP)
+            await until(
+                lambda: shows('reloads_total{outcome="applied"} 1.0', 'up{instance="i1"} 1.0')
+            )
+            path.write_text("instances: [")
+            os.kill(gateway.process.pid, signal.SIGHUP)
+            await until(lambda: shows("last_reload_successful 0.0"))
+            for _ in range(4):
+                assert (await client.post(url + CHAT, json=STREAM)).status_code == 200
+            assert fakes[1].requests == 2  # in turn, by the new policy
+            assert (await client.get(url + "/readyz")).status_code == 200
+            gateway.process.send_signal(signal.SIGTERM)
+
+            async def unready() -> bool:
+                return (await client.get(url + "/readyz")).status_code == 503
+
+            # Unready at once, and yet who comes within the grace is served.
+            await until(unready, within_s=1.0)
+            async with httpx.AsyncClient() as late:
+                assert (await late.post(url + CHAT, json=STREAM)).status_code == 200
+            assert (await under_way).text.endswith("data: [DONE]\n\n")
+            assert await asyncio.to_thread(gateway.process.wait, 60) == 0
+        finally:
+            await client.aclose()
+            await asyncio.to_thread(gateway.stop, signal.SIGKILL)
+
+
+async def test_a_worker_that_is_started_again_has_the_configuration_in_effect(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "gateway.yaml"
+    async with fake_instances(1) as fakes:
+        write(path, fakes)
+        command = ("serve", "-c", str(path), "--port", "0", "--workers", "2")
+        gateway = await asyncio.to_thread(Process, *command)
+        client = httpx.AsyncClient(timeout=60)
+        try:
+            url = await asyncio.to_thread(gateway.wait_ready)
+            write(path, fakes, server={"max_body_bytes": 2000})
+            assert (await client.post(url + "/admin/reload")).status_code == 200
+            path.write_text("instances: [")
+            for child in children(gateway.process.pid):
+                os.kill(child, signal.SIGKILL)
+
+            async def all_new() -> bool:
+                try:
+                    text = (await client.get(url + "/metrics")).text
+                except httpx.HTTPError:
+                    return False
+                return "hetero_gateway_workers 2.0" in text
+
+            await until(all_new)
+            long = STREAM | {"user": "x" * 3000}
+            assert (await client.post(url + CHAT, json=long)).status_code == 413
+            assert (await client.post(url + CHAT, json=STREAM)).status_code == 200
+        finally:
+            await client.aclose()
+            await asyncio.to_thread(gateway.stop)
+
+
+async def _is(what: bool) -> bool:
+    return what
