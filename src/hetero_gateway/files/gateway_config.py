@@ -418,6 +418,16 @@ class InstanceConfig(StrictModel):
     ca_file: Path | None = Field(
         None, description="CA certificates for https; default: the system's."
     )
+    certificate_file: Path | None = Field(
+        None, description="Certificate chain (PEM) that the gateway shows to this instance."
+    )
+    key_file: Path | None = Field(None, description="The certificate's private key (PEM).")
+
+    @model_validator(mode="after")
+    def _check_pair(self) -> InstanceConfig:
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file: one needs the other")
+        return self
 
     @field_validator("id")
     @classmethod

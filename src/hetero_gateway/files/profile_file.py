@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -154,7 +155,8 @@ def _without_references(value: Any) -> Any:
     return value.replace("${", "$ {") if isinstance(value, str) else value
 
 
-def builtin_profiles() -> dict[str, Profile]:
+@cache
+def builtin_profiles() -> Mapping[str, Profile]:
     """The profiles that ship with the package, by name (``GPU/MODEL/tpN``).
 
     Their constants are rooflines or derived from public measurements, as ``source`` says.

@@ -41,10 +41,6 @@ _Marks: TypeAlias = list[_Mark | None]
 _log = logging.getLogger(__name__)
 
 
-# What can differ of an instance while it serves.
-_ADJUSTABLE = ("model", "profile", "weight")
-
-
 class Moves(NamedTuple):
     """What becomes of the instances that the file names, and named."""
 
@@ -173,8 +169,7 @@ class Reloader:
                     f"{self._path}: instances: the id {config.id!r} is that of another instance, "
                     f"which came by {known.source}"
                 )
-            adjusted = {name: getattr(config, name) for name in _ADJUSTABLE}
-            if known.config.model_copy(update=adjusted) != config:
+            if not self._gateway.fleet.can_adjust(known, config):
                 moves.replaced.append(self._build(config, change))
                 continue
             profile = self._profile(config, profiles)

@@ -141,6 +141,7 @@ class Gateway:
             run,
         )
         self._stack.callback(self.dataplane.close)
+        self.metrics.late_probes = lambda: self.health.late
         for part in (self.fleet, self.placement, self.health):
             part.settings(self.settings)
         base_dir = self.config_path.parent if self.config_path else Path()

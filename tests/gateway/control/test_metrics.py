@@ -22,6 +22,8 @@ from tests.fakes.vllm import fake_instances
 
 CHAT = "/v1/chat/completions"
 EXPECTED = {
+    "config_reloads", "config_last_reload_successful", "config_settings_needing_restart",
+    "config_last_reload_success_timestamp_seconds", "probes_late",
     "profile_age_seconds",
     "prompt_cached_tokens",
     "input_tokens_cached", "instance_prefix_trust", "instance_prefix_bytes",

@@ -40,6 +40,7 @@ from hetero_gateway.gateway.wiring import Gateway
 # Far above any engine's context, and small enough for every formula.
 _MOST_TOKENS = 10**8
 _MAX_BODY_BYTES = 2**20
+_DESCRIBED_AT_ONCE = 16
 # What finish-time tells of a candidate beside the figures that every policy has.
 _ESTIMATES = ("ttft_s", "latency_s", "delay_s", "memory_price_s", "cost_s", "room")
 
@@ -134,9 +135,21 @@ async def list_instances(request: Request) -> Response:
             "draining": gateway.draining,
             "queue": gateway.placement.describe(),
             "sharing": None if gateway.sharing is None else gateway.sharing.describe(),
-            "instances": [describe_instance(gateway, i) for i in gateway.fleet.instances.values()],
+            "instances": await _describe_all(gateway),
         }
     )
+
+
+async def _describe_all(gateway: Gateway) -> list[dict[str, Any]]:
+    """A few at a time: of hundreds, all at once would hold up every stream."""
+    rows = []
+    fleet = gateway.fleet
+    for number, instance in enumerate(list(fleet.instances.values())):
+        if number % _DESCRIBED_AT_ONCE == _DESCRIBED_AT_ONCE - 1:
+            await asyncio.sleep(0)
+        if fleet.instances.get(instance.id) is instance:
+            rows.append(describe_instance(gateway, instance))
+    return rows
 
 
 @router.post("/instances", status_code=201)

@@ -150,6 +150,7 @@ class Metrics:
         self.sharing: SharedView | None = None  # None: the gateway is alone
         # (different keys, bytes of memory) of the prefix index; None: there is none.
         self.prefix_index: Callable[[], tuple[int, int]] | None = None
+        self.late_probes: Callable[[], int] = lambda: 0
         self.reloads: Counter[str] = Counter()
         # Of the configuration: (the last reload was taken up, Unix time of the last that was,
         # settings that need a restart).
@@ -406,6 +407,8 @@ class Metrics:
         )
         tasks.add_metric([], _task_count())
         yield tasks
+        yield _counter("probes_late", "Probes that say nothing, as the gateway was short of CPU.",
+                       (), {(): self.late_probes()})  # fmt: skip
         yield _counter("config_reloads", "Looks at the configuration's file, by what came of them.",
                        ("outcome",), {(k,): v for k, v in self.reloads.items()})  # fmt: skip
         for (name, told), figure in zip(_RELOADED, self.reloaded, strict=True):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping
 
@@ -30,7 +31,8 @@ from hetero_gateway.engines.vllm import (
 from hetero_gateway.files.gateway_config import GatewayConfig, HealthConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
-from hetero_gateway.gateway.fleet.probe import Probe
+from hetero_gateway.gateway.fleet.lag import LoopLag
+from hetero_gateway.gateway.fleet.probe import LateProbe, Probe
 from hetero_gateway.gateway.settings import Prepared, Settings
 
 _log = logging.getLogger(__name__)
@@ -42,6 +44,15 @@ _MOST_METRICS_BYTES = 1 << 23
 _PART_BYTES = 1 << 16
 # What is late by so much is not put off any more: there are no streams to be looked at.
 _LONGEST_WAIT_S = 1.5
+# At the start nobody waits longer than this for those that are slow to answer.
+_LONGEST_START_S = 1.0
+# Of an instance that has nothing to do and had nothing at the last look, this many scrapes are left
+# out; and of its models, which hardly ever change, it is asked with one scrape in so many.
+_IDLE_SCRAPES, _SCRAPES_PER_MODELS = 4, 6
+# Probes begin apart from each other, by the golden ratio: so many at once would hold up streams.
+_APART = 0.6180339887
+_TELL_LATE_EVERY_S = 10.0
+_MOST_TOLD = 5
 
 
 class HealthMonitor:
@@ -56,6 +67,15 @@ class HealthMonitor:
         self._probed: dict[InstanceId, asyncio.Event] = {}  # at least once
         self._scraped_s: dict[InstanceId, float] = {}
         self._scrape_now: set[InstanceId] = set()
+        self._resting: set[InstanceId] = set()
+        self._watched = 0
+        self._scrapes: dict[InstanceId, int] = {}
+        # What those had been asked in all that had nothing to do at the last scrape.
+        self._idle: dict[InstanceId, float | None] = {}
+        # Probes that say nothing: the gateway was short of CPU time, and no answer was looked at.
+        self.late = 0
+        self._late_told_s = -math.inf
+        self._lag = LoopLag()
         fleet.on_look = self._after_look
 
     def settings(self, settings: Settings) -> None:
@@ -75,9 +95,11 @@ class HealthMonitor:
         for instance in self._fleet.instances.values():
             self.watch(instance)
         await self.probed(self._fleet.instances)
-        for instance in self._fleet.instances.values():
-            if not instance.up:
-                _log.warning("instance %s is not reachable: %s", instance.id, instance.down_reason)
+        down = [i for i in self._fleet.instances.values() if not i.up]
+        for instance in down[:_MOST_TOLD]:
+            _log.warning("instance %s is not reachable: %s", instance.id, instance.down_reason)
+        if len(down) > _MOST_TOLD:
+            _log.warning("and %d more", len(down) - _MOST_TOLD)
 
     async def probed(self, instances: Iterable[InstanceId]) -> None:
         """Returns once each of these was probed, or had the time for it."""
@@ -87,7 +109,8 @@ class HealthMonitor:
             if instance_id in self._probed
         ]
         if first:
-            _, late = await asyncio.wait(first, timeout=self._config.probe_timeout_s)
+            timeout_s = min(self._config.probe_timeout_s, _LONGEST_START_S)
+            _, late = await asyncio.wait(first, timeout=timeout_s)
             for waiter in late:
                 waiter.cancel()
 
@@ -96,13 +119,21 @@ class HealthMonitor:
         self._wake[instance.id] = asyncio.Event()
         self._probed[instance.id] = asyncio.Event()
         self._scraped_s[instance.id] = time.monotonic()
-        self._loops[instance.id] = self._tasks.create_task(self._loop(instance))
+        self._scrapes[instance.id] = 0
+        self._watched += 1
+        self._lag.start()
+        self._loops[instance.id] = self._tasks.create_task(
+            self._loop(instance, self._watched * _APART % 1)
+        )
 
     def unwatch(self, instance_id: InstanceId) -> None:
         self._wake.pop(instance_id, None)
         self._probed.pop(instance_id, None)
         self._scraped_s.pop(instance_id, None)
+        self._scrapes.pop(instance_id, None)
+        self._idle.pop(instance_id, None)
         self._scrape_now.discard(instance_id)
+        self._resting.discard(instance_id)
         if (task := self._loops.pop(instance_id, None)) is not None:
             task.cancel()
 
@@ -112,7 +143,7 @@ class HealthMonitor:
         """
         now_s, instances = time.monotonic(), self._fleet.instances
         for instance_id, scraped_s in self._scraped_s.items():
-            due = now_s - scraped_s >= self._config.scrape_interval_s
+            due = now_s - scraped_s >= self._scrape_interval_s(instance_id)
             if due and instance_id in instances and instances[instance_id].up:
                 self._scrape_now.add(instance_id)
                 self._wake[instance_id].set()
@@ -121,11 +152,19 @@ class HealthMonitor:
         """Whether to scrape now; what is due waits a little for the end of its row."""
         if instance_id in self._scrape_now:
             return True
-        interval_s = self._config.scrape_interval_s
+        interval_s = self._scrape_interval_s(instance_id)
         waited_s = time.monotonic() - self._scraped_s[instance_id] - interval_s
         return waited_s >= min(_LONGEST_WAIT_S, interval_s)
 
+    def _scrape_interval_s(self, instance_id: InstanceId) -> float:
+        interval_s = self._config.scrape_interval_s
+        if instance_id not in self._resting or instance_id not in self._fleet.instances:
+            return interval_s
+        load = self._fleet.scheduler.own_load(instance_id, time.monotonic())
+        return interval_s if load.in_flight else interval_s * _IDLE_SCRAPES
+
     def stop(self) -> None:
+        self._lag.stop()
         for instance_id in list(self._loops):
             self.unwatch(instance_id)
 
@@ -136,14 +175,17 @@ class HealthMonitor:
         if (event := self._wake.get(instance.id)) is not None:
             event.set()
 
-    async def _loop(self, instance: Instance) -> None:
+    async def _loop(self, instance: Instance, apart: float) -> None:
+        loop = asyncio.get_running_loop()
         wake, probed = self._wake[instance.id], self._probed[instance.id]
         probe = Probe(
             instance.config.base_url,
             instance.api_key,
             self._config.probe_timeout_s,
             instance.ssl_context,
+            self._lag,
         )
+        wait_s = self._config.probe_interval_s * (0.5 + apart)  # the first time
         try:
             while True:
                 wake.clear()
@@ -158,11 +200,12 @@ class HealthMonitor:
                     # The background loop's boundary: a bug here must not end health checking.
                     _log.exception("probing instance %s failed", instance.id)
                 probed.set()
+                timer = loop.call_later(wait_s, wake.set)
                 try:
-                    async with asyncio.timeout(self._config.probe_interval_s):
-                        await wake.wait()
-                except TimeoutError:
-                    pass
+                    await wake.wait()
+                finally:
+                    timer.cancel()
+                wait_s = self._config.probe_interval_s
         finally:
             probe.close()
 
@@ -177,7 +220,10 @@ class HealthMonitor:
                 problem = "" if instance.models else instance.scrape_problem or "it lists no model"
         except InstanceError as error:
             if error.failure is Failure.LOCAL:
-                _log.warning("instance %s could not be probed: %s", instance.id, error)
+                if isinstance(error, LateProbe):
+                    self._note_late(error)
+                else:
+                    _log.warning("instance %s could not be probed: %s", instance.id, error)
                 return
             problem = f"{paths.HEALTH}: {error}"
         if not problem:
@@ -188,12 +234,24 @@ class HealthMonitor:
         if instance.failed_probes >= self._config.unhealthy_after:
             self._fleet.mark_down(instance, problem)
 
+    def _note_late(self, error: LateProbe) -> None:
+        """Count it, and log one in a while: all instances are late at the same time."""
+        self.late += 1
+        now_s = time.monotonic()
+        if now_s - self._late_told_s >= _TELL_LATE_EVERY_S:
+            self._late_told_s = now_s
+            _log.warning("probes come late, and count for nothing: %s", error)
+
     async def _scrape(self, instance: Instance, probe: Probe) -> None:
         """Read models and engine facts; an engine without metrics is served all the same.
 
         Raises InstanceError: LOCAL.
         """
-        problems = [await self._scrape_models(instance, probe)]
+        number = self._scrapes.get(instance.id, 0)
+        problems = []
+        if not instance.up or instance.scrape_problem or number % _SCRAPES_PER_MODELS == 0:
+            problems.append(await self._scrape_models(instance, probe))
+        self._scrapes[instance.id] = number + 1
         problems.append(await self._scrape_metrics(instance, probe))
         instance.scrape_problem = "; ".join(filter(None, problems))
         if instance.up and not instance.models:
@@ -215,6 +273,7 @@ class HealthMonitor:
         self._tell_cache(instance, told)
         if told is not None:
             instance.engine_kv_usage = told.kv_usage
+            self._note_rest(instance.id, told)
             self._tell_queue(instance, told)
             if told.cache.capacity_tokens is not None:
                 instance.engine_kv_capacity_tokens = told.cache.capacity_tokens
@@ -234,6 +293,16 @@ class HealthMonitor:
                 counters = queries, hits
             self._tell_renewal(instance, told)
         self._fleet.scheduler.observe_cache(instance.id, caching, counters, time.monotonic())
+
+    def _note_rest(self, instance_id: InstanceId, told: EngineMetrics) -> None:
+        """It rests if it has nothing to do, and was asked nothing since it had nothing to do."""
+        self._resting.discard(instance_id)
+        if told.running != 0 or told.waiting != 0:
+            self._idle.pop(instance_id, None)
+            return
+        if self._idle.get(instance_id, -1.0) == told.prompt_tokens is not None:
+            self._resting.add(instance_id)
+        self._idle[instance_id] = told.prompt_tokens
 
     def _tell_renewal(self, instance: Instance, told: EngineMetrics) -> None:
         """It was started anew although no probe failed meanwhile, or it sleeps: what it had cached

@@ -33,6 +33,7 @@ from hetero_gateway.files.gateway_config import (
 )
 from hetero_gateway.gateway.control.metrics import InstanceGauges
 from hetero_gateway.gateway.settings import Prepared, Settings
+from hetero_gateway.gateway.wire.tls import ClientContexts, ClientTls
 from hetero_gateway.gateway.wire.upstream import InstancePool
 
 _log = logging.getLogger(__name__)
@@ -40,12 +41,20 @@ _log = logging.getLogger(__name__)
 # Who named an instance: the configuration, /admin, or a source of discovery by its name. What one
 # of them has named, no other takes away.
 FILE, ADMIN = "file", "admin"
+# What can differ of an instance's configuration while it serves.
+ADJUSTABLE = ("model", "profile", "weight")
 
 
 class Instance:
     """One vLLM server: what is configured, and what was last seen of it."""
 
-    def __init__(self, config: InstanceConfig, gateway: GatewayConfig, base_dir: Path) -> None:
+    def __init__(
+        self,
+        config: InstanceConfig,
+        gateway: GatewayConfig,
+        base_dir: Path,
+        contexts: ClientContexts,
+    ) -> None:
         self.config = config
         self.id = InstanceId(config.id)
         self.profile = instance_profile(config, base_dir)
@@ -53,7 +62,7 @@ class Instance:
         self.calibrated: Profile | None = None
         self.recalibrates = gateway.scheduler.recalibrate
         self.api_key = secret(config.api_key_env, f"instance {config.id}: api_key_env")
-        self.ssl_context = _ssl_context(config)
+        self.ssl_context = _ssl_context(config, contexts)
         self.pool = InstancePool(
             config.base_url, gateway.pool, gateway.timeouts.connect_s, self.ssl_context
         )
@@ -123,6 +132,7 @@ class Fleet:
     def __init__(self, config: GatewayConfig, base_dir: Path) -> None:
         self._config = config
         self._base_dir = base_dir
+        self.contexts = ClientContexts(base_dir)
         scheduling = config.scheduler
         rng = np.random.default_rng(scheduling.seed)
         policy = _policy_of(scheduling)
@@ -156,16 +166,24 @@ class Fleet:
 
         ``gateway``: the configuration as it is to be; None: as it is.
         """
-        return Instance(config, gateway or self._config, self._base_dir)
+        return Instance(config, gateway or self._config, self._base_dir, self.contexts)
 
     def settings(self, settings: Settings) -> None:
         """Have this part take up what can change of it."""
         settings.add(_POLICY_FIELDS, self._prepare_policy)
+        settings.add((), self._prepare_files, always=True)
+        settings.files.append(lambda _: self.contexts.files())
         settings.add(
             ("scheduler.theta", "scheduler.queue.max_requests", "scheduler.recalibrate",
              "health.ejection", "pool", "timeouts.connect_s"),
             self._prepare,
         )  # fmt: skip
+
+    def _prepare_files(self, _: GatewayConfig) -> Prepared | None:
+        if not self.contexts.files():
+            return None
+        self.contexts.check()
+        return Prepared(self.contexts.renew)
 
     def _prepare_policy(self, fresh: GatewayConfig) -> Prepared:
         policy = _policy_of(fresh.scheduler)
@@ -192,6 +210,18 @@ class Fleet:
                     self.set_recalibrated(instance, scheduling.recalibrate)
 
         return Prepared(apply)
+
+    def can_adjust(self, instance: Instance, config: InstanceConfig) -> bool:
+        """Whether an instance can serve on with this configuration: it is the same server."""
+        adjusted = {name: getattr(config, name) for name in ADJUSTABLE}
+        return instance.config.model_copy(update=adjusted) == config
+
+    def adjust(self, instance: Instance, config: InstanceConfig) -> None:
+        """See ``Instance.adjust``. Raises ConfigError: it has no such profile."""
+        profile = instance.profile
+        if config.profile != instance.config.profile:
+            profile = instance_profile(config, self._base_dir)
+        instance.adjust(config, profile)
 
     def admit(self, instance: Instance) -> None:
         """Take an instance in; its first good probe opens it. ConfigError: the id is taken."""
@@ -359,14 +389,11 @@ def _age_s(day: Any) -> float | None:
     return max(0.0, (datetime.now(UTC) - made).total_seconds())
 
 
-def _ssl_context(config: InstanceConfig) -> ssl.SSLContext | None:
+def _ssl_context(config: InstanceConfig, contexts: ClientContexts) -> ssl.SSLContext | None:
     if not config.base_url.startswith("https:"):
         return None
+    wanted = ClientTls(config.ca_file, config.certificate_file, config.key_file)
     try:
-        context = ssl.create_default_context(cafile=config.ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"instance {config.id}: ca_file: {config.ca_file} cannot be used: {error}"
-        ) from error
-    context.set_alpn_protocols(["http/1.1"])
-    return context
+        return contexts.context(wanted)
+    except ConfigError as error:
+        raise ConfigError(f"instance {config.id}: {error}") from error

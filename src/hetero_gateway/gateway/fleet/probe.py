@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from hetero_gateway.files.gateway_config import PoolConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
+from hetero_gateway.gateway.fleet.lag import LoopLag
 from hetero_gateway.gateway.wire.response import ResponseHead
 from hetero_gateway.gateway.wire.upstream import InstancePool, UpstreamConnection
 
@@ -32,6 +33,20 @@ class ProbeAnswer:
     def good(self) -> bool:
         """The request succeeded; a redirection is no success."""
         return 200 <= self.status < 300
+
+
+# Of a probe's time-out, the share by which the event loop may be behind while it counts.
+_LATE_SHARE = 0.25
+
+
+class LateProbe(InstanceError):
+    """No answer in time, and the gateway was too short of CPU time to say whose fault that is."""
+
+    def __init__(self, behind_s: float) -> None:
+        super().__init__(
+            Failure.LOCAL,
+            f"the gateway was short of CPU time: its event loop is {behind_s:.1f} s late",
+        )
 
 
 class _Gathering:
@@ -90,6 +105,7 @@ class Probe:
         base_url, ssl_context: the instance's.
         api_key: sent, if there is one.
         timeout_s: for one exchange from connecting to its last byte.
+        lag: says whether a probe that is late is the instance's fault.
     """
 
     def __init__(
@@ -98,7 +114,9 @@ class Probe:
         api_key: str | None,
         timeout_s: float,
         ssl_context: ssl.SSLContext | None = None,
+        lag: LoopLag | None = None,
     ) -> None:
+        self._lag = lag or LoopLag()
         self._pool = InstancePool(base_url, _POOL, timeout_s, ssl_context)
         self.timeout_s = timeout_s
         fields = b"host: %b\r\naccept-encoding: identity\r\n" % self._pool.host_header
@@ -109,7 +127,7 @@ class Probe:
     async def get(self, path: str, most_bytes: int = 0) -> ProbeAnswer:
         """GET a path. Nothing of the body is kept or waited for where ``most_bytes`` is 0.
 
-        Raises InstanceError; ``Failure.LOCAL`` says nothing of the instance.
+        Raises InstanceError; ``Failure.LOCAL`` (and so ``LateProbe``) says nothing of the instance.
         """
         return await self.ask(b"GET", path.encode(), most_bytes)
 
@@ -119,6 +137,7 @@ class Probe:
         request = b"%b %b%b HTTP/1.1\r\n%b%b\r\n" % (
             method, self._pool.path_prefix, target, self._fields, length
         )  # fmt: skip
+        behind_s = self._lag.behind_s
         try:
             async with asyncio.timeout(self.timeout_s):
                 connection = self._pool.take_idle() or await self._pool.connect()
@@ -131,6 +150,9 @@ class Probe:
                 connection = await self._pool.connect()
                 return await _exchange(connection, request, most_bytes)
         except TimeoutError as error:
+            behind_s = self._lag.behind_s - behind_s
+            if behind_s >= _LATE_SHARE * self.timeout_s:
+                raise LateProbe(behind_s) from error
             message = f"no answer within {self.timeout_s:g} s"
             raise InstanceError(Failure.TOTAL_TIMEOUT, message) from error
 

@@ -134,6 +134,7 @@ class RemoteDispatcher:
         self._channel: Channel | None = None
         self._session = 0
         self._keys = itertools.count(1)
+        self._members: dict[bytes, tuple[InstanceId, messages.Member]] = {}
         self._asked: dict[int, _Ask] = {}
         self._open: dict[int, Assignment] = {}
         self._streams = StreamWatch()
@@ -446,37 +447,44 @@ class RemoteDispatcher:
 
     def _take_members(self, said: messages.Members) -> None:
         fleet = self._fleet
-        wanted = {}
+        # Of hundreds, a few have changed: the others are not even read.
+        told, self._members = self._members, {}
         for member in said.instances:
-            config = InstanceConfig.model_validate_json(member.config)
-            wanted[InstanceId(config.id)] = config, member
+            instance_id, before = told.get(member.config, (None, None))
+            if instance_id is None or before != member or instance_id not in fleet.instances:
+                config = InstanceConfig.model_validate_json(member.config)
+                instance_id = InstanceId(config.id)
+                self._take_member(config, member)
+            self._members[member.config] = instance_id, member
+        wanted = {instance_id for instance_id, _ in self._members.values()}
         for instance_id in [i for i in fleet.instances if i not in wanted]:
             fleet.remove(instance_id)
-        for instance_id, (config, member) in wanted.items():
-            instance = fleet.instances.get(instance_id)
-            weighted = config.model_copy(update={"weight": member.weight})
-            if instance is not None and instance.config != weighted:
-                same = instance.config.model_copy(update={"weight": member.weight}) == weighted
-                if not same:
-                    fleet.remove(instance_id)
-                    instance = None
-            if instance is None:
-                try:
-                    instance = fleet.build(weighted)
-                except ConfigError as error:
-                    _log.error("instance %s cannot be used in this process: %s", config.id, error)
-                    continue
-                fleet.admit(instance)
-            instance.config = weighted
-            instance.models = frozenset(member.models)
-            instance.max_model_len = member.max_model_len
-            instance.engine_kv_capacity_tokens = member.kv_capacity_tokens
-            instance.weight = member.weight
-            instance.up = member.available
-            instance.draining = member.draining
-            fleet.publish(instance)
         if self._channel is None and self._connected is not None:
             self._greeted(self._connected)
+
+    def _take_member(self, config: InstanceConfig, member: messages.Member) -> None:
+        fleet = self._fleet
+        config = config.model_copy(update={"weight": member.weight})
+        instance = fleet.instances.get(InstanceId(config.id))
+        try:
+            if instance is not None and fleet.can_adjust(instance, config):
+                fleet.adjust(instance, config)
+            else:
+                built = fleet.build(config)
+                if instance is not None:
+                    fleet.remove(instance.id)
+                fleet.admit(built)
+                instance = built
+        except ConfigError as error:
+            _log.error("instance %s cannot be used in this process: %s", config.id, error)
+            return
+        instance.models = frozenset(member.models)
+        instance.max_model_len = member.max_model_len
+        instance.engine_kv_capacity_tokens = member.kv_capacity_tokens
+        instance.weight = member.weight
+        instance.up = member.available
+        instance.draining = member.draining
+        fleet.publish(instance)
 
     def _greeted(self, channel: Channel) -> None:
         """The scheduler process answers: it decides from now on."""

@@ -1,0 +1,40 @@
+"""How far the event loop is behind: whether what did not come was late, or nobody looked."""
+
+from __future__ import annotations
+
+import asyncio
+
+_EVERY_S = 0.1
+# What a loop that has enough CPU time is late by now and then.
+_GRAIN_S = 0.02
+
+
+class LoopLag:
+    """Adds up by how much timers come late, from ``start`` to ``stop``.
+
+    Whatever holds the loop counts: a long callback, other processes, a machine that was stopped.
+    """
+
+    def __init__(self) -> None:
+        self.behind_s = 0.0  # since the start
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
+
+    def start(self) -> None:
+        if self._timer is None:
+            self._arm(asyncio.get_running_loop())
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due_s = loop.time() + _EVERY_S
+        self._timer = loop.call_later(_EVERY_S, self._tick, loop)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        late_s = loop.time() - self._due_s
+        if late_s > _GRAIN_S:
+            self.behind_s += late_s
+        self._arm(loop)

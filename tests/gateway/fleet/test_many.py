@@ -1,0 +1,169 @@
+"""Hundreds of instances: one TLS context, a start that waits for nobody, and late probes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import ssl
+import time
+from pathlib import Path
+
+import pytest
+import trustme
+
+from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig
+from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.fleet.lag import LoopLag
+from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fakes.vllm import FakeInstance, fake_instances
+
+
+async def test_a_loop_that_is_held_is_behind_and_one_that_is_not_is_not() -> None:
+    lag = LoopLag()
+    lag.start()
+    await asyncio.sleep(5)
+    assert lag.behind_s < 0.01
+    time.sleep(3)  # noqa: ASYNC251 - as a long callback does, or a machine without CPU time
+    await asyncio.sleep(1)
+    assert 2.7 < lag.behind_s < 3.1
+    lag.stop()
+
+
+async def test_a_late_probe_is_not_a_failed_one(caplog: pytest.LogCaptureFixture) -> None:
+    async with fake_instances(3) as fakes:
+        config = config_for(fakes, health={"probe_interval_s": 0.1, "probe_timeout_s": 2})
+        with caplog.at_level(logging.WARNING):
+            async with running_gateway(config) as running:
+                instances = list(running.gateway.fleet.instances.values())
+                await eventually(lambda: all(i.up for i in instances))
+                # While a probe is under way the loop stands still: fakes and gateway share it.
+                for fake in fakes:
+                    hold_at_health(fake)
+                await asyncio.sleep(300)
+                assert all(i.up for i in instances)
+                assert not any(i.failed_probes for i in instances)
+                assert running.gateway.health.late > 0
+                assert "hetero_gateway_probes_late_total" in await running.metrics()
+        assert "is down" not in caplog.text
+        assert 0 < caplog.text.count("probes come late") <= 40
+
+
+async def test_one_that_hangs_is_down_however_well_the_gateway_does() -> None:
+    async with fake_instances(1) as fakes:
+        hanging = socket.create_server(("127.0.0.1", 0))  # nobody accepts
+        config = config_for(fakes, health={"probe_interval_s": 0.1, "probe_timeout_s": 2})
+        port = hanging.getsockname()[1]
+        entry = InstanceConfig(id="slow", base_url=f"http://127.0.0.1:{port}")
+        config = config.model_copy(update={"instances": [*config.instances, entry]})
+        began_s = time.monotonic()
+        async with running_gateway(config) as running:
+            assert time.monotonic() - began_s < 1.5  # nobody waits for it
+            assert running.gateway.fleet.ready()
+            slow = running.gateway.fleet.instances[entry.id]  # type: ignore[index]
+            await eventually(lambda: slow.failed_probes >= 2)
+            assert "no answer within 2 s" in slow.down_reason
+            assert running.gateway.health.late == 0
+        hanging.close()
+
+
+def test_equal_instances_share_one_tls_context(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    entries = [{"id": f"i{i}", "base_url": f"https://127.0.0.1:{i + 1}"} for i in range(40)]
+    own = [entry | {"id": f"own-{entry['id']}", "ca_file": "ca.pem"} for entry in entries]
+    plain = {"id": "plain", "base_url": "http://127.0.0.1:1"}
+    config = GatewayConfig.model_validate({"instances": [*entries, *own, plain]})
+    fleet = Fleet(config, tmp_path)
+    contexts = {id(i.ssl_context) for i in fleet.instances.values() if i.ssl_context}
+    assert len(contexts) == len(fleet.contexts) == 2
+
+
+async def test_an_instance_that_rests_is_scraped_less_often_until_it_works() -> None:
+    def busy(running: int, total: int) -> str:
+        return (
+            f'vllm:num_requests_running{{engine="0"}} {running}\n'
+            f'vllm:num_requests_waiting{{engine="0"}} 0\n'
+            f'vllm:prompt_tokens_total{{engine="0"}} {total}\n'
+        )
+
+    async with fake_instances(1) as fakes:
+        scrapes = count_scrapes(fakes[0])
+        fakes[0].metrics = busy(0, 7)
+        config = config_for(fakes, health={"probe_interval_s": 0.5, "scrape_interval_s": 2})
+        async with running_gateway(config):
+            await asyncio.sleep(60)
+            assert 6 <= len(scrapes) <= 12  # and not 30
+            fakes[0].metrics = busy(1, 9)
+            await asyncio.sleep(12)
+            scrapes.clear()
+            await asyncio.sleep(20)
+            assert 5 <= len(scrapes) <= 11
+
+
+def hold_at_health(fake: FakeInstance) -> None:
+    answer = fake._get
+
+    def held(path: str) -> tuple[int, bytes]:
+        if path == "/health":
+            time.sleep(3)
+        return answer(path)
+
+    fake._get = held  # type: ignore[method-assign]
+
+
+def count_scrapes(fake: FakeInstance) -> list[float]:
+    """Times at which its /metrics are read, from now on."""
+    times: list[float] = []
+    answer = fake._get
+
+    def counted(path: str) -> tuple[int, bytes]:
+        if path == "/metrics":
+            times.append(time.monotonic())
+        return answer(path)
+
+    fake._get = counted  # type: ignore[method-assign]
+    return times
+
+
+async def test_an_instance_sees_the_gateways_own_certificate(tmp_path: Path) -> None:
+    """Mutual TLS towards an instance, and certificates that are renewed while serving."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.configure_trust(context)
+    context.verify_mode = ssl.CERT_REQUIRED
+    identify(authority, tmp_path)
+    fake = FakeInstance()
+    await fake.start(context)
+    entry = {"id": "i0", "base_url": fake.url.replace("http:", "https:"), "ca_file": "ca.pem"}
+    own = {"certificate_file": "own.pem", "key_file": "own.key"}
+    path = tmp_path / "gateway.yaml"
+    base = {"server": {"port": 0}, "health": {"probe_interval_s": 0.1}}
+    path.write_text(json.dumps(base | {"instances": [entry]}))
+    config = GatewayConfig.model_validate(base | {"instances": [entry]})
+    async with running_gateway(config, path) as running:
+        assert not running.gateway.fleet.ready()  # it shows no certificate
+        path.write_text(json.dumps(base | {"instances": [entry | own]}))
+        await running.gateway.reloader.reload("a test")
+        await eventually(running.gateway.fleet.ready)
+        (tmp_path / "own.key").write_text("garbage")
+        with pytest.raises(Exception, match=r"own\.key"):
+            await running.gateway.reloader.reload("a test")
+        identify(authority, tmp_path)
+        told = await running.gateway.reloader.reload("a test")
+        assert told["changed"] == []
+        await fake.kill()
+        await eventually(lambda: not running.gateway.fleet.ready())
+        await fake.start(context)
+        await eventually(running.gateway.fleet.ready)
+    await fake.close()
+
+
+def identify(authority: trustme.CA, directory: Path) -> None:
+    """A new certificate for the gateway."""
+    issued = authority.issue_cert("gateway.test")
+    issued.private_key_pem.write_to_path(directory / "own.key")
+    issued.cert_chain_pems[0].write_to_path(directory / "own.pem")
