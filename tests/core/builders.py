@@ -137,6 +137,7 @@ def outlook(size: int) -> Outlook:
     return Outlook(
         constants,
         kv_capacity_tokens=each * 8e5,
+        kv_limit_tokens=each * 8e5,
         max_num_seqs=each * 256,
         rows=rows,
         stages=np.zeros((len(STAGE_TOKENS), size)),

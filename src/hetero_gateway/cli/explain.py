@@ -15,6 +15,7 @@ _ESTIMATES = (
     ("latency_s", " s"),
     ("delay_s", " s"),
     ("memory_price_s", " s"),
+    ("late_price_s", " s"),
     ("cost_s", ""),
 )
 

@@ -265,7 +265,7 @@ async def test_decisions_come_newest_first_each_with_its_reason() -> None:
             lowest = min(rows.values(), key=lambda row: row["cost_s"])
             assert decision["chosen"] == lowest["instance"]
             assert all(row["room"] for row in rows.values())
-            parts = ("latency_s", "delay_s", "memory_price_s")
+            parts = ("latency_s", "delay_s", "memory_price_s", "late_price_s")
             assert lowest["cost_s"] == pytest.approx(sum(lowest[part] for part in parts))
             # The same prompt was sent there before, but these engines have no prefix cache.
             assert lowest["prefix"]["match_tokens"] > lowest["prefix"]["cached_tokens"] == 0

@@ -315,7 +315,7 @@ async def test_explain_says_that_a_request_would_wait_and_why() -> None:
         assert document["reason"].startswith("It would wait: no instance has room now; ")
         rows = document["candidates"]
         assert [row["room"] for row in rows] == [False, False]
-        parts = ("latency_s", "delay_s", "memory_price_s")
+        parts = ("latency_s", "delay_s", "memory_price_s", "late_price_s")
         assert all(row["cost_s"] == pytest.approx(sum(row[p] for p in parts)) for row in rows)
         streams.append(asyncio.create_task(client.post(CHAT, json=chat())))
         await eventually(lambda: waiting(running) == 1)

@@ -116,12 +116,13 @@ class Backlog(NamedTuple, Generic[Numbers]):
 class Outlook(NamedTuple):
     """How far the instances' requests are; arrays of one entry per candidate in the last axis.
 
-    ``constants`` are p1..p9 as rows, ``rows`` those of ``instances/table.py``, ``stages`` the
-    streaming sequences by stage.
+    ``constants`` are p1..p9 as rows, those of the KV cache as in ``Member``, ``rows`` those of
+    ``instances/table.py``, ``stages`` the streaming sequences by stage.
     """
 
     constants: FloatArray
     kv_capacity_tokens: FloatArray
+    kv_limit_tokens: FloatArray
     max_num_seqs: FloatArray
     rows: FloatArray
     stages: FloatArray
@@ -201,6 +202,7 @@ class Member(NamedTuple):
 
     ``kv_capacity_tokens`` is what usage is measured by; where nobody knows it, it is assumed.
     ``kv_limit_tokens`` is what a request has to fit, without a limit where nobody knows one.
+    ``seats``: sequences that are sent to it at most, a few more than ``max_num_seqs``.
     """
 
     p1: float
@@ -216,6 +218,7 @@ class Member(NamedTuple):
     kv_limit_tokens: float
     max_num_seqs: float
     weight: float
+    seats: float
 
 
 class SmallView(NamedTuple):

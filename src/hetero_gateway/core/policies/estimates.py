@@ -13,6 +13,7 @@ bit.
     lat     latency_s                    s
     ext     delay_s                      s
     price   memory_price_s               s
+    late    late_price_s                 s
 
 What several sequences have in common is in the cache once, and each of them reads it: memory goes
 by ``tokens`` less what is shared, steps by all.
@@ -43,11 +44,19 @@ from hetero_gateway.core.instances.table import (
     WAITING_PROMPT,
 )
 from hetero_gateway.core.policies.base import Member
+from hetero_gateway.core.types import Request
 
 BoolArray = NDArray[np.bool_]
 
-# Sent beyond max_num_seqs, so that the engine has the next request at hand when one finishes.
-BEYOND_MAX_NUM_SEQS = 8
+# Sent beyond max_num_seqs, so that the engine has the next request at hand when one finishes: one
+# for each so many seats, as that many finish between two looks, and within these bounds. With few
+# seats a request that waits for one in an engine waits long, and nobody can help it any more.
+_SEATS_FOR_ONE = 32.0
+_MOST_BEYOND = 8.0
+# An engine admits prompts as long as its cache has blocks for them, and running sequences grow.
+# What would come to more than this share of the cache waits in the engine, behind its queue, or
+# evicts somebody; here it goes to whoever has room first.
+KV_ROOM = 0.95
 # Prompt tokens without a first token that are always allowed: two steps of vLLM's default budget
 # (vllm/engine/arg_utils.py). One is being computed, one must lie ready: where prompts are short, a
 # few requests are not enough for that.
@@ -61,6 +70,13 @@ MOST_PATIENCE_S = 1.0
 # in the engine's queue, where it is not passed, up to so many times as many as may wait else.
 MATCHED_SHARE = 0.5
 MATCHED_WAIT = 3
+# A first token is late beyond so long, or beyond so many times the soonest on offer where that is
+# late, too. Each second more is as dear as so many seconds of latency. Without it long prompts go
+# to slow machines, as on a fast one they hold up a hundred streams for a moment: right for the
+# mean, and the tail of the first tokens is three times as long.
+LATE_S = 0.5
+LATE_FACTOR = 2.0
+LATE_WEIGHT = 30.0
 # The predicted usage may be far above 1; how far is noise, that it is above is what counts.
 MOST_USAGE = 1.5
 # Where prompts come from caches, an engine's seats (max_num_seqs) can run out before its memory.
@@ -74,26 +90,58 @@ SEATS_USAGE = 2.0
 Estimate = tuple[float, float, float, float, float, float, float, float]
 
 
+def seats(max_num_seqs: float) -> float:
+    """The most sequences that are sent to an engine: one or a few more than it runs at once."""
+    return max_num_seqs + min(_MOST_BEYOND, max(1.0, max_num_seqs // _SEATS_FOR_ONE))
+
+
+def needed_tokens(request: Request, *, cached: bool) -> float:
+    """What a request's prompts take of a cache as it is admitted, for ``room``.
+
+    -inf, which fits everywhere, where some of it is ``cached``: those that run may share that.
+    """
+    return -np.inf if cached else float(request.sequences * request.prompt_tokens)
+
+
 def room(
-    rows: FloatArray, max_num_seqs: FloatArray, prefill_depth: int
+    rows: FloatArray,
+    max_num_seqs: FloatArray,
+    kv_limit: FloatArray,
+    needed: float,
+    prefill_depth: int,
 ) -> tuple[BoolArray, BoolArray]:
-    """Who is worth waiting for, and who of them may be sent a request now."""
+    """Who is worth waiting for, and who of them may be sent a request now.
+
+    Args:
+        rows, max_num_seqs, kv_limit: as in ``Outlook``.
+        needed: tokens, as of ``needed_tokens``.
+    """
     waiting = rows[WAITING]
-    seats = np.minimum(max_num_seqs + BEYOND_MAX_NUM_SEQS, rows[SEATS])
-    slots = waiting + rows[STREAMING] < seats
+    there = waiting + rows[STREAMING]
+    most = max_num_seqs + np.minimum(_MOST_BEYOND, np.maximum(1.0, max_num_seqs // _SEATS_FOR_ONE))
+    slots = there < np.minimum(most, rows[SEATS])
+    held = rows[CONTEXT] + rows[WAITING_PROMPT] + needed
+    slots &= (there == 0) | (held <= KV_ROOM * kv_limit)
     has_room = slots & ((waiting < prefill_depth) | (rows[WAITING_PREFILL] < PREFILL_TOKENS))
     return slots & (has_room | (rows[SILENT_S] < MOST_PATIENCE_S)), has_room
 
 
 def room_of(
-    state: InstanceState, max_num_seqs: float, prefill_depth: int, now_s: float
+    state: InstanceState, member: Member, needed: float, prefill_depth: int, now_s: float
 ) -> tuple[bool, bool]:
     """The same for one instance."""
     peers = state.peers or NO_PEERS
     waiting = state.waiting + peers.waiting
-    there = waiting + state.streaming + peers.streaming
-    if there >= max_num_seqs + BEYOND_MAX_NUM_SEQS or there >= state.seats:
+    streaming = state.streaming + peers.streaming
+    there = waiting + streaming
+    if there >= member.seats or there >= state.seats:
         return False, False
+    if there:
+        held = state.context + peers.context + state.waiting_prompt + peers.waiting_prompt + needed
+        if now_s > state.read_s:
+            held += streaming * (now_s - state.read_s) * state.steps_per_s
+        if held > KV_ROOM * member.kv_limit_tokens:
+            return False, False
     if waiting < prefill_depth or state.waiting_prefill + peers.waiting_prefill < PREFILL_TOKENS:
         return True, True
     return now_s - state.heard_s < MOST_PATIENCE_S, False
@@ -111,13 +159,14 @@ def matched_room(
     waiting = rows[WAITING]
     there = waiting + rows[STREAMING]
     matched = matched & (there < rows[SEATS])
-    room = matched & (there < max_num_seqs + MATCHED_WAIT * BEYOND_MAX_NUM_SEQS)
+    beyond = np.minimum(_MOST_BEYOND, np.maximum(1.0, max_num_seqs // _SEATS_FOR_ONE))
+    room = matched & (there < max_num_seqs + MATCHED_WAIT * beyond)
     room &= waiting < MATCHED_WAIT * prefill_depth
     return slots | room | (matched & (rows[SILENT_S] < MOST_PATIENCE_S)), has_room | room
 
 
 def matched_room_of(
-    state: InstanceState, max_num_seqs: float, prefill_depth: int, now_s: float
+    state: InstanceState, member: Member, prefill_depth: int, now_s: float
 ) -> tuple[bool, bool]:
     """The same for one instance without room, where much of the request is cached."""
     peers = state.peers or NO_PEERS
@@ -127,7 +176,7 @@ def matched_room_of(
         return False, False
     if (
         waiting < MATCHED_WAIT * prefill_depth
-        and there < max_num_seqs + MATCHED_WAIT * BEYOND_MAX_NUM_SEQS
+        and there < member.max_num_seqs + MATCHED_WAIT * (member.seats - member.max_num_seqs)
     ):
         return True, True
     return now_s - state.heard_s < MOST_PATIENCE_S, False
@@ -163,8 +212,8 @@ def estimates(
     n_r: float,
     prompt_tokens: float,
     output: float,
-) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    """lat, ext, price, their sum, and the time to the first token, s.
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+    """lat, ext, price, late, their sum, and the time to the first token, s.
 
     Args:
         constants, rows, kv, max_num_seqs: as in ``Outlook``.
@@ -217,8 +266,20 @@ def estimates(
     price_s *= usage * usage * latency_s[latency_s.argmin()]
     cost_s = latency_s + delay_s + price_s
     if cached is not None:
-        cost_s += first_token_weight * ttft_s
-    return latency_s, delay_s, price_s, cost_s, ttft_s
+        late_price_s = first_token_weight * ttft_s
+    else:
+        late_s = max(LATE_S, LATE_FACTOR * ttft_s[ttft_s.argmin()])
+        late_price_s = LATE_WEIGHT * np.maximum(ttft_s - late_s, 0.0)
+    cost_s += late_price_s
+    return latency_s, delay_s, price_s, late_price_s, cost_s, ttft_s
+
+
+def late_prices_s(ttfts_s: list[float], first_token_weight: float, *, cached: bool) -> list[float]:
+    """What the wait for the first token costs beside latency, for each of a few candidates, s."""
+    if cached:
+        return [first_token_weight * ttft_s for ttft_s in ttfts_s]
+    late_s = max(LATE_S, LATE_FACTOR * min(ttfts_s))
+    return [LATE_WEIGHT * (t - late_s) if t > late_s else 0.0 for t in ttfts_s]
 
 
 def estimate(
@@ -241,7 +302,7 @@ def estimate(
         n_r, prompt_tokens, output: its sequences, and the tokens of each.
         residual: as in ``Backlog``.
     """
-    p1, p2, p3, p4, p5, p6, p7, p8, p9, kv, kv_limit, max_num_seqs, _ = member
+    p1, p2, p3, p4, p5, p6, p7, p8, p9, kv, kv_limit, max_num_seqs, _, _ = member
     waiting: float = state.waiting
     streaming: float = state.streaming
     waiting_prompt: float = state.waiting_prompt

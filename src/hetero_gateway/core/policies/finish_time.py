@@ -53,7 +53,9 @@ from hetero_gateway.core.policies.estimates import (
     BoolArray,
     Estimate,
     estimate,
+    late_prices_s,
     matched_room_of,
+    needed_tokens,
     room_of,
 )
 
@@ -64,11 +66,14 @@ if TYPE_CHECKING:
 # between arrivals, within these bounds (s). Poisson arrivals pause that long once in 20 000.
 _GAPS_BEFORE_DRAIN = 10.0
 _IDLE_BOUNDS_S = (0.02, 2.0)
-# Of the wait that draining the queue takes, how much later than elsewhere a request may finish.
-_DRAIN_FACTOR = 2.0
+# How many times the wait that draining the queue takes must cover what a request would finish
+# later than elsewhere. Twice makes the batch end sooner, but its mean request finishes later.
+_DRAIN_FACTOR: dict[Objective, float] = {"latency": 1.0, "makespan": 2.0}
 
 # What its choices tell of each candidate; without any constants the cost is a count.
-_ESTIMATES = ("latency_s", "delay_s", "memory_price_s", "cost_s", "ttft_s", "room")
+_ESTIMATES = (
+    "latency_s", "delay_s", "memory_price_s", "late_price_s", "cost_s", "ttft_s", "room",
+)  # fmt: skip
 _NAMES = (*COLUMNS, *_ESTIMATES)
 _NAMES_OF_COUNTS = (*COLUMNS, "cost_s", "room")
 
@@ -125,10 +130,11 @@ class FinishTime(PlacesAtOnce):
         return self._choose(view, outlook, *self._rooms(view, outlook), rng)
 
     def _rooms(self, view: View, outlook: Outlook) -> tuple[BoolArray, BoolArray]:
-        """Who is worth waiting for, and who has room."""
+        """Who is worth waiting for, and who of them may be sent the request now."""
         rows, seats, depth = outlook.rows, outlook.max_num_seqs, self._prefill_depth
-        slots, room = self._room(rows, seats, depth)
         cached = _cached(view.demand.prefix)
+        needed = needed_tokens(view.request, cached=cached is not None)
+        slots, room = self._room(rows, seats, outlook.kv_limit_tokens, needed, depth)
         if cached is None or room.all():
             return slots, room
         matched = cached >= MATCHED_SHARE * view.request.prompt_tokens
@@ -153,7 +159,7 @@ class FinishTime(PlacesAtOnce):
             figures = Figures(_NAMES_OF_COUNTS, (*told, cost, room))
         else:
             output = float(view.request.predicted_output_tokens)
-            latency_s, delay_s, price_s, cost, ttft_s = self._estimates(
+            latency_s, delay_s, price_s, late_s, cost, ttft_s = self._estimates(
                 outlook.constants,
                 outlook.rows,
                 outlook.kv_capacity_tokens,
@@ -169,7 +175,7 @@ class FinishTime(PlacesAtOnce):
                 float(view.request.prompt_tokens),
                 output,
             )
-            data = (*told, latency_s, delay_s, price_s, cost, ttft_s, room)
+            data = (*told, latency_s, delay_s, price_s, late_s, cost, ttft_s, room)
             figures = Figures(_NAMES, data, by_speed=backlog.stands_in)
         if self._drains(backlog):
             slots = slots & self._worth_it(outlook, backlog, latency_s)
@@ -201,15 +207,19 @@ class FinishTime(PlacesAtOnce):
     ) -> BoolArray:
         """The drain rule: not where the fastest is done sooner after the queue is drained."""
         drain_s = _drain_s(backlog, outlook.rows[SPEED])
-        result: BoolArray = _DRAIN_FACTOR * (latency_s - latency_s.min()) <= drain_s
+        result: BoolArray = (
+            _DRAIN_FACTOR[self._objective] * (latency_s - latency_s.min()) <= drain_s
+        )
         return result
 
     # In plain floats
 
     def choose_small(self, view: SmallView, rng: np.random.Generator) -> Choice | None:
         depth, now_s, backlog = self._prefill_depth, view.now_s, view.backlog
+        prefills, caches = _prefills(view)
+        needed = needed_tokens(view.request, cached=caches[0] is not None)
         rooms = [
-            room_of(state, member.max_num_seqs, depth, now_s)
+            room_of(state, member, needed, depth, now_s)
             for state, member in zip(view.states, view.members, strict=True)
         ]
         if view.demand.prefix is not None:
@@ -221,8 +231,7 @@ class FinishTime(PlacesAtOnce):
         n_r, prompt_tokens, output = _lengths(view)
         found: list[Estimate] = []
         latencies: list[float] = []
-        prefills, caches = _prefills(view)
-        weight = 0.0 if caches[0] is None else self._first_token_weight
+        ttfts: list[float] = []
         for state, member, prefill, cached, typical_s in zip(
             view.states,
             view.members,
@@ -245,19 +254,19 @@ class FinishTime(PlacesAtOnce):
             )
             found.append(one)
             latencies.append(one[4])
+            ttfts.append(one[7])
+        late_prices = late_prices_s(ttfts, self._first_token_weight, cached=caches[0] is not None)
         soonest_s = min(latencies)
         costs: list[float] = []
         told: list[float] = []
-        for (time_s, usage, load_s, in_flight, lat_s, delay_s, price, ttft_s), (_, room) in zip(
-            found, rooms, strict=True
-        ):
+        for one, late_s, (_, room) in zip(found, late_prices, rooms, strict=True):
+            time_s, usage, load_s, in_flight, lat_s, delay_s, price, ttft_s = one
             price_s = price * soonest_s
-            cost_s = lat_s + delay_s + price_s
-            if weight:
-                cost_s += weight * ttft_s
+            cost_s = lat_s + delay_s + price_s + late_s
             costs.append(cost_s)
             told += (
-                time_s, usage, load_s, in_flight, lat_s, delay_s, price_s, cost_s, ttft_s, room,
+                time_s, usage, load_s, in_flight, lat_s, delay_s, price_s, late_s, cost_s, ttft_s,
+                room,
             )  # fmt: skip
         latest_s = self._latest_small(view, soonest_s)
         position = _cheapest_small(costs, rooms, latencies, latest_s, rng)
@@ -274,7 +283,7 @@ class FinishTime(PlacesAtOnce):
         assert view.demand.prefix is not None
         least, depth = MATCHED_SHARE * view.request.prompt_tokens, self._prefill_depth
         return [
-            matched_room_of(state, member.max_num_seqs, depth, view.now_s)
+            matched_room_of(state, member, depth, view.now_s)
             if not room[1] and cached >= least
             else room
             for room, cached, state, member in zip(
@@ -313,7 +322,7 @@ class FinishTime(PlacesAtOnce):
         if not self._drains(view.backlog):
             return math.inf
         speeds = np.array([state.speed for state in view.states])
-        return soonest_s + _drain_s(view.backlog, speeds) / _DRAIN_FACTOR
+        return soonest_s + _drain_s(view.backlog, speeds) / _DRAIN_FACTOR[self._objective]
 
     # In words
 
@@ -335,7 +344,9 @@ class FinishTime(PlacesAtOnce):
         delay_s = number(float(figures.column("delay_s")[position]))
         price_s = float(figures.column("memory_price_s")[position])
         memory = f", with {number(price_s)} s for scarce memory," if price_s else ""
-        cached, first = self._because_cached(decision)
+        cached = self._because_cached(decision)
+        late_s = float(figures.column("late_price_s")[position])
+        first = f", with {number(late_s)} s for its first token," if late_s else ""
         ours = (
             f"done in {mine_s} s{cached} and holding others up for {delay_s} s{memory}{first} "
             "costs {} s, the lowest"
@@ -345,19 +356,13 @@ class FinishTime(PlacesAtOnce):
             told += " (where there is no profile, by observed speed)"
         return told
 
-    def _because_cached(self, decision: Decision) -> tuple[str, str]:
-        """What of the prompt is cached where it goes, and the weight of its first token."""
-        cached, position = _cached(decision.prefix), decision.choice.position
+    def _because_cached(self, decision: Decision) -> str:
+        """What of the prompt is cached where it goes."""
+        cached = _cached(decision.prefix)
         if cached is None:
-            return "", ""
-        tokens = round(float(cached[position]))
-        weight_s = self._first_token_weight * float(
-            decision.choice.figures.column("ttft_s")[position]
-        )
-        return (
-            f" with {tokens} of {decision.request.prompt_tokens} prompt tokens cached",
-            f", with {number(weight_s)} s for its first token," if weight_s else "",
-        )
+            return ""
+        tokens = round(float(cached[decision.choice.position]))
+        return f" with {tokens} of {decision.request.prompt_tokens} prompt tokens cached"
 
 
 def _lengths(view: SmallView) -> tuple[float, float, float]:

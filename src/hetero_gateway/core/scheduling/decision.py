@@ -13,6 +13,10 @@ _NO_WAIT_S = 0.01
 _MOST_NAMED = 3
 
 
+# What finish-time expects of a candidate.
+_ESTIMATES = ("ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "cost_s")
+
+
 class Decision(NamedTuple):
     """Where a request goes. The reason is kept as the figures it was made from; see ``explain``.
 
@@ -64,11 +68,7 @@ class Decision(NamedTuple):
         times, usage = figures.column("request_time_s"), figures.column("kv_usage")
         load, in_flight = figures.column("load_s"), figures.column("in_flight")
         w = workloads(times, usage, self.theta)
-        estimates = [
-            (name, figures.column(name))
-            for name in ("ttft_s", "latency_s", "delay_s", "memory_price_s", "cost_s")
-            if name in figures
-        ]
+        estimates = [(name, figures.column(name)) for name in _ESTIMATES if name in figures]
         room = figures.column("room") > 0 if "room" in figures else None
         prefix = self.prefix
         rows = [

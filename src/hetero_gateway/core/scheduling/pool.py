@@ -21,6 +21,7 @@ from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Slots
 from hetero_gateway.core.policies.base import Member
+from hetero_gateway.core.policies.estimates import seats
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason, Request
 
 UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody knows
@@ -73,6 +74,7 @@ class Columns(NamedTuple):
     slots: NDArray[np.intp]
     where: Slots
     kv_capacity_tokens: FloatArray
+    kv_limit_tokens: FloatArray
     capacity: FloatArray
     weight: FloatArray
     constants: FloatArray
@@ -116,6 +118,7 @@ class Pool:
             slots,
             _where(slots),
             kv_capacity_tokens,
+            np.array([float(p.kv_capacity_tokens) for p in profiles]),
             np.array([capacities[i] for i in which]),
             np.array([spec.weight for spec in self.specs]),
             np.ascontiguousarray(np.array([constants[i] for i in which]).T),
@@ -125,7 +128,12 @@ class Pool:
         # A request of more sequences fills every instance.
         self.most_sequences = max(max_num_seqs, default=0.0)
         self.members = tuple(
-            Member(*(*constants[i], capacity, float(p.kv_capacity_tokens), max_num_seqs[i], weight))
+            Member._make(
+                (
+                    *(*constants[i], capacity, float(p.kv_capacity_tokens)),
+                    *(max_num_seqs[i], weight, seats(max_num_seqs[i])),
+                )
+            )
             for i, p, capacity, weight in zip(
                 which,
                 profiles,
@@ -134,6 +142,13 @@ class Pool:
                 strict=True,
             )
         )
+        # By its times work is told from work; that it may be short of memory is of no account.
+        fastest = max(range(len(distinct)), key=capacities.__getitem__, default=None)
+        self._yardstick = None
+        if fastest is not None:
+            self._yardstick = dataclasses.replace(
+                distinct[fastest], kv_capacity_tokens=UNLIMITED_TOKENS
+            )
         self._typical_lengths = (0.0, 0.0)
         self._typical_times_s = np.ones(len(profiles))
         self._typical_plain: list[float] = []
@@ -171,6 +186,7 @@ class Pool:
             slots,
             _where(slots),
             c.kv_capacity_tokens[at],
+            c.kv_limit_tokens[at],
             c.capacity[at],
             c.weight[at],
             c.constants.take(at, axis=1),
@@ -208,6 +224,12 @@ class Pool:
             self._typical_times_s = times
             self._typical_plain = times.tolist()
         return times
+
+    def work_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        """T of a request on the fastest instance, as if that had memory for any number of them."""
+        if self._yardstick is None:
+            return 0.0
+        return request_time_s(self._yardstick, prompt_tokens, max(1.0, output_tokens))
 
     def typical_plain(self, prompt_tokens: float, output_tokens: float) -> list[float]:
         """The same as a list, kept."""

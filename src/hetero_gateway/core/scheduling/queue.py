@@ -1,34 +1,39 @@
-"""Requests that wait in the gateway for an instance: a queue per model, behind one Protocol.
+"""Requests that wait in the gateway for an instance: a queue for each model.
 
 Models do not block each other. A ticket can leave from the middle (its client went away), which
-costs as much as from the head. Who is next is the discipline's business; the sums and means that a
-policy wants to know are kept beside it, by ``ModelQueue``.
+costs as much as from the head. Who is next is the discipline's business (``disciplines.py``); the
+sums and means that a policy wants to know are kept beside it, by ``ModelQueue``.
 
 Within a model, those that the same instances can take stand in one line; where contexts and caches
-are equal and nothing is tried again, there is one. The line whose head has waited longest has its
-turn first. When that head has to wait, the heads of other lines may go to instances that it cannot
+are equal, nothing is tried again and there are no classes, there is one. The line whose turn it is
+goes first. When that head has to wait, the heads of other lines may go to instances that it cannot
 use: what it waits for is kept for it, so nobody is held up by being passed. A *crowd*, a request of
 more sequences than any engine of its pool runs at once, stands in a line of its own.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.disciplines import QueueDiscipline, Turn
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.types import InstanceId, Reject, Request
 
-# Which instances can take a ticket (positions in its pool; None: all), and whether it is a crowd.
-Line = tuple[tuple[int, ...] | None, bool] | None
+# Which instances can take a ticket (positions in its pool; None: all), whether it is a crowd, and
+# the row that its discipline wants it in. None: all can, it is none, and there is one row.
+LineName = tuple[tuple[int, ...] | None, bool, str] | None
 
 # What is typical of a model's requests changes over minutes, not from one to the next.
 _MEAN_OVER_REQUESTS = 1000
 # A burst must be known for one while it lasts.
 _MEAN_OVER_GAPS = 16
+# A line is tidied when it has so many more that left from its middle than twice those that stand.
+_MOST_DROPPED = 64
 
 
 class Ticket:
@@ -69,8 +74,8 @@ class Ticket:
         self.exclude = exclude
         self.owner = owner
         self.eligible = eligible
-        self.line: Line = None
-        self.rank = 0
+        self.line: LineName = None
+        self.rank: Turn = (0.0, 0.0, 0)
         self.first = False
         self.decision: Decision | None = None
         self.dispatch: Dispatch | None = None
@@ -92,21 +97,19 @@ class Ticket:
         return f"<Ticket {self.request.model} since {self.enqueued_s:.3f} s, {state}>"
 
 
-class QueueDiscipline(Protocol):
-    """Who is next among those that wait in one line."""
+class Line(Protocol):
+    """Requests that the same instances can take, in the order in which they go."""
 
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[Ticket]:
-        """All of them, in the order in which they would go."""
-        ...
+    def __iter__(self) -> Iterator[Ticket]: ...
 
     def head(self) -> Ticket:
         """The one whose turn it is; there must be one."""
         ...
 
-    def put(self, ticket: Ticket, *, first: bool) -> None:
-        """Add one; ``first``: it has waited before (a retry) and goes ahead of the others."""
+    def put(self, ticket: Ticket) -> None:
+        """Add one, where its ``rank`` says."""
         ...
 
     def drop(self, ticket: Ticket) -> bool:
@@ -114,8 +117,8 @@ class QueueDiscipline(Protocol):
         ...
 
 
-class Fifo:
-    """First in, first out."""
+class Row:
+    """A line whose newest stands last, and a retry first."""
 
     __slots__ = ("_tickets",)
 
@@ -131,15 +134,50 @@ class Fifo:
     def head(self) -> Ticket:
         return next(iter(self._tickets))
 
-    def put(self, ticket: Ticket, *, first: bool) -> None:
+    def put(self, ticket: Ticket) -> None:
         self._tickets[ticket] = None
-        if first:
+        if ticket.first:
             self._tickets.move_to_end(ticket, last=False)
 
     def drop(self, ticket: Ticket) -> bool:
         if ticket not in self._tickets:
             return False
         del self._tickets[ticket]
+        return True
+
+
+class SortedLine:
+    """A line in the order of ranks. What was dropped is in the heap until it comes up there."""
+
+    __slots__ = ("_heap", "_tickets")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Turn, Ticket]] = []
+        self._tickets: set[Ticket] = set()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(sorted(self._tickets, key=_rank))
+
+    def head(self) -> Ticket:
+        heap = self._heap
+        while heap[0][1] not in self._tickets:
+            heapq.heappop(heap)
+        return heap[0][1]
+
+    def put(self, ticket: Ticket) -> None:
+        self._tickets.add(ticket)
+        heapq.heappush(self._heap, (ticket.rank, ticket))
+
+    def drop(self, ticket: Ticket) -> bool:
+        if ticket not in self._tickets:
+            return False
+        self._tickets.remove(ticket)
+        if len(self._heap) > _MOST_DROPPED + 2 * len(self._tickets):
+            self._heap = [entry for entry in self._heap if entry[1] in self._tickets]
+            heapq.heapify(self._heap)
         return True
 
 
@@ -150,29 +188,30 @@ class ModelQueue:
     arrived lately.
 
     Args:
-        make_line: makes an empty line.
+        model: the name that those who wait here ask for.
+        discipline: who is next.
     """
 
     __slots__ = (
+        "_discipline",
         "_lines",
-        "_make_line",
-        "_sequence",
         "_size",
         "arrivals",
         "last_arrival_s",
         "mean_gap_s",
         "mean_output_tokens",
         "mean_prompt_tokens",
+        "model",
         "output_tokens",
         "pool",
         "prompt_tokens",
     )
 
-    def __init__(self, make_line: Callable[[], QueueDiscipline]) -> None:
-        self._make_line = make_line
-        self._lines: dict[Line, QueueDiscipline] = {}  # none of them is empty
+    def __init__(self, model: str, discipline: QueueDiscipline) -> None:
+        self.model = model
+        self._discipline = discipline
+        self._lines: dict[LineName, Line] = {}  # none of them is empty
         self._size = 0
-        self._sequence = 0
         self.pool: Pool | None = None  # that the lines are of
         self.prompt_tokens = 0
         self.output_tokens = 0.0
@@ -196,26 +235,32 @@ class ModelQueue:
         """It has several lines."""
         return len(self._lines) > 1
 
-    def head(self) -> Ticket:
+    def head(self, now_s: float) -> Ticket:
         """The one whose turn it is; there must be one."""
         lines = self._lines.values()
         if len(lines) == 1:
             return next(iter(lines)).head()
-        return min((line.head() for line in lines), key=_rank)
+        turn = self._discipline.turn
+        return min((line.head() for line in lines), key=lambda ticket: turn(ticket, now_s))
 
-    def heads(self, most: int) -> list[Ticket]:
-        """The heads of so many lines, those that have waited longest first."""
-        return sorted((line.head() for line in self._lines.values()), key=_rank)[:most]
+    def turn(self, ticket: Ticket, now_s: float) -> Turn:
+        """When it is the turn of one that stands first in its line."""
+        return self._discipline.turn(ticket, now_s)
 
-    def next_in_line(self, line: Line) -> Ticket | None:
+    def heads(self, most: int, now_s: float) -> list[Ticket]:
+        """The heads of so many lines, in the order of their turns."""
+        turn = self._discipline.turn
+        heads = [line.head() for line in self._lines.values()]
+        return sorted(heads, key=lambda ticket: turn(ticket, now_s))[:most]
+
+    def next_in_line(self, line: LineName) -> Ticket | None:
         """Who stands first there now; None: nobody."""
         there = self._lines.get(line)
         return None if there is None else there.head()
 
     def put(self, ticket: Ticket, *, first: bool) -> None:
         """Add a request that arrived, or, ``first``, one that has waited before (a retry)."""
-        self._sequence += 1
-        ticket.rank = -self._sequence if first else self._sequence
+        ticket.rank = self._discipline.join(ticket, first=first)
         ticket.first = first
         if not self._size:
             # Those who wait already were judged in the pool before: the pump judges all anew.
@@ -231,14 +276,15 @@ class ModelQueue:
         pool, kept, _ = ticket.eligible
         sequences = ticket.request.sequences
         crowd = sequences > 1 and sequences > pool.most_sequences
-        name: Line = None
-        if kept is not None or crowd:
-            name = (None if kept is None else tuple(kept), crowd)
+        row = self._discipline.line(ticket.request)
+        name: LineName = None
+        if kept is not None or crowd or row:
+            name = (None if kept is None else tuple(kept), crowd, row)
         line = self._lines.get(name)
         if line is None:
-            line = self._lines[name] = self._make_line()
+            line = self._lines[name] = SortedLine() if self._discipline.sorts else Row()
         ticket.line = name
-        line.put(ticket, first=ticket.first)
+        line.put(ticket)
 
     def stand_anew(self, pool: Pool, judge: Callable[[Ticket], bool]) -> list[Ticket]:
         """The pool has changed: everybody is judged again, and stands where he belongs now.
@@ -284,6 +330,12 @@ class ModelQueue:
             request.predicted_output_tokens - self.mean_output_tokens
         )
 
+    def went(self, ticket: Ticket, now_s: float) -> None:
+        """One of them was placed: it leaves."""
+        if ticket.dispatch is not None:
+            self._discipline.went(ticket, now_s)
+        self.drop(ticket)
+
     def drop(self, ticket: Ticket) -> bool:
         """Take one out, wherever it stands; False when it is not there."""
         line = self._lines.get(ticket.line)
@@ -303,5 +355,5 @@ class ModelQueue:
             self.prompt_tokens, self.output_tokens = 0, 0.0
 
 
-def _rank(ticket: Ticket) -> int:
+def _rank(ticket: Ticket) -> Turn:
     return ticket.rank

@@ -40,15 +40,15 @@ from hetero_gateway.core.instances.outcomes import Outcomes, Standing
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.policies import Policy, View
 from hetero_gateway.core.policies.base import Choice, Jit, SmallView, amount_at
-from hetero_gateway.core.policies.estimates import BEYOND_MAX_NUM_SEQS
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.disciplines import Fifo, QueueDiscipline
 from hetero_gateway.core.scheduling.members import Members, constants_of
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.probes import Probes
-from hetero_gateway.core.scheduling.queue import Fifo, ModelQueue, QueueDiscipline, Ticket
+from hetero_gateway.core.scheduling.queue import ModelQueue, Ticket
 from hetero_gateway.core.scheduling.restraints import Restraints
 from hetero_gateway.core.scheduling.views import Views, drain_time_s
 from hetero_gateway.core.types import (
@@ -102,7 +102,7 @@ class Scheduler:
         max_queued: most requests that wait at once, over all models.
         observes: check the profiles: keep what is observed and how far they are off, and for that
             the progress of streams also under a policy that does not ask for it.
-        discipline: makes the queue of one model.
+        discipline: who is next of those that wait; None: who came first.
         prefix_cache: keep in mind what instances have in their prefix caches, of requests that
             have keys.
         small_pool: most candidates that are decided on in plain floats.
@@ -116,7 +116,7 @@ class Scheduler:
         reference: tuple[float, float] = (512.0, 256.0),
         max_queued: int = MOST_QUEUED,
         observes: bool = False,
-        discipline: Callable[[], QueueDiscipline] = Fifo,
+        discipline: QueueDiscipline | None = None,
         small_pool: int = SMALL_POOL,
         prefix_cache: bool = True,
     ) -> None:
@@ -132,7 +132,7 @@ class Scheduler:
         self._reference = reference
         self._max_queued = max_queued
         self._observes = observes
-        self._discipline = discipline
+        self._discipline: QueueDiscipline = Fifo() if discipline is None else discipline
         self._most_small = small_pool
         self._small_pool = small_pool if policy.has_small_form else 0
         self._queues: dict[str, ModelQueue] = {}
@@ -294,7 +294,8 @@ class Scheduler:
             )
         queue = self._queues.get(request.model)
         if queue is None:
-            queue = self._queues[request.model] = ModelQueue(self._discipline)
+            queue = ModelQueue(request.model, self._discipline)
+            self._queues[request.model] = queue
         ticket = Ticket(request, now_s, exclude, owner, eligible)
         queue.put(ticket, first=first)
         self.queued += 1
@@ -331,7 +332,7 @@ class Scheduler:
             self._pass_unseen(now_s)
         queue = self._queues[request.model]
         if self._place(ticket, queue, now_s):
-            queue.drop(ticket)
+            queue.went(ticket, now_s)
             self.queued = 0
         return ticket
 
@@ -360,12 +361,12 @@ class Scheduler:
         while open_queues:
             queue = open_queues[0]
             if len(open_queues) > 1:
-                queue = min(open_queues, key=lambda q: q.head().enqueued_s)
-            ticket = queue.head()
+                queue = min(open_queues, key=lambda q: q.turn(q.head(now_s), now_s))
+            ticket = queue.head(now_s)
             if self._members.pools.get(ticket.request.model) is not queue.pool:
                 self._judge_anew(queue, done)
             elif self._place(ticket, queue, now_s):
-                self._leave(ticket, queue, done)
+                self._leave(ticket, queue, now_s, done)
             else:
                 if queue.mixed:
                     self._let_pass(queue, now_s, done)
@@ -375,8 +376,8 @@ class Scheduler:
                 open_queues.remove(queue)
         return done
 
-    def _leave(self, ticket: Ticket, queue: ModelQueue, done: list[Ticket]) -> None:
-        queue.drop(ticket)
+    def _leave(self, ticket: Ticket, queue: ModelQueue, now_s: float, done: list[Ticket]) -> None:
+        queue.went(ticket, now_s)
         self.queued -= 1
         done.append(ticket)
 
@@ -394,7 +395,7 @@ class Scheduler:
                 queue.change(ticket, request)
             return True
 
-        refused = queue.stand_anew(members.pool(queue.head().request.model), judge)
+        refused = queue.stand_anew(members.pool(queue.model), judge)
         self.queued -= len(refused)
         done += refused
 
@@ -404,7 +405,7 @@ class Scheduler:
         What anybody in front may use is kept for him, so nobody waits longer for being passed.
         """
         kept_free: set[int] = set()
-        turns = queue.heads(_MOST_LINES)
+        turns = queue.heads(_MOST_LINES, now_s)
         held_up = turns.pop(0)
         if not self._holds_back(held_up, now_s):
             kept_free.update(held_up.eligible.positions())
@@ -414,10 +415,10 @@ class Scheduler:
             if eligible is None:
                 continue
             if self._place(ticket, queue, now_s, eligible):
-                self._leave(ticket, queue, done)
+                self._leave(ticket, queue, now_s, done)
                 following = queue.next_in_line(ticket.line)
                 if following is not None:
-                    insort(turns, following, key=lambda t: t.rank)
+                    insort(turns, following, key=lambda t: queue.turn(t, now_s))
             elif not self._holds_back(ticket, now_s):
                 kept_free.update(ticket.eligible.positions())
 
@@ -425,11 +426,10 @@ class Scheduler:
         """A crowd waits, for a while, rather than take the last instance that others can use."""
         if ticket.line is None or not ticket.line[1] or now_s - ticket.enqueued_s >= _CROWD_WAITS_S:
             return False
-        pool, seats = ticket.eligible.pool, 0
+        pool, free = ticket.eligible.pool, 0
         for state, member in zip(pool.states, pool.members, strict=True):
-            there = state.waiting + state.streaming
-            seats += there < member.max_num_seqs + BEYOND_MAX_NUM_SEQS
-        return len(pool.ids) > 1 and seats < 2
+            free += state.waiting + state.streaming < member.seats
+        return len(pool.ids) > 1 and free < 2
 
     def next_wakeup_s(self) -> float | None:
         """When to pump next although nothing happens, after the last pump; None: never."""

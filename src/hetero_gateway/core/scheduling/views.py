@@ -126,6 +126,7 @@ class Views:
             view.outlook = Outlook(
                 columns.constants,
                 columns.kv_capacity_tokens,
+                columns.kv_limit_tokens,
                 columns.max_num_seqs,
                 self._table.rows(columns.where, now_s),
                 self._table.stages(columns.where),

@@ -42,7 +42,9 @@ _MOST_TOKENS = 10**8
 _MAX_BODY_BYTES = 2**20
 _DESCRIBED_AT_ONCE = 16
 # What finish-time tells of a candidate beside the figures that every policy has.
-_ESTIMATES = ("ttft_s", "latency_s", "delay_s", "memory_price_s", "cost_s", "room")
+_ESTIMATES = (
+    "ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "cost_s", "room",
+)  # fmt: skip
 
 
 class InstancePatch(BaseModel):

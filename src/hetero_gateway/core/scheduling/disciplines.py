@@ -1,0 +1,187 @@
+"""Who goes next of those that wait: queue disciplines, behind one Protocol.
+
+    fifo       who came first
+    shortest   who takes least of a machine's time, by prediction, and has waited
+    classes    shares of the machines' time for named classes; within one, who came first
+
+A discipline is one for all the queues of a scheduler, so that models that share instances share
+them by it, too. It orders; it refuses nobody and keeps no instance idle.
+
+``shortest`` is aged when a request comes: it stands in the row as if it had come later than it did,
+by ``patience_s`` times its work over four times the mean work, and by ``patience_s`` at most. So
+who comes so much later never passes it, however short.
+
+``classes`` is start-time fair queueing (Goyal, Vin and Cheng, 1996): a class whose request goes
+has its next turn after work/share, on a clock of work done. One that asks for less than its share
+hardly waits, whatever the others ask for; what it leaves over is theirs. Who has waited for its
+class's ``max_wait_s`` goes ahead of them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from hetero_gateway.core.types import DEFAULT_CLASS, Request
+
+if TYPE_CHECKING:
+    from hetero_gateway.core.scheduling.pool import Pool
+    from hetero_gateway.core.scheduling.queue import Ticket
+
+DisciplineName = Literal["fifo", "shortest", "classes"]
+
+# When it is one's turn: the lower, the sooner; whole numbers of arrival decide among equals.
+Turn = tuple[float, float, int]
+
+# A retry has waited its turn before.
+_RETRY = -math.inf
+# What arrives changes over minutes, not from one request to the next.
+_MEAN_OVER_REQUESTS = 1000
+# Few requests are longer than so many mean ones; they need not be told apart.
+_LONG = 4.0
+
+
+class QueueDiscipline(Protocol):
+    """Who is next. ``sorts``: within a line of requests that the same instances can take, too."""
+
+    sorts: bool
+
+    def line(self, request: Request) -> str:
+        """In which row a request stands, of those that the same instances can take."""
+        ...
+
+    def join(self, ticket: Ticket, *, first: bool) -> Turn:
+        """Give a ticket its place, for good; ``first``: it goes ahead of the others (a retry)."""
+        ...
+
+    def turn(self, ticket: Ticket, now_s: float) -> Turn:
+        """When it is the turn of one that stands first in its line."""
+        ...
+
+    def went(self, ticket: Ticket, now_s: float) -> None:
+        """It was placed."""
+        ...
+
+
+class Fifo:
+    """First in, first out."""
+
+    __slots__ = ("_sequence",)
+
+    sorts = False
+
+    def __init__(self) -> None:
+        self._sequence = 0
+
+    def line(self, request: Request) -> str:
+        return ""
+
+    def join(self, ticket: Ticket, *, first: bool) -> Turn:
+        self._sequence += 1
+        if first:
+            return (_RETRY, 0.0, -self._sequence)
+        return (0.0, 0.0, self._sequence)
+
+    def turn(self, ticket: Ticket, now_s: float) -> Turn:
+        return ticket.rank
+
+    def went(self, ticket: Ticket, now_s: float) -> None:
+        pass
+
+
+class Shortest(Fifo):
+    """The least work first, aged.
+
+    Args:
+        patience_s: who comes so much later than another does not go ahead of it; above 0.
+    """
+
+    __slots__ = ("_arrivals", "_mean_work_s", "_patience_s")
+
+    sorts = True
+
+    def __init__(self, patience_s: float = 60.0) -> None:
+        super().__init__()
+        self._patience_s = patience_s
+        self._arrivals = 0
+        self._mean_work_s = 0.0
+
+    def join(self, ticket: Ticket, *, first: bool) -> Turn:
+        self._sequence += 1
+        if first:
+            return (_RETRY, 0.0, -self._sequence)
+        work_s = work_of(ticket.request, ticket.eligible.pool)
+        self._arrivals += 1
+        share = 1 / min(self._arrivals, _MEAN_OVER_REQUESTS)
+        self._mean_work_s += share * (work_s - self._mean_work_s)
+        later = min(1.0, work_s / (_LONG * self._mean_work_s)) if work_s > 0 else 0.0
+        return (ticket.enqueued_s + later * self._patience_s, 0.0, self._sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRule:
+    """What a class gets.
+
+    Args:
+        share: of the machines' time, beside the others' shares, while all want more; above 0.
+        max_wait_s: who has waited so long goes ahead of every class, s; above 0.
+    """
+
+    share: float = 1.0
+    max_wait_s: float = math.inf
+
+
+# Interactive requests wait only for their own kind, as long as they are not nine parts in ten of
+# the work; and a batch's go on.
+DEFAULT_CLASSES: Mapping[str, ClassRule] = {
+    DEFAULT_CLASS: ClassRule(9.0),
+    "batch": ClassRule(1.0),
+}
+
+
+class Classes(Fifo):
+    """Shares for classes.
+
+    Args:
+        classes: by name, at least one. A request of another class counts as of the first.
+    """
+
+    __slots__ = ("_clock_s", "_first", "_next_s", "_rules")
+
+    def __init__(self, classes: Mapping[str, ClassRule] = DEFAULT_CLASSES) -> None:
+        super().__init__()
+        self._rules = dict(classes)
+        self._first = next(iter(self._rules))
+        # Work done, as the class whose turn it was had it; and when each has its next turn.
+        self._clock_s = 0.0
+        self._next_s = dict.fromkeys(self._rules, 0.0)
+
+    def line(self, request: Request) -> str:
+        name = request.request_class
+        return name if name in self._rules else self._first
+
+    def turn(self, ticket: Ticket, now_s: float) -> Turn:
+        level, _, sequence = ticket.rank
+        name = self.line(ticket.request)
+        if level < 0:
+            return ticket.rank
+        if now_s - ticket.enqueued_s >= self._rules[name].max_wait_s:
+            return (-1.0, ticket.enqueued_s, sequence)
+        return (0.0, max(self._clock_s, self._next_s[name]), sequence)
+
+    def went(self, ticket: Ticket, now_s: float) -> None:
+        name = self.line(ticket.request)
+        start_s = max(self._clock_s, self._next_s[name])
+        if self.turn(ticket, now_s)[0] == 0:
+            # Who goes out of turn moves its class on, and not the clock of all.
+            self._clock_s = start_s
+        work_s = work_of(ticket.request, ticket.eligible.pool)
+        self._next_s[name] = start_s + work_s / self._rules[name].share
+
+
+def work_of(request: Request, pool: Pool) -> float:
+    """How much of a machine's time a request takes, of all its sequences, s: T on the pool's
+    fastest, as if that had memory for it."""
+    return request.sequences * pool.work_s(request.prompt_tokens, request.predicted_output_tokens)
