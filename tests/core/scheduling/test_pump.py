@@ -216,7 +216,7 @@ def test_a_long_request_that_waits_for_the_large_instance_holds_no_short_one_up(
     s = Scheduler(make_policy("finish-time"), np.random.default_rng(0), small_pool=small_pool)
     s.add(LARGE)
     s.add(SMALL)
-    there = fill(s, "large", 9)
+    there = fill(s, "large", 2)
     long = submitted(s, LONG, 1.0)
     assert s.pump(1.0) == []
     short = [submitted(s, SHORT, 1.0 + i) for i in range(5)]
@@ -232,7 +232,7 @@ def test_a_long_request_that_waits_for_the_large_instance_holds_no_short_one_up(
 
 def test_the_passed_one_is_not_starved_by_those_that_pass() -> None:
     s = scheduler(LARGE, SMALL, policy="finish-time")
-    there = fill(s, "large", 9)
+    there = fill(s, "large", 2)
     long = submitted(s, LONG, 0.0)
     for i in range(200):
         now_s = i * 0.01
@@ -248,7 +248,7 @@ def test_the_passed_one_is_not_starved_by_those_that_pass() -> None:
 
 def test_who_passes_is_told_what_it_was_kept_from() -> None:
     s = scheduler(LARGE, SMALL, policy="finish-time")
-    fill(s, "large", 9)
+    fill(s, "large", 2)
     submitted(s, LONG)
     short = submitted(s, SHORT)
     s.pump(0.0)
@@ -259,7 +259,7 @@ def test_who_passes_is_told_what_it_was_kept_from() -> None:
 
 def test_a_retry_that_waits_holds_nobody_up() -> None:
     s = scheduler(spec("a", profile(max_num_seqs=1)), spec("b"), policy="finish-time")
-    fill(s, "a", 9)
+    fill(s, "a", 2)
     retry = submitted(s, SHORT, exclude=(InstanceId("b"),), first=True)
     others = [submitted(s, SHORT) for _ in range(3)]
     assert s.pump(0.0) == others
@@ -269,7 +269,7 @@ def test_a_retry_that_waits_holds_nobody_up() -> None:
 
 def test_those_with_the_same_instances_keep_their_order() -> None:
     s = scheduler(LARGE, SMALL, spec("other", SLOW, max_model_len=4096), policy="finish-time")
-    there = fill(s, "large", 9) + fill(s, "small", 264) + fill(s, "other", 264)
+    there = fill(s, "large", 2) + fill(s, "small", 264) + fill(s, "other", 264)
     rng = np.random.default_rng(3)
     order = [LONG if rng.random() < 0.3 else SHORT for _ in range(60)]
     tickets = [submitted(s, body, i * 1e-3) for i, body in enumerate(order)]
@@ -306,7 +306,7 @@ def test_a_crowd_goes_on_where_there_is_one_instance() -> None:
 
 def test_lines_follow_a_change_of_the_instances() -> None:
     s = scheduler(LARGE, SMALL, policy="finish-time")
-    fill(s, "large", 9)
+    fill(s, "large", 2)
     fill(s, "small", 264)
     tickets = [submitted(s, body, i * 0.1) for i, body in enumerate((SHORT, LONG, SHORT, LONG))]
     retry = submitted(s, SHORT, 1.0, exclude=(InstanceId("small"),), first=True)
@@ -318,7 +318,7 @@ def test_lines_follow_a_change_of_the_instances() -> None:
 
 def test_with_the_large_instance_gone_the_long_ones_are_refused_and_the_short_ones_wait() -> None:
     s = scheduler(LARGE, SMALL, policy="finish-time")
-    fill(s, "large", 9)
+    fill(s, "large", 2)
     fill(s, "small", 264)
     short, long = submitted(s, SHORT), submitted(s, LONG)
     assert s.pump(0.0) == []
@@ -332,7 +332,7 @@ def test_with_the_large_instance_gone_the_long_ones_are_refused_and_the_short_on
 
 def test_who_waited_as_an_instance_left_is_judged_anew_though_somebody_came_since() -> None:
     s = scheduler(LARGE, SMALL, policy="finish-time")
-    fill(s, "large", 9)
+    fill(s, "large", 2)
     there = fill(s, "small", 264)
     waiting = submitted(s, SHORT)
     assert s.pump(0.0) == []
@@ -349,7 +349,7 @@ def test_a_pump_that_places_nobody_looks_at_few_of_many() -> None:
     asked = 0
     s = scheduler(LARGE, SMALL, spec("big", profile(max_num_seqs=1), max_model_len=16_000),
                   policy="finish-time")  # fmt: skip
-    for name, seats in (("large", 9), ("small", 264), ("big", 9)):
+    for name, seats in (("large", 2), ("small", 264), ("big", 9)):
         fill(s, name, seats)
     sizes = (20_000, 10_000, 100)
     for i in range(10_000):
