@@ -120,7 +120,7 @@ def room(
     there = waiting + rows[STREAMING]
     most = max_num_seqs + np.minimum(_MOST_BEYOND, np.maximum(1.0, max_num_seqs // _SEATS_FOR_ONE))
     slots = there < np.minimum(most, rows[SEATS])
-    held = rows[CONTEXT] + rows[WAITING_PROMPT] + needed
+    held = rows[CONTEXT] + rows[WAITING_PROMPT] - rows[SHARED] + needed
     slots &= (there == 0) | (held <= KV_ROOM * kv_limit)
     has_room = slots & ((waiting < prefill_depth) | (rows[WAITING_PREFILL] < PREFILL_TOKENS))
     return slots & (has_room | (rows[SILENT_S] < MOST_PATIENCE_S)), has_room
@@ -137,7 +137,8 @@ def room_of(
     if there >= member.seats or there >= state.seats:
         return False, False
     if there:
-        held = state.context + peers.context + state.waiting_prompt + peers.waiting_prompt + needed
+        held = state.context + peers.context + state.waiting_prompt + peers.waiting_prompt
+        held += needed - state.shared_tokens
         if now_s > state.read_s:
             held += streaming * (now_s - state.read_s) * state.steps_per_s
         if held > KV_ROOM * member.kv_limit_tokens:
@@ -174,9 +175,8 @@ def matched_room_of(
     there = waiting + state.streaming + peers.streaming
     if there >= state.seats:
         return False, False
-    if (
-        waiting < MATCHED_WAIT * prefill_depth
-        and there < member.max_num_seqs + MATCHED_WAIT * (member.seats - member.max_num_seqs)
+    if waiting < MATCHED_WAIT * prefill_depth and there < member.max_num_seqs + MATCHED_WAIT * (
+        member.seats - member.max_num_seqs
     ):
         return True, True
     return now_s - state.heard_s < MOST_PATIENCE_S, False

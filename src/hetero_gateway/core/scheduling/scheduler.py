@@ -161,7 +161,7 @@ class Scheduler:
             self._queues
             or self._observes
             or self._restraints.by_id
-            or self._discipline is not Fifo
+            or type(self._discipline) is not Fifo
             or self._max_queued < MOST_QUEUED
             or self.on_dispatch is not None
             or not pool.ids
