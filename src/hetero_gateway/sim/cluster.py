@@ -38,6 +38,7 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.policies.base import Jit
+from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request, Usage
@@ -313,12 +314,10 @@ class _Run:
     def _submit(self, request: int, *, first: bool) -> bool:
         prompt_tokens = self._prompt_tokens[request]
         if self._predictions is None:
-            predicted = self._predictor.predict(LengthFeatures(self._model, prompt_tokens))
+            predicted = self._predictor.predict(self._features(request))
         else:
             predicted = self._predictions[request]
-        keys = None
-        if self._prefixes is not None and self._scheduler.caches is not None:
-            keys = self._prefixes.gateway_keys(request)
+        keys = self._keys(request)
         ticket = self._scheduler.submit(
             Request(self._model, prompt_tokens, predicted, prefix=keys),
             self._now_s,
@@ -326,6 +325,18 @@ class _Run:
             first=first,
         )
         return not isinstance(ticket, Reject)
+
+    def _keys(self, request: int) -> PrefixKeys | None:
+        """Of its prompt, as the scheduler knows it."""
+        if self._prefixes is None or self._scheduler.caches is None:
+            return None
+        return self._prefixes.gateway_keys(request)
+
+    def _features(self, request: int) -> LengthFeatures:
+        """What is known of it before it is answered."""
+        keys = self._keys(request)
+        beginning = keys.hashes[0] if keys is not None and keys.hashes else None
+        return LengthFeatures(self._model, self._prompt_tokens[request], beginning=beginning)
 
     def _pump(self) -> None:
         # What an instance refuses at once makes room for another.
@@ -383,8 +394,7 @@ class _Run:
                 if self._prefixes is not None:
                     cached_tokens = self._cached_tokens[request] = self._fleet.cached_tokens(slot)
                     usage = Usage(self._prompt_tokens[request], output_tokens, cached_tokens)
-                features = LengthFeatures(self._model, self._prompt_tokens[request])
-                self._predictor.observe(features, output_tokens)
+                self._predictor.observe(self._features(request), output_tokens)
                 scheduler.observe_output_tokens(self._model, output_tokens)
                 scheduler.settle(dispatch, Outcome.COMPLETED, log_s[k], usage)
                 self._release(slot)

@@ -40,6 +40,31 @@ def test_a_bucket_learns_the_mean_of_its_own_lengths() -> None:
     assert predictor.predict(LengthFeatures("m", 2500)) == pytest.approx(800, rel=0.15)
 
 
+def asked_of(beginning: int | None, prompt_tokens: int = 100) -> LengthFeatures:
+    return LengthFeatures("m", prompt_tokens, beginning=beginning)
+
+
+def test_prompts_that_begin_alike_are_learnt_apart() -> None:
+    predictor = BucketMeanPredictor(100.0, 8.0)
+    for _ in range(200):
+        predictor.observe(asked_of(1), 20.0)
+        predictor.observe(asked_of(None), 300.0)
+    assert predictor.predict(asked_of(1)) == pytest.approx(20.0, rel=0.3)
+    # What is known by its beginning says nothing of those that are not.
+    for other in (None, 2):
+        assert predictor.predict(asked_of(other)) == pytest.approx(300.0, rel=0.1)
+    assert predictor.predict(asked_of(1, 1000)) == predictor.predict(asked_of(3, 1000))
+
+
+def test_beginnings_that_were_not_seen_for_long_are_forgotten() -> None:
+    predictor = BucketMeanPredictor(100.0)
+    for i in range(10_000):
+        predictor.observe(asked_of(i), 20.0)
+        predictor.observe(asked_of(-1), 50.0)
+    assert len(predictor._beginnings) == 4096
+    assert predictor.predict(asked_of(-1)) == pytest.approx(50.0, rel=0.02)
+
+
 def test_models_are_learnt_apart() -> None:
     predictor = BucketMeanPredictor(256.0)
     for _ in range(500):

@@ -23,6 +23,10 @@ from hetero_gateway.core.lengths.estimates import OTHER_MODELS, bounded_model
 # minutes and still averages the heavy tail of output lengths.
 MEMORY_REQUESTS = 1000.0
 
+# Prompts' beginnings that are kept apart, the ones used least recently forgotten first. Some 200
+# bytes each.
+_MOST_BEGINNINGS = 4096
+
 # A value that is so many times the mean counts as that.
 FAR = 8.0
 
@@ -41,10 +45,20 @@ class LengthFeatures:
         prompt_tokens: of one sequence, estimated or exact; at least 1.
         max_output_tokens: the client's limit, at least 1; None: none was given.
         body: the request's JSON as it came; empty in the simulator and in ``explain``.
+        beginning: a number that all prompts with the same beginning have (``core/prefixes/keys``),
+            the system prompt's mostly; None: it is not known.
         memo: for the predictor's own use: ``observe`` gets the object that ``predict`` got.
     """
 
-    __slots__ = ("_read_text", "body", "max_output_tokens", "memo", "model", "prompt_tokens")
+    __slots__ = (
+        "_read_text",
+        "beginning",
+        "body",
+        "max_output_tokens",
+        "memo",
+        "model",
+        "prompt_tokens",
+    )
 
     def __init__(
         self,
@@ -53,8 +67,10 @@ class LengthFeatures:
         max_output_tokens: int | None = None,
         body: bytes = b"",
         read_text: Callable[[bytes], str] = _no_text,
+        beginning: int | None = None,
     ) -> None:
         self.model = model
+        self.beginning = beginning
         self.prompt_tokens = prompt_tokens
         self.max_output_tokens = max_output_tokens
         self.body = body
@@ -135,6 +151,10 @@ class BucketMeanPredictor:
     A bucket starts at the model's mean over all lengths, which starts at ``prior_tokens``; each
     prior weighs as much as ``prior_requests`` finished requests. Never a random draw: the spread
     of a draw only moves requests to where they do not belong.
+
+    Prompts that begin alike are of one application, which has answers of its own: where beginnings
+    are known, a bucket has a mean for each of them, too, and that starts at the bucket's. The
+    bucket then learns from beginnings that are new: they are what it predicts.
     """
 
     def __init__(self, prior_tokens: float, prior_requests: float = 8.0) -> None:
@@ -142,6 +162,8 @@ class BucketMeanPredictor:
         self.prior_requests = prior_requests
         self._models: dict[str, _RunningMean] = {}
         self._buckets: dict[tuple[str, int], _RunningMean] = {}
+        # By bucket and beginning, which says the model, too.
+        self._beginnings: dict[tuple[int, int], _RunningMean] = {}
 
     @property
     def has_learnt(self) -> bool:
@@ -152,8 +174,12 @@ class BucketMeanPredictor:
         model = features.model
         if model not in self._models:
             model = OTHER_MODELS
-        key = (model, features.prompt_tokens.bit_length())
-        mean = self._buckets.get(key) or self._models.get(model)
+        size = features.prompt_tokens.bit_length()
+        mean = None
+        if features.beginning is not None:
+            mean = self._beginnings.get((size, features.beginning))
+        if mean is None:
+            mean = self._buckets.get((model, size)) or self._models.get(model)
         return max(1.0, self.prior_tokens if mean is None else mean.value)
 
     def observe(self, features: LengthFeatures, output_tokens: float) -> None:
@@ -166,5 +192,23 @@ class BucketMeanPredictor:
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = _RunningMean(overall.value, self.prior_requests)
+        if features.beginning is not None:
+            seen = self._observe_beginning(key[1], features.beginning, bucket.value, output_tokens)
+            if seen >= 2 * self.prior_requests:
+                return
         overall.add(output_tokens)
         bucket.add(output_tokens)
+
+    def _observe_beginning(
+        self, size: int, beginning: int, prior: float, output_tokens: float
+    ) -> float:
+        """Returns what the beginning's mean weighs, in requests."""
+        means, key = self._beginnings, (size, beginning)
+        mean = means.pop(key, None)
+        if mean is None:
+            mean = _RunningMean(prior, self.prior_requests)
+            if len(means) >= _MOST_BEGINNINGS:
+                del means[next(iter(means))]
+        mean.add(output_tokens)
+        means[key] = mean
+        return mean.weight

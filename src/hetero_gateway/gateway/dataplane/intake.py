@@ -249,7 +249,9 @@ class Intake:
             )  # fmt: skip
             return Job(inbound, client, parsed, request, None)
         limit, body = parsed.max_output_tokens, inbound.body
-        features = LengthFeatures(model, prompt_tokens, limit, body, prompt_text)
+        keys = parsed.prefix
+        beginning = keys.hashes[0] if keys is not None and keys.hashes else None
+        features = LengthFeatures(model, prompt_tokens, limit, body, prompt_text, beginning)
         output_tokens = capped_output_tokens(
             self.predictor.predict(features),
             limit,
