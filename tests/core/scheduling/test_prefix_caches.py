@@ -398,8 +398,7 @@ def test_a_cache_that_many_share_is_not_full() -> None:
 def test_who_is_cached_somewhere_may_wait_there_beyond_its_room(small_pool: int) -> None:
     policy = make_policy("finish-time")
     s = Scheduler(policy, np.random.default_rng(0), small_pool=small_pool)
-    s.add(spec("a", profile(max_num_seqs=4)))
-    home = state(s, "a")
+    s.add(spec("a", profile(max_num_seqs=64, kv_capacity_tokens=1_000_000)))
 
     def go(name: int) -> bool:
         """Whether it is sent; if so, it has its first token at once."""
@@ -410,10 +409,9 @@ def test_who_is_cached_somewhere_may_wait_there_beyond_its_room(small_pool: int)
         s.first_token(ticket.dispatch, 0.1)
         return True
 
-    assert [go(i) for i in range(4 + 8 + 1)] == [True] * 12 + [False]
-    assert [go(i) for i in range(12)] == [True] * 12, "what it has cached"
-    assert [go(i) for i in range(5)] == [True] * 4 + [False]
-    assert home.in_flight == 4 + 3 * 8
+    assert [go(i) for i in range(67)] == [True] * 66 + [False], "64 seats, and two beyond"
+    assert [go(i) for i in range(5)] == [True] * 4 + [False], "three times two, what is cached"
+    assert state(s, "a").in_flight == 64 + 3 * 2
 
 
 def test_the_reason_says_what_was_cached() -> None:
