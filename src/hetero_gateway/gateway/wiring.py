@@ -191,6 +191,7 @@ class Gateway:
         self, model: str, prompt_tokens: int, max_tokens: int | None
     ) -> float:
         """The predicted output length of a request, as the data plane would have it."""
+        self.dataplane.recorder.catch_up()
         return capped_output_tokens(
             self.dataplane.intake.predictor.predict(
                 LengthFeatures(model, prompt_tokens, max_tokens)

@@ -143,7 +143,7 @@ class Picker:
         return ticket
 
     def count_bug(self) -> None:
-        self.rooms.metrics.series("", "").outcomes["internal_error"] += 1
+        self.rooms.metrics.counts("", "").outcomes["internal_error"] += 1
 
     def other_request(self, method_and_path: str, head: HttpHeaders) -> bytes:
         """The answer to what is no POST on an engine's path."""

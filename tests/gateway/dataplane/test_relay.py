@@ -486,6 +486,7 @@ async def test_the_predictors_learn_from_usage() -> None:
         async with httpx.AsyncClient(base_url=running.url) as client:
             for stream in (False, True) * 10:
                 await client.post(CHAT, json=chat(stream=stream))
+        gateway.dataplane.recorder.catch_up()
         after = gateway.predictor.predict(asked), gateway.bytes_per_token.ratio("m")
         assert after[0] < before[0]
         assert after[1] < before[1] or after[1] > before[1]

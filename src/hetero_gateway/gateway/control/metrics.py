@@ -155,6 +155,8 @@ class Metrics:
         # Of the configuration: (the last reload was taken up, Unix time of the last that was,
         # settings that need a restart).
         self.reloaded = (True, time.time(), 0)
+        # Called ahead of whatever shows counts: some wait to be made together.
+        self.catch_up: Callable[[], None] = lambda: None
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
@@ -188,6 +190,11 @@ class Metrics:
 
     def series(self, model: str, instance_id: str) -> Series:
         """The counts of one model on one instance; "" where no instance was reached."""
+        self.catch_up()
+        return self.counts(model, instance_id)
+
+    def counts(self, model: str, instance_id: str) -> Series:
+        """The same, to count there: what waits to be counted goes on waiting."""
         key = (model, instance_id)
         series = self._series.get(key)
         if series is None:
@@ -196,6 +203,7 @@ class Metrics:
 
     def take_outcomes(self) -> list[tuple[str, str, str, int]]:
         """(model, instance, outcome, number) of all series, which begin at 0 again."""
+        self.catch_up()
         taken = []
         for key, series in self._series.items():
             taken += [(*key, outcome, number) for outcome, number in series.outcomes.items()]
@@ -440,6 +448,7 @@ class Metrics:
         is left out and logged, and the rest is shown: one bad figure must not hide all others for
         good.
         """
+        self.catch_up()
         written: dict[str, list[bytes]] = {}
         for part in self._parts():
             for family in part:

@@ -86,7 +86,7 @@ class DataPlane:
         server = config.server
         self.body_limits = BodyLimits(server.max_body_bytes, server.max_buffered_bytes)
         self.open_exchanges = deadlines
-        self.history = RequestHistory()
+        self._history = RequestHistory()
         # Each entry holds arrays of one entry per instance: about 8, or 30 with an outlook.
         entries = 25_000 if placement.queues else 100_000
         size = max(16, min(256, entries // max(1, len(config.instances))))
@@ -100,7 +100,7 @@ class DataPlane:
             tokenizer,
             prefix_secret or os.urandom(32),
         )
-        learn = (fleet, health, outcomes, metrics, predictor, bytes_per_token, self.history)
+        learn = (fleet, health, outcomes, metrics, predictor, bytes_per_token, self._history)
         self.recorder = Recorder(*learn) if run is None else RecordingRecorder(run, *learn)
         drive = (self.intake, placement, self.recorder, outcomes, metrics, self.decisions)
         self.dispatcher = (
@@ -168,6 +168,12 @@ class DataPlane:
         """Requests that are not over."""
         return len(self.rooms.open)
 
+    @property
+    def history(self) -> RequestHistory:
+        """The last finished requests."""
+        self.recorder.catch_up()
+        return self._history
+
     def open(self, inbound: Inbound, downstream: Downstream) -> Attempts:
         """Take a request whose head is here; it may be answered at once."""
         self.name(inbound)
@@ -208,3 +214,4 @@ class DataPlane:
         """Answer what is not done: the gateway ends."""
         for attempts in list(self.rooms.open):
             attempts.shut_down()
+        self.recorder.close()

@@ -567,7 +567,7 @@ class Attempts:
             return
         request_id = self._inbound.request_id.decode()
         _log.error("request %s failed inside the gateway", request_id, exc_info=error)
-        self._rooms.metrics.series("", "").outcomes["internal_error"] += 1
+        self._rooms.metrics.counts("", "").outcomes["internal_error"] += 1
         try:
             self._give_up()
             failed = Refusal(500, "internal_error", "The gateway failed.", kind="server_error")

@@ -219,7 +219,7 @@ class LocalDispatcher:
         model = "unknown"
         if job is not None and self.placement.knows(job.request.model):
             model = job.request.model
-        self._metrics.series(model, "").outcomes[outcome] += 1
+        self._metrics.counts(model, "").outcomes[outcome] += 1
 
 
 class _LocalWait(Waiting):

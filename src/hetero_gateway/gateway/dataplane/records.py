@@ -1,10 +1,16 @@
 """What an attempt came to: what is counted, learnt, and told to the health monitor.
 
 Once per attempt, after it is settled; the last one of a request is ``final`` and counts for it.
+What came of the attempt is told at once. What is only counted and learnt is done for some requests
+together, within ``LATER_S``: one after the other they find code and counts in the processor's
+caches, where a request by itself would have to fetch them. ``Metrics`` and whoever else shows what
+was counted has that done first.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from typing import Protocol
 
@@ -22,6 +28,11 @@ from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
 
+_log = logging.getLogger(__name__)
+
+# How long a request's counts may wait for others', and how many do at most.
+LATER_S = 0.05
+_MOST_LATER = 32
 # Not implemented, or not in this version of HTTP: what was asked for is wrong.
 _NO_FAULT = (501, 505)
 # What a request is taken to last where nothing is known of its instance.
@@ -56,7 +67,7 @@ class Answered(Protocol):
 
 
 class Recorder:
-    """Counts and learns from attempts.
+    """Counts and learns from attempts. Needs a running event loop.
 
     Args:
         fleet, health, outcomes, metrics: of the gateway.
@@ -81,6 +92,27 @@ class Recorder:
         self.predictor = predictor
         self._bytes_per_token = bytes_per_token
         self._history = history
+        self._loop = asyncio.get_running_loop()
+        self._later: list[tuple[Job, Placed, Answered, Outcome, float]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        metrics.catch_up = self.catch_up
+
+    def close(self) -> None:
+        """Count what has waited so far."""
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Count and learn from all requests that are over."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        later, self._later = self._later, []
+        for request in later:
+            try:
+                self._count(*request)
+            except Exception:
+                # The boundary of a request: the others are counted all the same.
+                _log.exception("a request cannot be counted")
 
     def record(
         self,
@@ -133,11 +165,21 @@ class Recorder:
     def count(
         self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
     ) -> None:
-        """A request is over: count it, and learn from it. ``now_s``: monotonic."""
+        """A request is over: it is counted and learnt from, soon. ``now_s``: monotonic."""
+        later = self._later
+        later.append((job, placed, exchange, outcome, now_s))
+        if len(later) >= _MOST_LATER:
+            self.catch_up()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(LATER_S, self.catch_up)
+
+    def _count(
+        self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
+    ) -> None:
         metrics, instance = self._metrics, placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
             return
-        series = metrics.series(job.request.model, instance.id)
+        series = metrics.counts(job.request.model, instance.id)
         series.outcomes[label_of(outcome, exchange)] += 1
         if outcome is Outcome.CLIENT_DISCONNECTED:
             metrics.client_disconnects[instance.id] += 1

@@ -320,7 +320,7 @@ class Session:
         self.connections = said.connections
         self.pools = said.pools
         for model, instance_id, outcome, number in said.outcomes:
-            metrics.series(model, instance_id).outcomes[outcome] += number
+            metrics.counts(model, instance_id).outcomes[outcome] += number
         metrics.client_timeouts.update(said.timeouts)
         metrics.client_refusals.update(said.refusals)
         metrics.overhead_s.add(*said.overhead)
