@@ -258,33 +258,45 @@ class ModelQueue:
         there = self._lines.get(line)
         return None if there is None else there.head()
 
-    def put(self, ticket: Ticket, *, first: bool) -> None:
-        """Add a request that arrived, or, ``first``, one that has waited before (a retry)."""
+    def arrive(self, ticket: Ticket, *, first: bool) -> None:
+        """A request came, or, ``first``, one that has waited before (a retry).
+
+        It is to ``stand`` in its line right away, or has ``passed``, as most do where nobody waits.
+        """
         ticket.rank = self._discipline.join(ticket, first=first)
         ticket.first = first
+        ticket.line = self._line_of(ticket)
         if not self._size:
             # Those who wait already were judged in the pool before: the pump judges all anew.
             self.pool = ticket.eligible.pool
-        self._stand(ticket)
         if not first:
             self._note_arrival(ticket)
         self._size += 1
         self.prompt_tokens += ticket.request.prompt_tokens
         self.output_tokens += ticket.request.predicted_output_tokens
 
-    def _stand(self, ticket: Ticket) -> None:
+    def _line_of(self, ticket: Ticket) -> LineName:
         pool, kept, _ = ticket.eligible
         sequences = ticket.request.sequences
         crowd = sequences > 1 and sequences > pool.most_sequences
         row = self._discipline.line(ticket.request)
-        name: LineName = None
         if kept is not None or crowd or row:
-            name = (None if kept is None else tuple(kept), crowd, row)
+            return (None if kept is None else tuple(kept), crowd, row)
+        return None
+
+    def stand(self, ticket: Ticket) -> None:
+        """One that has arrived has to wait."""
+        name = ticket.line
         line = self._lines.get(name)
         if line is None:
             line = self._lines[name] = SortedLine() if self._discipline.sorts else Row()
-        ticket.line = name
         line.put(ticket)
+
+    def passed(self, ticket: Ticket, now_s: float) -> None:
+        """One that has arrived leaves at once, as ``went``."""
+        if ticket.dispatch is not None:
+            self._discipline.went(ticket, now_s)
+        self._take_off(ticket)
 
     def stand_anew(self, pool: Pool, judge: Callable[[Ticket], bool]) -> list[Ticket]:
         """The pool has changed: everybody is judged again, and stands where he belongs now.
@@ -301,11 +313,13 @@ class ModelQueue:
         refused = [ticket for ticket in tickets if not judge(ticket)]
         gone = set(refused)
         staying = [ticket for ticket in tickets if ticket not in gone]
+        for ticket in staying:
+            ticket.line = self._line_of(ticket)
         for ticket in (t for t in staying if not t.first):
-            self._stand(ticket)
+            self.stand(ticket)
         # The one that is put first last stands in front.
         for ticket in reversed([t for t in staying if t.first]):
-            self._stand(ticket)
+            self.stand(ticket)
         for ticket in refused:
             self._take_off(ticket)
         return refused

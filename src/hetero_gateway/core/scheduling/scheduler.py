@@ -282,6 +282,23 @@ class Scheduler:
         Raises:
             ValueError: a number of the request is out of bounds (``Request.check``).
         """
+        entered = self._enter(request, now_s, exclude, owner, first=first)
+        if isinstance(entered, Reject):
+            return entered
+        ticket, queue = entered
+        queue.stand(ticket)
+        return ticket
+
+    def _enter(
+        self,
+        request: Request,
+        now_s: float,
+        exclude: Collection[InstanceId],
+        owner: Any,
+        *,
+        first: bool,
+    ) -> tuple[Ticket, ModelQueue] | Reject:
+        """As ``submit``; the ticket stands in no line of its queue yet."""
         request.check()
         judged = self._members.judge(request, exclude)
         if isinstance(judged, Reject):
@@ -297,9 +314,9 @@ class Scheduler:
             queue = ModelQueue(request.model, self._discipline)
             self._queues[request.model] = queue
         ticket = Ticket(request, now_s, exclude, owner, eligible)
-        queue.put(ticket, first=first)
+        queue.arrive(ticket, first=first)
         self.queued += 1
-        return ticket
+        return ticket, queue
 
     def place(
         self,
@@ -324,16 +341,21 @@ class Scheduler:
             placed = Ticket(request, now_s, exclude, owner, eligible)
             self._place(placed, None, now_s)
             return placed
-        ticket = self.submit(request, now_s, exclude, owner=owner, first=first)
-        if self.queued != 1 or isinstance(ticket, Reject):
+        entered = self._enter(request, now_s, exclude, owner, first=first)
+        if isinstance(entered, Reject):
+            return entered
+        ticket, queue = entered
+        if self.queued != 1:
+            queue.stand(ticket)
             return ticket
         self._pumped_s = now_s
         if self._unseen:
             self._pass_unseen(now_s)
-        queue = self._queues[request.model]
         if self._place(ticket, queue, now_s):
-            queue.went(ticket, now_s)
+            queue.passed(ticket, now_s)
             self.queued = 0
+        else:
+            queue.stand(ticket)
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
