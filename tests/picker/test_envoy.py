@@ -332,7 +332,7 @@ async def test_errors_of_the_pickers_own_have_openais_body(tmp_path, monkeypatch
         client.headers["authorization"] = "Bearer secret"
         cases: list[tuple[Any, int, str]] = [
             (chat(model="nope"), 404, "model_not_found"),
-            ({"messages": []}, 400, "missing_required_parameter"),
+            (chat(model=5), 400, "invalid_type"),
             (chat(prompt=[1] * 3000), 413, "request_too_large"),
         ]
         for body, status, code in cases:

@@ -435,7 +435,6 @@ async def test_the_gateways_key_is_wanted_and_not_passed_on(
         (b"[1,2]", 400, "invalid_json"),
         (b"", 400, "invalid_json"),
         (b'{"model": "m\xff"}', 400, "invalid_json"),
-        (b'{"messages": []}', 400, "missing_required_parameter"),
         (b'{"model": 5}', 400, "invalid_type"),
         (b'{"model": "nope"}', 404, "model_not_found"),
         (b'{"model": "m", "prompt": [%b1]}' % (b"1," * 5000), 400, "context_length_exceeded"),
@@ -454,6 +453,33 @@ async def test_bad_requests_get_a_clear_error(content: bytes, status: int, code:
             assert set(error) == {"message", "type", "param", "code"}
             assert (await client.post(CHAT, json=chat())).status_code == 200
         assert running.settled()
+
+
+async def test_without_a_model_the_only_one_is_meant_and_of_several_none() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    async with fake_instances(2) as fakes:
+        config = config_for(fakes)
+        async with running_gateway(config) as running, httpx.AsyncClient() as client:
+            assert (await client.post(running.url + CHAT, json=body)).status_code == 200
+        models = (["m"], ["m", "n"])
+        several = [
+            {"id": fake.url[-5:], "base_url": fake.url, "model": names}
+            for fake, names in zip(fakes, models, strict=True)
+        ]
+        config = config_for(fakes, instances=several)
+        async with running_gateway(config) as running, httpx.AsyncClient() as client:
+            refused = await client.post(running.url + CHAT, json=body)
+            assert refused.status_code == 400
+            assert refused.json()["error"] == {
+                "message": "you must provide a model parameter; served: m, n",
+                "type": "invalid_request_error",
+                "param": "model",
+                "code": "missing_required_parameter",
+            }
+            unknown = await client.post(running.url + CHAT, json=body | {"model": "nn"})
+            assert unknown.status_code == 404
+            said = unknown.json()["error"]["message"]
+            assert said == "The model `nn` does not exist; served: `n`, `m`."
 
 
 async def test_a_chunked_body_over_the_limit_is_refused() -> None:

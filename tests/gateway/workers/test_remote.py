@@ -103,9 +103,9 @@ async def test_streams_of_both_workers_set_one_speed() -> None:
     [
         (body() | {"model": "nope"}, 404, "model_not_found"),
         (body(tokens=100_000), 400, "context_length_exceeded"),
-        ({"prompt": "x"}, 400, "missing_required_parameter"),
+        (body() | {"model": 5}, 400, "invalid_type"),
     ],
-    ids=["unknown model", "too long", "no model"],
+    ids=["unknown model", "too long", "no name"],
 )
 async def test_refusals_are_as_of_one_process(
     request_body: dict[str, Any], status: int, code: str

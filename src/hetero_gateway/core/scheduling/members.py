@@ -17,8 +17,12 @@ from hetero_gateway.core.instances.drift import Drift
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot, snapshot_of
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Table
+from hetero_gateway.core.nearest import nearest_names
 from hetero_gateway.core.scheduling.pool import Eligible, Pool, stand_in, typical_constants
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason, Request
+
+# Models that an error names.
+_MOST_NAMED = 5
 
 
 class Members:
@@ -176,7 +180,12 @@ class Members:
             why = ", ".join(f"{spec.instance_id} {why}" for spec, why in pool.absent[:5])
             detail = f"no instance of the model {model!r} can take requests now"
             return Reject(RejectReason.NO_AVAILABLE_INSTANCE, detail + (f": {why}" if why else ""))
-        return Reject(RejectReason.UNKNOWN_MODEL, f"The model `{model}` does not exist.")
+        served = {name for spec in self.specs.values() for name in spec.models}
+        near = ", ".join(f"`{name}`" for name in nearest_names(model[:256], served, _MOST_NAMED))
+        if len(served) > _MOST_NAMED:
+            near += f", and {len(served) - _MOST_NAMED} more"
+        detail = f"The model `{model}` does not exist" + (f"; served: {near}." if near else ".")
+        return Reject(RejectReason.UNKNOWN_MODEL, detail)
 
     def knows(self, model: str) -> bool:
         """Whether any instance, available or not, serves the model."""

@@ -176,7 +176,7 @@ class Intake:
 
     def _named(self, parsed: ParsedRequest, inbound: Inbound) -> ParsedRequest:
         if not parsed.model:
-            parsed.model = self._default_model(inbound.path)
+            parsed.model = self._default_model()
         if self._tenants is not None and inbound.work is Work.GENERATE:
             inbound.body = self._tenants.salted(inbound, parsed.cache_salt)
         if parsed.previous:
@@ -190,15 +190,15 @@ class Intake:
             seed = self._tenants.seed(inbound, seed)
         return namespace(seed, response_id).to_bytes(8, "little")
 
-    def _default_model(self, path: str) -> str:
-        # OpenAI's own paths want a model; vLLM's others do without, which is clear when there
-        # is only one.
-        models = self._fleet.models()
-        if not path.startswith("/v1/") and len(models) == 1:
-            return next(iter(models))
-        raise Refusal(
-            400, "missing_required_parameter", "you must provide a model parameter", param="model"
-        )
+    def _default_model(self) -> str:
+        # vLLM does without one, which is clear where there is only one.
+        models = sorted(self._fleet.models())
+        if len(models) == 1:
+            return models[0]
+        detail = "you must provide a model parameter"
+        if models:
+            detail += f"; served: {', '.join(models[:5])}" + (", …" if len(models) > 5 else "")
+        raise Refusal(400, "missing_required_parameter", detail, param="model")
 
     def _session(self, inbound: Inbound, parsed: ParsedRequest) -> int | None:
         """What it belongs to: the same in every gateway, so that each finds the same instance."""
