@@ -36,7 +36,7 @@ from benchmarks.scheduling.policies import chat_mix, trace_mix
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
-from hetero_gateway.core.scheduling.disciplines import Classes, Fifo, QueueDiscipline, Shortest
+from hetero_gateway.core.scheduling.disciplines import make_discipline
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request, Usage
@@ -302,14 +302,9 @@ MakeScheduler = Callable[[str, Moments, int], Scheduler]
 
 def make_scheduler(policy: str, moments: Moments, seed: int) -> Scheduler:
     policy, _, queue = policy.partition("+")
-    disciplines: dict[str, Callable[[], QueueDiscipline]] = {
-        "": Fifo,
-        "shortest": Shortest,
-        "classes": Classes,
-    }
     return Scheduler(
         make_policy(policy, PolicyOptions()),
-        discipline=disciplines[queue](),
+        discipline=make_discipline(queue or "fifo"),  # type: ignore[arg-type]
         rng=np.random.default_rng((seed, 2)),
         reference=(moments.mean_prompt, moments.mean_output),
         prefix_cache=False,

@@ -381,3 +381,21 @@ def test_a_record_that_cannot_be_simulated_says_why(tmp_path, capsys, flags, say
     record.write_text(RECORD, encoding="utf-8")
     assert main(["simulate", "--against", str(record), *flags]) != 0
     assert says in capsys.readouterr().err
+
+
+def test_classes_are_told_apart_and_the_interactive_ones_wait_less(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.write_text(CLUSTER.replace("tp4}", "tp4, max_num_seqs: 4}").replace(
+        "tp1}", "tp1, max_num_seqs: 4}") + WORKLOAD, encoding="utf-8")  # fmt: skip
+    flags = ("--policy", "finish-time", "--rate", "inf", "--batch-share", "0.5", "--count", "100")
+    ttft_s = {}
+    for queue in ("fifo", "classes", "shortest"):
+        found = document(capsys, cluster, "--queue", queue, *flags)
+        assert found["queue"] == queue
+        classes = found["results"][0]["classes"]
+        assert set(classes) == {"interactive", "batch"}
+        ttft_s[queue] = {name: rows["ttft_s"]["mean"] for name, rows in classes.items()}
+    assert ttft_s["classes"]["interactive"] < 0.75 * ttft_s["fifo"]["interactive"]
+    assert ttft_s["classes"]["batch"] > ttft_s["fifo"]["batch"]
+    assert ttft_s["shortest"]["batch"] < ttft_s["fifo"]["batch"]

@@ -31,6 +31,13 @@ def positive_float(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError("must be from 0 to 1")
+    return value
+
+
 def add_log_level(parser: argparse.ArgumentParser) -> None:
     """The option of a command that serves; see ``start_logging``."""
     parser.add_argument(

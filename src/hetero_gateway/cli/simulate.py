@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_gateway.cli.arguments import positive_float, positive_int, rate
+from hetero_gateway.cli.arguments import positive_float, positive_int, rate, share
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -151,6 +151,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="what `hetero-gateway predictor fit` wrote, for --predictor trained",
     )
     parser.add_argument(
+        "--queue",
+        choices=("fifo", "shortest", "classes"),
+        default="fifo",
+        help="who is next of those that wait under finish-time (default: fifo)",
+    )
+    parser.add_argument(
+        "--batch-share",
+        type=share,
+        default=0.0,
+        metavar="X",
+        help="so many of the requests are of the class batch, the others interactive: for --queue "
+        "classes; --json has each class's times (default: 0)",
+    )
+    parser.add_argument(
         "--objective",
         choices=("latency", "makespan"),
         default="latency",
@@ -265,6 +279,8 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         length_model=_length_model(args),
         prefixes=_prefixes(rows) if texts else None,
         prefix_cache=args.prefix_cache == "on",
+        queue=args.queue,
+        batch_share=args.batch_share,
     )
 
 

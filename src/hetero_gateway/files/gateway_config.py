@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.scheduling.disciplines import DEFAULT_PATIENCE_S, DisciplineName
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.problems import Key, Problems
 from hetero_gateway.files.profile_file import load_profile
@@ -174,9 +175,30 @@ class TokensConfig(StrictModel):
     )
 
 
+class QueueClassConfig(StrictModel):
+    """What a class of requests gets."""
+
+    share: float = Field(gt=0, le=1e6, description="Of the machines' time, beside the others'.")
+    max_wait_s: float | None = Field(
+        None, gt=0, le=86400, description="Who has waited so long goes ahead of every class."
+    )
+
+
 class QueueConfig(StrictModel):
     """The queue of ``finish-time``; other policies have none."""
 
+    discipline: DisciplineName = Field("fifo", description="Who is next of those that wait.")
+    patience_s: float = Field(
+        DEFAULT_PATIENCE_S,
+        gt=0,
+        le=86400,
+        description="shortest: who comes so much later than another does not go ahead of it.",
+    )
+    classes: dict[str, QueueClassConfig] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="classes: name to share and max_wait_s; default: interactive 9, batch 1.",
+    )
     max_requests: int = Field(
         10_000, ge=1, description="Most requests that wait at once; one more gets 429."
     )

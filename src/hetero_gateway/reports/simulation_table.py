@@ -111,6 +111,8 @@ def document(
         "scheduling": experiment.scheduling,
         "predictor": experiment.predictor,
         "objective": experiment.objective,
+        "queue": experiment.queue,
+        "batch_share": experiment.batch_share,
         "prefix_cache": experiment.prefix_cache and experiment.prefixes is not None,
         "faults": len(experiment.faults),
         "slo": {"ttft_s": experiment.slo.ttft_s, "tpot_s": experiment.slo.tpot_s},

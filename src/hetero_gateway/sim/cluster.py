@@ -239,6 +239,7 @@ class _Run:
         self._preemptions = _view(self.records.preemptions)
         self._cached_tokens = _view(self.records.cached_tokens)
         self._prefixes = workload.prefixes
+        self._classes = workload.classes
         # By the fleet's slot: who has it.
         self._requests: list[int] = []
         self._dispatches: list[Dispatch | None] = []
@@ -317,9 +318,11 @@ class _Run:
             predicted = self._predictor.predict(self._features(request))
         else:
             predicted = self._predictions[request]
-        keys = self._keys(request)
+        asked = Request(self._model, prompt_tokens, predicted, prefix=self._keys(request))
+        if self._classes:
+            asked = asked._replace(request_class=self._classes[request])
         ticket = self._scheduler.submit(
-            Request(self._model, prompt_tokens, predicted, prefix=keys),
+            asked,
             self._now_s,
             owner=request,
             first=first,

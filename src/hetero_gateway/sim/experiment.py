@@ -28,7 +28,9 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.policies import PolicyOptions, default_predictor, make_policy
 from hetero_gateway.core.policies.base import Objective
+from hetero_gateway.core.scheduling.disciplines import DisciplineName, make_discipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.types import DEFAULT_CLASS
 from hetero_gateway.sim import cluster
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance
@@ -98,6 +100,8 @@ class Experiment:
         prefixes: of the requests, in the order of ``lengths``; then their engines have prefix
             caches, as far as they are not switched off. The bound is without them.
         prefix_cache: whether the scheduler knows of them.
+        queue: the discipline of those that wait.
+        batch_share: of the requests, drawn at random, are of the class ``batch``.
 
     Raises:
         ValueError: the predictor and ``length_model`` do not agree, or there are fewer
@@ -119,6 +123,8 @@ class Experiment:
     length_model: LengthModel | None = None
     prefixes: Prefixes | None = None
     prefix_cache: bool = True
+    queue: DisciplineName = "fifo"
+    batch_share: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.length_model is not None) != (self.predictor == "trained"):
@@ -236,7 +242,12 @@ def make_workload(experiment: Experiment, rate_per_s: float, seed: int) -> Workl
     else:
         rng = np.random.default_rng((seed, 1))
         arrival_s = gamma_arrivals(experiment.count, rate_per_s, experiment.arrival_cv, rng)
-    return Workload(arrival_s, prompt, output, experiment.prefixes)
+    classes: tuple[str, ...] = ()
+    if experiment.batch_share:
+        drawn = np.random.default_rng((seed, 5)).random(experiment.count)
+        batch = drawn < experiment.batch_share
+        classes = tuple("batch" if one else DEFAULT_CLASS for one in batch)
+    return Workload(arrival_s, prompt, output, experiment.prefixes, classes)
 
 
 def _scheduler(experiment: Experiment, policy: str, seed: int, moments: Moments) -> Scheduler:
@@ -249,6 +260,7 @@ def _scheduler(experiment: Experiment, policy: str, seed: int, moments: Moments)
         make_policy(policy, options),
         np.random.default_rng((seed, 2)),
         reference=(moments.mean_prompt, moments.mean_output),
+        discipline=make_discipline(experiment.queue),
         prefix_cache=experiment.prefix_cache and experiment.prefixes is not None,
     )
 

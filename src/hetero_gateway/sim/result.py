@@ -29,15 +29,15 @@ share within the SLO, and nowhere else. What is not a number (no request finishe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.sim.cluster import Records
-from hetero_gateway.sim.figures import Distribution, finite, request_times
+from hetero_gateway.sim.figures import Distribution, RequestTimes, finite, request_times
 from hetero_gateway.sim.workload import Workload
 
 # Shares of finished requests between which the cluster is taken to be in its stride.
@@ -63,6 +63,14 @@ class InstanceResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassResult:
+    """Of the finished requests of one class."""
+
+    latency_s: Distribution
+    ttft_s: Distribution
+
+
+@dataclass(frozen=True, slots=True)
 class RunResult:
     """One run: one policy, one rate, one seed. See the module's text for the figures."""
 
@@ -80,6 +88,7 @@ class RunResult:
     lost: int
     latencies_s: NDArray[np.float64]  # of the finished requests, sorted
     cached_share: float = 0.0
+    classes: Mapping[str, ClassResult] = field(default_factory=dict)
 
     @property
     def completion_spread(self) -> float:
@@ -123,7 +132,20 @@ def summarise(workload: Workload, records: Records, instances: int, slo: Slo) ->
         latencies_s=np.sort(times.latency_s),
         cached_share=float(records.cached_tokens[done].sum())
         / max(1.0, float(workload.prompt_tokens[done].sum())),
+        classes=_classes(workload, done, times),
     )
+
+
+def _classes(
+    workload: Workload, done: NDArray[np.bool_], times: RequestTimes
+) -> dict[str, ClassResult]:
+    of = np.array(workload.classes)[done] if workload.classes else np.empty(0, dtype=str)
+    return {
+        str(name): ClassResult(
+            Distribution.of(times.latency_s[of == name]), Distribution.of(times.ttft_s[of == name])
+        )
+        for name in np.unique(of)
+    }
 
 
 def tokens_between(workload: Workload, records: Records, from_s: float, to_s: float) -> float:
@@ -250,6 +272,7 @@ class Cell:
             "preemptions": self.total(lambda run: run.preemptions) / n,
             "refused": self.total(lambda run: run.refused) / n,
             "lost": self.total(lambda run: run.lost) / n,
+            "classes": {name: self._class_statistics(name) for name in self.runs[0].classes},
             "instances": [
                 {
                     "id": instance_id,
@@ -259,6 +282,12 @@ class Cell:
                 }
                 for i, instance_id in enumerate(self.instance_ids)
             ],
+        }
+
+    def _class_statistics(self, name: str) -> dict[str, dict[str, float | None]]:
+        return {
+            "latency_s": self._statistics(lambda run: run.classes[name].latency_s),
+            "ttft_s": self._statistics(lambda run: run.classes[name].ttft_s),
         }
 
     def _statistics(self, of: Callable[[RunResult], Distribution]) -> dict[str, float | None]:

@@ -37,6 +37,7 @@ class Workload:
         prompt_tokens: (N,), at least 1.
         output_tokens: (N,), at least 1.
         prefixes: which of them begin alike; None: nothing is known of it.
+        classes: of each, for a queue of classes; none: all are of one.
 
     Raises:
         ValueError: shapes that differ, no request, or a value outside of these ranges.
@@ -46,6 +47,7 @@ class Workload:
     prompt_tokens: Integers
     output_tokens: Integers
     prefixes: Prefixes | None = None
+    classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         shape = self.arrival_s.shape
@@ -53,6 +55,8 @@ class Workload:
             raise ValueError("arrival_s, prompt_tokens and output_tokens must have one length")
         if not shape[0]:
             raise ValueError("a workload needs at least one request")
+        if self.classes and len(self.classes) != shape[0]:
+            raise ValueError("each request must have a class, or none")
         if not np.isfinite(self.arrival_s).all() or self.arrival_s[0] < 0:
             raise ValueError("arrival times must be finite and at least 0")
         if (np.diff(self.arrival_s) < 0).any():

@@ -35,6 +35,9 @@ DisciplineName = Literal["fifo", "shortest", "classes"]
 # When it is one's turn: the lower, the sooner; whole numbers of arrival decide among equals.
 Turn = tuple[float, float, int]
 
+# Long beside what a request takes, short beside what a client waits for a batch.
+DEFAULT_PATIENCE_S = 60.0
+
 # A retry has waited its turn before.
 _RETRY = -math.inf
 # What arrives changes over minutes, not from one request to the next.
@@ -102,7 +105,7 @@ class Shortest(Fifo):
 
     sorts = True
 
-    def __init__(self, patience_s: float = 60.0) -> None:
+    def __init__(self, patience_s: float = DEFAULT_PATIENCE_S) -> None:
         super().__init__()
         self._patience_s = patience_s
         self._arrivals = 0
@@ -185,3 +188,16 @@ def work_of(request: Request, pool: Pool) -> float:
     """How much of a machine's time a request takes, of all its sequences, s: T on the pool's
     fastest, as if that had memory for it."""
     return request.sequences * pool.work_s(request.prompt_tokens, request.predicted_output_tokens)
+
+
+def make_discipline(
+    name: DisciplineName,
+    patience_s: float = DEFAULT_PATIENCE_S,
+    classes: Mapping[str, ClassRule] | None = None,
+) -> QueueDiscipline:
+    """A discipline by its name in a configuration; what does not concern it is not looked at."""
+    if name == "shortest":
+        return Shortest(patience_s)
+    if name == "classes":
+        return Classes(classes or DEFAULT_CLASSES)
+    return Fifo()

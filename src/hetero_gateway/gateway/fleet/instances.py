@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import ssl
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, date, datetime
@@ -21,12 +22,18 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.ejections import Ejections
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.policies import Policy, PolicyOptions, make_policy
+from hetero_gateway.core.scheduling.disciplines import (
+    ClassRule,
+    QueueDiscipline,
+    make_discipline,
+)
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import (
     GatewayConfig,
     InstanceConfig,
+    QueueConfig,
     SchedulerConfig,
     instance_profile,
     secret,
@@ -155,6 +162,7 @@ class Fleet:
             (scheduling.reference_prompt_tokens, scheduling.reference_output_tokens),
             scheduling.queue.max_requests,
             observes=True,
+            discipline=_discipline_of(scheduling.queue),
             prefix_cache=scheduling.prefix_cache,
         )
         self.instances: dict[InstanceId, Instance] = {}
@@ -363,6 +371,14 @@ _POLICY_FIELDS = tuple(
         "first_token_weight",
     )
 )  # fmt: skip
+
+
+def _discipline_of(config: QueueConfig) -> QueueDiscipline:
+    classes = {
+        name: ClassRule(rule.share, math.inf if rule.max_wait_s is None else rule.max_wait_s)
+        for name, rule in config.classes.items()
+    }
+    return make_discipline(config.discipline, config.patience_s, classes)
 
 
 def _policy_of(scheduling: SchedulerConfig) -> Policy:

@@ -1,0 +1,170 @@
+"""Who is next of those that wait."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.scheduling.disciplines import (
+    Classes,
+    ClassRule,
+    QueueDiscipline,
+    Shortest,
+    make_discipline,
+)
+from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.types import InstanceId, Outcome
+from tests.core.builders import profile, request, spec
+
+DEPTH = 8
+
+
+def full(discipline: QueueDiscipline) -> Scheduler:
+    """One instance of one seat, which is taken, as is the one beyond it."""
+    s = Scheduler(make_policy("finish-time"), np.random.default_rng(0), discipline=discipline)
+    s.add(spec("a", profile(max_num_seqs=1)))
+    for _ in range(2):
+        ticket = submitted(s, 0.0)
+        assert s.pump(0.0) == [ticket]
+    return s
+
+
+def submitted(s: Scheduler, now_s: float, *, first: bool = False, **changes: object) -> Ticket:
+    asked = request()._replace(**changes)  # type: ignore[arg-type]
+    ticket = s.submit(asked, now_s, first=first)
+    assert isinstance(ticket, Ticket)
+    return ticket
+
+
+def order(s: Scheduler, now_s: float) -> list[Ticket]:
+    """Who goes, one after the other, as seats get free."""
+    result: list[Ticket] = []
+    while s.queued:
+        s.settle(next(iter(s.outstanding(InstanceId("a")))), Outcome.COMPLETED, now_s)
+        result += s.pump(now_s)
+    return result
+
+
+def test_first_come_first_served_unless_another_is_named() -> None:
+    s = full(make_discipline("fifo"))
+    tickets = [submitted(s, 0.1 * i, prompt_tokens=1000 - 10 * i) for i in range(6)]
+    assert order(s, 1.0) == tickets
+
+
+def test_the_shortest_goes_first() -> None:
+    s = full(make_discipline("shortest"))
+    long = submitted(s, 0.0, prompt_tokens=4000, predicted_output_tokens=900.0)
+    middle = submitted(s, 0.0, prompt_tokens=1000, predicted_output_tokens=200.0)
+    short = submitted(s, 0.0, prompt_tokens=10, predicted_output_tokens=10.0)
+    assert order(s, 1.0) == [short, middle, long]
+
+
+def test_an_answer_that_is_predicted_long_counts_as_a_prompt_does() -> None:
+    s = full(make_discipline("shortest"))
+    long = submitted(s, 0.0, prompt_tokens=10, predicted_output_tokens=2000.0)
+    short = submitted(s, 0.0, prompt_tokens=500, predicted_output_tokens=10.0)
+    assert order(s, 1.0) == [short, long]
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 4000)), min_size=2, max_size=30))
+def test_nobody_is_passed_by_who_comes_later_than_patience(
+    arrivals: list[tuple[float, int]],
+) -> None:
+    s = full(Shortest(patience_s=5.0))
+    tickets, now_s = [], 0.0
+    for gap_s, prompt in arrivals:
+        now_s += gap_s
+        tickets.append(submitted(s, now_s, prompt_tokens=prompt))
+    gone = order(s, now_s)
+    assert set(gone) == set(tickets)
+    for i, ticket in enumerate(gone):
+        assert all(ticket.enqueued_s <= later.enqueued_s + 5.0 for later in gone[i + 1 :])
+
+
+def test_who_leaves_from_the_middle_is_never_next() -> None:
+    s = full(make_discipline("shortest"))
+    tickets = [submitted(s, 0.0, prompt_tokens=10 + i) for i in range(300)]
+    for ticket in tickets[:200]:
+        assert s.cancel(ticket)
+        assert not s.cancel(ticket)
+    assert order(s, 1.0) == tickets[200:]
+
+
+@pytest.mark.parametrize("name", ["fifo", "shortest", "classes"])
+def test_a_retry_goes_ahead_of_all(name: str) -> None:
+    s = full(make_discipline(name))  # type: ignore[arg-type]
+    submitted(s, 0.0, prompt_tokens=10)
+    retry = submitted(s, 1.0, first=True, prompt_tokens=4000, request_class="batch")
+    assert order(s, 1.0)[0] is retry
+
+
+def test_who_asks_for_less_than_its_share_does_not_wait_for_the_others() -> None:
+    s = full(make_discipline("classes"))
+    batch = [submitted(s, 0.0, request_class="batch") for _ in range(40)]
+    late = [submitted(s, 1.0) for _ in range(3)]
+    # One of the batch is due as much as the first of the others, and came before it.
+    assert order(s, 1.0)[:4] in ([batch[0], *late], [late[0], batch[0], *late[1:]])
+
+
+def test_classes_that_all_want_more_get_their_shares() -> None:
+    s = full(Classes({"a": ClassRule(3.0), "b": ClassRule(1.0)}))
+    for _ in range(60):
+        submitted(s, 0.0, request_class="b")
+        submitted(s, 0.0, request_class="a")
+    went = [ticket.request.request_class for ticket in order(s, 1.0)]
+    assert 28 <= went[:40].count("a") <= 32
+    assert went[85:] == ["b"] * 35
+
+
+def test_a_share_that_was_not_asked_for_is_not_saved_up() -> None:
+    s = full(Classes({"a": ClassRule(1.0), "b": ClassRule(1.0)}))
+    for _ in range(50):
+        submitted(s, 0.0, request_class="a")
+    order(s, 1.0)
+    for _ in range(20):
+        submitted(s, 2.0, request_class="a")
+        submitted(s, 2.0, request_class="b")
+    went = [ticket.request.request_class for ticket in order(s, 3.0)]
+    assert 9 <= went[:20].count("a") <= 11
+
+
+def test_who_has_waited_long_enough_goes_ahead_of_every_class() -> None:
+    s = full(Classes({"now": ClassRule(100.0), "later": ClassRule(1.0, max_wait_s=10.0)}))
+    later = [submitted(s, 0.0, request_class="later") for _ in range(2)]
+    for i in range(10):
+        submitted(s, 5.0 + i, request_class="now")
+    assert order(s, 10.0)[:2] == later
+
+
+def test_a_class_that_nobody_configured_counts_as_the_first() -> None:
+    s = full(Classes({"a": ClassRule(1.0), "b": ClassRule(1.0)}))
+    strange = submitted(s, 0.0, request_class="nobody knows it")
+    assert order(s, 0.0) == [strange]
+
+
+def test_a_request_that_takes_no_time_is_placed() -> None:
+    s = full(make_discipline("shortest"))
+    ticket = submitted(s, 0.0, prompt_tokens=0, predicted_output_tokens=0.0)
+    assert order(s, 0.0) == [ticket]
+    assert math.isfinite(ticket.rank[0])
+
+
+def test_models_that_share_an_instance_share_it_by_class() -> None:
+    s = Scheduler(
+        make_policy("finish-time"), np.random.default_rng(0), discipline=make_discipline("classes")
+    )
+    s.add(spec("a", profile(max_num_seqs=1), models=frozenset({"x", "y"})))
+    for _ in range(2):
+        submitted(s, 0.0, model="x")
+        s.pump(0.0)
+    batch = [submitted(s, 0.0, model="x", request_class="batch") for _ in range(5)]
+    asked = submitted(s, 1.0, model="y")
+    went = order(s, 1.0)
+    assert went.index(asked) <= 1
+    assert set(went) == {asked, *batch}
