@@ -20,6 +20,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.scheduling.disciplines import DEFAULT_PATIENCE_S, DisciplineName
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.discovery_config import SourceConfig
 from hetero_gateway.files.problems import Key, Problems
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
@@ -516,6 +517,9 @@ class GatewayConfig(StrictModel):
     pool: PoolConfig = Field(default_factory=PoolConfig)
     health: HealthConfig = Field(default_factory=HealthConfig)
     picker: PickerConfig = Field(default_factory=PickerConfig)
+    discovery: list[SourceConfig] = Field(
+        default_factory=list, description="Sources of instances besides this file."
+    )
     instances: list[InstanceConfig] = Field(
         default_factory=list, description="The instances; more can be added over /admin/instances."
     )
@@ -527,6 +531,10 @@ class GatewayConfig(StrictModel):
             if instance.id in seen:
                 raise ValueError(f"instances: the id {instance.id!r} is used twice")
             seen.add(instance.id)
+        names = [source.name for source in self.discovery]
+        for name in names:
+            if names.count(name) > 1 or name in ("file", "admin"):
+                raise ValueError(f"discovery: the name {name!r} is used twice, or taken")
         single = self.scheduler.single_instance
         if single is not None and single not in seen:
             raise ValueError(f"scheduler.single_instance: no instance has the id {single!r}")

@@ -24,6 +24,7 @@ from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import ADMIN, Fleet, Instance
+from hetero_gateway.gateway.fleet.sources.discovery import Discovery
 from hetero_gateway.gateway.reload import Reloader
 from hetero_gateway.gateway.settings import Change, Prepared, Settings
 from hetero_gateway.gateway.sharing.peers import make_sharing
@@ -39,6 +40,13 @@ def prefix_secret(config: GatewayConfig) -> bytes | None:
     named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env")
     named = named or os.environ.get(SECRET_ENV)
     return named.encode() if named else None
+
+
+def _key_names(config: GatewayConfig) -> set[str | None]:
+    """The variables with instances' keys that the file names; None: an instance without one."""
+    names = [instance.api_key_env for instance in config.instances]
+    names += [source.api_key_env for source in config.discovery]
+    return {None, *names}
 
 
 class Gateway:
@@ -69,7 +77,7 @@ class Gateway:
         # Where there are workers: remembers the configuration for processes that start.
         self.keep_config: Callable[[GatewayConfig], None] | None = None
         # None is one of them: an instance without a key.
-        self.known_key_names = {None, *(i.api_key_env for i in config.instances)}
+        self.known_key_names = _key_names(config)
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
         self.admission = Admission(secret(config.server.api_key_env, "server.api_key_env"))
         base_dir = config_path.parent if config_path else Path()
@@ -89,6 +97,7 @@ class Gateway:
         self._stack = AsyncExitStack()
         self._leaving: set[InstanceId] = set()
         self._seeing_off: asyncio.TimerHandle | None = None
+        self.discovery = Discovery(self, base_dir)
         self.reloader = Reloader(self, config_path, flags or {})
         self.dataplane: DataPlane
         self.placement: Placement
@@ -142,6 +151,10 @@ class Gateway:
         )
         self._stack.callback(self.dataplane.close)
         self.metrics.late_probes = lambda: self.health.late
+        self.metrics.sources = lambda: [
+            (each.config.name, len(each.named), bool(each.problem))
+            for each in self.discovery.followers()
+        ]
         for part in (self.fleet, self.placement, self.health):
             part.settings(self.settings)
         base_dir = self.config_path.parent if self.config_path else Path()
@@ -151,6 +164,8 @@ class Gateway:
         self.reloader.start(tasks)
         self._stack.callback(self.reloader.stop)
         await self.health.start()
+        self.discovery.start(tasks)
+        self._stack.callback(self.discovery.stop)
         if self._hub_listener is not None:
             self.hub = Hub(
                 self.fleet,
@@ -261,4 +276,4 @@ class Gateway:
             self.hub.tell_settings(self.config)
         if self.keep_config is not None:
             self.keep_config(self.config)
-        self.known_key_names = {None, *(i.api_key_env for i in change.config.instances)}
+        self.known_key_names = _key_names(change.config)

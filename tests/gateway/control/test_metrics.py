@@ -24,6 +24,7 @@ CHAT = "/v1/chat/completions"
 EXPECTED = {
     "config_reloads", "config_last_reload_successful", "config_settings_needing_restart",
     "config_last_reload_success_timestamp_seconds", "probes_late",
+    "source_instances", "source_failing",
     "profile_age_seconds",
     "prompt_cached_tokens",
     "input_tokens_cached", "instance_prefix_trust", "instance_prefix_bytes",

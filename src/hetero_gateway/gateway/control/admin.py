@@ -137,6 +137,15 @@ async def list_instances(request: Request) -> Response:
             "draining": gateway.draining,
             "queue": gateway.placement.describe(),
             "sharing": None if gateway.sharing is None else gateway.sharing.describe(),
+            "sources": [
+                {
+                    "name": each.config.name,
+                    "kind": each.config.kind,
+                    "instances": len(each.named),
+                    "problem": each.problem or None,
+                }
+                for each in gateway.discovery.followers()
+            ],
             "instances": await _describe_all(gateway),
         }
     )

@@ -151,6 +151,8 @@ class Metrics:
         # (different keys, bytes of memory) of the prefix index; None: there is none.
         self.prefix_index: Callable[[], tuple[int, int]] | None = None
         self.late_probes: Callable[[], int] = lambda: 0
+        # (name, instances, whether it cannot be asked now) of each source of instances.
+        self.sources: Callable[[], Iterable[tuple[str, int, bool]]] = lambda: ()
         self.reloads: Counter[str] = Counter()
         # Of the configuration: (the last reload was taken up, Unix time of the last that was,
         # settings that need a restart).
@@ -419,6 +421,18 @@ class Metrics:
                        (), {(): self.late_probes()})  # fmt: skip
         yield _counter("config_reloads", "Looks at the configuration's file, by what came of them.",
                        ("outcome",), {(k,): v for k, v in self.reloads.items()})  # fmt: skip
+        found = GaugeMetricFamily(
+            PREFIX + "source_instances", "Instances that a source has named.", labels=["source"]
+        )
+        failing = GaugeMetricFamily(
+            PREFIX + "source_failing",
+            "1 while a source cannot be asked, or its answer not read; what it named stays.",
+            labels=["source"],
+        )
+        for source, count, fails in self.sources():
+            found.add_metric([source], count)
+            failing.add_metric([source], float(fails))
+        yield from (found, failing)
         for (name, told), figure in zip(_RELOADED, self.reloaded, strict=True):
             family = GaugeMetricFamily(PREFIX + name, told)
             family.add_metric([], float(figure))

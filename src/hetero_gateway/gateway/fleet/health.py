@@ -265,6 +265,8 @@ class HealthMonitor:
         if models is None:
             return problem or f"{paths.MODELS}: not a list of models"
         _note_models(instance, models)
+        if instance.on_models is not None:
+            instance.on_models(instance)
         return "" if models else f"{paths.MODELS}: lists no model"
 
     async def _scrape_metrics(self, instance: Instance, probe: Probe) -> str:

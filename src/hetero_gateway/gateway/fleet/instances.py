@@ -76,6 +76,9 @@ class Instance:
         self.weight = config.weight
         self.draining = False
         self.source = FILE
+        self.source_key = ""  # by which a source of discovery knows it
+        # Told when its engine has said which models it serves.
+        self.on_models: Callable[[Instance], None] | None = None
         self.leaving = False  # it goes once what it has is over
         self.up = False
         self.failed_probes = 0

@@ -1,0 +1,288 @@
+"""Brings the fleet in line with what its sources say, one change at a time.
+
+Each instance knows which source named it, and only that one takes it away. What a source no longer
+names gets no more requests and leaves when its last one is over; if it is named again before, at
+the same address, it stays. An address that changes is another instance: the old one leaves so. A
+source that cannot be asked, or says nonsense, changes nothing, and is asked again, ever later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.discovery_config import SourceConfig
+from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig
+from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.fleet.sources.base import Found, Source, SourceError
+from hetero_gateway.gateway.fleet.sources.dns import DnsSource
+from hetero_gateway.gateway.fleet.sources.file import FileSource
+from hetero_gateway.gateway.fleet.sources.kubernetes import KubernetesSource
+from hetero_gateway.gateway.settings import Prepared
+
+if TYPE_CHECKING:
+    from hetero_gateway.gateway.wiring import Gateway
+
+_log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_LONGEST_ID = 63
+
+
+class Follower:
+    """One source, what it has named, and who brings the fleet in line with it.
+
+    Args:
+        gateway: whose fleet.
+        config: of the source.
+        base_dir: what files are relative to.
+
+    Raises:
+        ConfigError: it cannot be followed, or a profile of its cannot be loaded.
+    """
+
+    def __init__(self, gateway: Gateway, config: SourceConfig, base_dir: Path) -> None:
+        self.config = config
+        self.problem = ""
+        self._gateway = gateway
+        self._source = _source_of(config, base_dir)
+        self._profiles = [load_profile(rule.profile, base_dir) for rule in config.profiles]
+        if config.profile is not None:
+            load_profile(config.profile, base_dir)
+        self._wanted: list[Found] | None = None
+        self._changed = asyncio.Event()
+        self.named: dict[str, Instance] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            tasks.create_task(self._apply_all())
+
+    def tell(self, found: list[Found]) -> None:
+        """All that there are now."""
+        self.problem = ""
+        self._wanted = found
+        self._changed.set()
+
+    async def _follow(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            began_s = asyncio.get_running_loop().time()
+            try:
+                await self._source.follow(self.tell)
+            except SourceError as error:
+                self.problem = str(error)
+                _log.warning("source %s: %s; what it named stays", self.config.name, error)
+            except Exception as error:
+                # The boundary of a background loop.
+                self.problem = repr(error)
+                _log.exception("source %s failed", self.config.name)
+            if asyncio.get_running_loop().time() - began_s > _LONGEST_PAUSE_S:
+                pause_s = _FIRST_PAUSE_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _apply_all(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            found, self._wanted = self._wanted, None
+            if found is not None:
+                try:
+                    await self._apply(found)
+                except Exception:
+                    _log.exception("source %s: its instances cannot be taken up", self.config.name)
+
+    async def _apply(self, found: list[Found]) -> None:
+        gateway = self._gateway
+        wanted = {each.key: each for each in found}
+        for key, instance in list(self.named.items()):
+            each = wanted.get(key)
+            if gateway.fleet.instances.get(instance.id) is not instance:
+                del self.named[key]  # somebody removed it over /admin
+            elif each is None or self._config_of(each, instance.id) != instance.config:
+                self._leave(key)
+                await asyncio.sleep(0)
+        fresh = [each for each in found if each.key not in self.named]
+        kept = self._recall(fresh)
+        fresh = [each for each in fresh if each.key not in kept]
+        if not fresh:
+            return
+        names = self._free_ids(fresh)
+        built = await asyncio.to_thread(self._build, list(zip(fresh, names, strict=True)))
+        for each, instance in built:
+            if instance.id not in gateway.fleet.instances:
+                gateway.admit(instance)
+                self.named[each.key] = instance
+                await asyncio.sleep(0)
+        _log.info("source %s: %d instances, %d new", self.config.name, len(self.named), len(built))
+
+    def _leave(self, key: str) -> None:
+        instance = self.named.pop(key)
+        self._gateway.retire_instance(instance.id)
+
+    def leave_all(self) -> None:
+        """The source is not to be followed any more."""
+        for key in list(self.named):
+            if self._gateway.fleet.instances.get(self.named[key].id) is self.named[key]:
+                self._leave(key)
+
+    def _recall(self, fresh: list[Found]) -> set[str]:
+        """Those that were about to leave, and are named again where they are."""
+        leaving = {
+            instance.config.base_url: instance
+            for instance in self._gateway.fleet.instances.values()
+            if instance.leaving and instance.source == self.config.name
+        }
+        kept = set()
+        for each in fresh:
+            instance = leaving.get(each.base_url)
+            if instance is not None and instance.config == self._config_of(each, instance.id):
+                self._gateway.recall_instance(instance)
+                instance.source_key = each.key
+                self.named[each.key] = instance
+                kept.add(each.key)
+        return kept
+
+    def _free_ids(self, fresh: list[Found]) -> list[str]:
+        """Ids that nobody has, one of those that leave included."""
+        taken = set(map(str, self._gateway.fleet.instances))
+        names = []
+        for each in fresh:
+            base = re.sub(r"[^A-Za-z0-9._-]+", "-", each.key).lstrip("._-") or "instance"
+            if self.config.kind == "dns":
+                base = f"{self.config.name}-{base}"
+            base = base[: _LONGEST_ID - 5]
+            name, number = base, 2
+            while name in taken:
+                name, number = f"{base}.{number}", number + 1
+            taken.add(name)
+            names.append(name)
+        return names
+
+    def _config_of(self, each: Found, name: str) -> InstanceConfig:
+        if each.config is not None:
+            return each.config.model_copy(update={"id": name})
+        config = self.config
+        rule = self._rule(each, frozenset())
+        return InstanceConfig(
+            id=name,
+            base_url=each.base_url,
+            model=config.model,
+            profile=config.profile if rule is None else config.profiles[rule].profile,
+            weight=config.weight,
+            api_key_env=config.api_key_env,
+            ca_file=config.ca_file,
+            certificate_file=config.certificate_file,
+            key_file=config.key_file,
+        )
+
+    def _rule(self, each: Found, models: frozenset[str]) -> int | None:
+        """The first rule that fits, by its position."""
+        for number, rule in enumerate(self.config.profiles):
+            if rule.labels.items() <= each.labels.items() and (
+                rule.model is None or rule.model in models
+            ):
+                return number
+        return None
+
+    def _build(self, wanted: list[tuple[Found, str]]) -> list[tuple[Found, Instance]]:
+        """In a thread."""
+        built = []
+        for each, name in wanted:
+            try:
+                instance = self._gateway.fleet.build(self._config_of(each, name))
+            except (ConfigError, ValueError) as error:
+                _log.error("source %s: %s cannot be used: %s", self.config.name, each.key, error)
+                continue
+            instance.source, instance.source_key = self.config.name, each.key
+            if any(rule.model is not None for rule in self.config.profiles):
+                instance.on_models = self._profiler(each)
+            built.append((each, instance))
+        return built
+
+    def _profiler(self, each: Found) -> Callable[[Instance], None]:
+        """Gives an instance the profile that fits what its engine says that it serves."""
+
+        def choose(instance: Instance) -> None:
+            rule = self._rule(each, instance.models)
+            profile: Profile | None = None if rule is None else self._profiles[rule]
+            if profile is not None and profile != instance.profile:
+                instance.profile, instance.calibrated = profile, None
+                _log.info("instance %s: profile %s", instance.id, profile.name)
+
+        return choose
+
+
+class Discovery:
+    """All sources of a gateway. ``start`` needs a running event loop."""
+
+    def __init__(self, gateway: Gateway, base_dir: Path) -> None:
+        self._gateway = gateway
+        self._base_dir = base_dir
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: dict[str, tuple[Follower, asyncio.Task[None]]] = {}
+        self._first = self._followers(gateway.config.discovery)
+
+    def followers(self) -> list[Follower]:
+        return [follower for follower, _ in self._running.values()]
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Follow all sources of the configuration, and heed its changes."""
+        self._tasks = tasks
+        self._gateway.settings.add(("discovery",), self._prepare)
+        for follower in self._first:
+            self._begin(follower)
+
+    def stop(self) -> None:
+        for _, task in self._running.values():
+            task.cancel()
+
+    def _followers(self, sources: list[SourceConfig]) -> list[Follower]:
+        return [Follower(self._gateway, config, self._base_dir) for config in sources]
+
+    def _begin(self, follower: Follower) -> None:
+        assert self._tasks is not None
+        self._running[follower.config.name] = follower, self._tasks.create_task(follower.run())
+
+    def _prepare(self, fresh: GatewayConfig) -> Prepared:
+        known = {name: follower.config for name, (follower, _) in self._running.items()}
+        begun = self._followers([s for s in fresh.discovery if known.get(s.name) != s])
+        names = {source.name for source in fresh.discovery}
+
+        def apply() -> None:
+            new = {follower.config.name: follower for follower in begun}
+            for name, (follower, task) in list(self._running.items()):
+                if name in names and name not in new:
+                    continue
+                task.cancel()
+                del self._running[name]
+                if name not in new:
+                    follower.leave_all()
+            for name, follower in new.items():
+                # What it had named before stays, until it says otherwise.
+                follower.named = {
+                    i.source_key: i
+                    for i in self._gateway.fleet.instances.values()
+                    if i.source == name and not i.leaving
+                }
+                self._begin(follower)
+
+        return Prepared(apply)
+
+
+def _source_of(config: SourceConfig, base_dir: Path) -> Source:
+    """Raises ConfigError."""
+    if config.kind == "file":
+        return FileSource(config, base_dir)
+    if config.kind == "dns":
+        return DnsSource(config)
+    return KubernetesSource(config)
