@@ -66,6 +66,14 @@ def test_single_prompts_of_many_lengths_are_there_to_show_attention():
     assert lengths[-1] > A100.max_model_len / 2
 
 
+def test_a_context_of_two_steps_has_long_single_prompts_too():
+    """Two real servers with contexts of 4096 tokens had none above 2048, and no p9."""
+    small = Limits(4096, 524_288, 128, 128, 2048)
+    lengths = [c.prompt_tokens for c in plan_cells(small, 0) if c.batch_size == 1]
+    assert sum(i > small.max_batched_tokens for i in lengths) == 4
+    assert max(lengths) > 0.8 * small.max_model_len
+
+
 def test_most_cells_prefill_in_one_step_and_some_do_not():
     cells = plan_cells(A100, 0)
     one_step = sum(c.one_step for c in cells)

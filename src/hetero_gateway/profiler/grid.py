@@ -33,7 +33,7 @@ MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS = 16, 64
 ONE_STEP_CELLS = 4
 DEEP_CELLS = 2
 # Changes whenever the same limits and seed give other cells: a resumed run must fit its samples.
-GRID_VERSION = 2
+GRID_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,9 @@ def _column(limits: Limits, b: int, rng: np.random.Generator) -> list[Cell]:
     # Early starters must still run when the last prompt's last chunk is done.
     deep_high = (most - MIN_OUTPUT_TOKENS) * limits.max_batched_tokens
     deep_high //= limits.max_batched_tokens + 2 * b
-    for prompt in _strata(2 * one_step_most, deep_high, deep, rng, ends=False):
+    # A short context may have no room for two whole steps of one prompt, and p9 shows there alone.
+    deep_low = 2 * one_step_most if b > 1 else one_step_most * 5 // 4
+    for prompt in _strata(deep_low, deep_high, deep, rng, ends=False):
         chunks = math.ceil(b * prompt / limits.max_batched_tokens)
         output = min(int(outputs[len(cells)]) + math.ceil(1.25 * chunks), most - prompt)
         cells.append(Cell(b, prompt, output, one_step=False))
