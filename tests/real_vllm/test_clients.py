@@ -158,3 +158,25 @@ def test_the_messages_endpoint_streams_to_message_stop(cluster: Cluster) -> None
     assert response.status_code == 200
     assert "event: message_stop" in text
     assert "[DONE]" not in text
+
+
+@pytest.mark.parametrize("home", ALIASES)
+def test_a_response_is_continued_and_found_where_it_was_made(
+    client: openai.OpenAI, home: str
+) -> None:
+    first = client.responses.create(model=ALIASES[home], input="def f(x):", max_output_tokens=4)
+    for model in (SERVED_NAME, ALIASES[home]):
+        raw = client.responses.with_raw_response.create(
+            model=model, input="and g?", previous_response_id=first.id, max_output_tokens=4
+        )
+        assert raw.headers["x-hetero-gateway-instance"] == home
+        following = raw.parse()
+        assert following.previous_response_id == first.id
+        assert following.usage is not None
+        assert first.usage is not None
+        assert following.usage.input_tokens > first.usage.total_tokens
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
+        client.responses.cancel(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_0")
