@@ -99,6 +99,13 @@ class ServerConfig(StrictModel):
     admin_key_env: str | None = Field(
         None, description="Environment variable with the key of /admin; none: loopback only."
     )
+    certificate_file: Path | None = Field(
+        None, description="Certificate chain (PEM): clients are served by TLS; none: without."
+    )
+    key_file: Path | None = Field(None, description="The certificate's private key (PEM).")
+    client_ca_file: Path | None = Field(
+        None, description="CA certificates (PEM): clients must show one of theirs; none: any may."
+    )
     watch_files_s: float | None = Field(
         None,
         ge=0.1,
@@ -115,6 +122,14 @@ class ServerConfig(StrictModel):
     shutdown_timeout_s: float = Field(
         30.0, ge=0, description="How long open requests may go on after SIGTERM, in seconds."
     )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> ServerConfig:
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file: one needs the other")
+        if self.client_ca_file is not None and self.certificate_file is None:
+            raise ValueError("client_ca_file: needs certificate_file")
+        return self
 
 
 class PredictorConfig(StrictModel):

@@ -26,6 +26,7 @@ from hetero_gateway.gateway.wire.clients import (
 )
 from hetero_gateway.gateway.wire.cycle import Service
 from hetero_gateway.gateway.wire.protocol import engine_protocol
+from hetero_gateway.gateway.wire.tls import ServerTls
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Served(Protocol):
 
     @property
     def settings(self) -> Settings: ...
+    @property
+    def tls(self) -> ServerTls | None: ...
 
     def drain(self) -> None:
         """It was told to stop."""
@@ -75,6 +78,10 @@ class DrainingServer(uvicorn.Server):
         self._takes_signals = False
         self._loop: asyncio.AbstractEventLoop | None = None
         config = gateway.config.server
+        self._tls = gateway.tls
+        if self._tls is not None:
+            gateway.settings.add((), self._prepare_certificates, always=True)
+            gateway.settings.files.append(lambda _: self._tls.files if self._tls else [])
         super().__init__(
             uvicorn.Config(
                 app,
@@ -96,7 +103,19 @@ class DrainingServer(uvicorn.Server):
     @property
     def url(self) -> str:
         """Where it listens, once it has started."""
-        return url_of(self.servers[0].sockets[0])
+        url = url_of(self.servers[0].sockets[0])
+        return url if self.config.ssl is None else url.replace("http:", "https:", 1)
+
+    @property
+    def _is_local(self) -> bool:
+        """It serves the gateway's own workers, over a Unix socket."""
+        return self._listener is not None and self._listener.family == socket.AF_UNIX
+
+    def _prepare_certificates(self, _: GatewayConfig) -> Prepared | None:
+        if self._tls is None:
+            return None
+        self._tls.check()
+        return Prepared(self._tls.renew)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         if self._listener is not None:
@@ -104,6 +123,8 @@ class DrainingServer(uvicorn.Server):
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._tls is not None and not self._is_local:
+            self.config.ssl = self._tls.context
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         if self._takes_signals and self.started:

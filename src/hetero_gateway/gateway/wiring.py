@@ -28,6 +28,7 @@ from hetero_gateway.gateway.fleet.sources.discovery import Discovery
 from hetero_gateway.gateway.reload import Reloader
 from hetero_gateway.gateway.settings import Change, Prepared, Settings
 from hetero_gateway.gateway.sharing.peers import make_sharing
+from hetero_gateway.gateway.wire.tls import server_tls
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, Hub
 
@@ -81,6 +82,7 @@ class Gateway:
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
         self.admission = Admission(secret(config.server.api_key_env, "server.api_key_env"))
         base_dir = config_path.parent if config_path else Path()
+        self.tls = server_tls(config.server, base_dir)
         self._prefix_secret = prefix_secret(config)
         self.fleet = Fleet(config, base_dir)
         scheduler = self.fleet.scheduler

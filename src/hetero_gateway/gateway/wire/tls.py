@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.gateway_config import ServerConfig
 
 
 class ClientTls(NamedTuple):
@@ -90,6 +91,71 @@ class ClientContexts:
             self._identify(context, wanted)
             if wanted.ca_file is not None:
                 context.load_verify_locations(self._base_dir / wanted.ca_file)
+
+
+class ServerTls:
+    """The server's side: its certificate, and whose clients it takes.
+
+    Args:
+        certificate_file, key_file: who we are (PEM).
+        client_ca_file: clients must show a certificate of these authorities (PEM); None: need not.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+
+    def __init__(self, certificate_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
+        self._identity = certificate_file, key_file
+        self._client_ca_file = client_ca_file
+        self.context = self._made()
+
+    @property
+    def files(self) -> list[Path]:
+        return [*self._identity, *([self._client_ca_file] if self._client_ca_file else [])]
+
+    def _made(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            load_identity(context, *self._identity)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            certificate, key = self._identity
+            raise ConfigError(
+                f"server.certificate_file, server.key_file: {certificate} and {key} cannot be "
+                f"used: {error}"
+            ) from error
+        if self._client_ca_file is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(self._client_ca_file)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(
+                    f"server.client_ca_file: {self._client_ca_file} cannot be used: {error}"
+                ) from error
+        return context
+
+    def check(self) -> None:
+        """Whether all files can be read again. Raises ConfigError."""
+        self._made()
+
+    def renew(self) -> None:
+        """Read them again; authorities that have gone are believed until the next start."""
+        load_identity(self.context, *self._identity)
+        if self._client_ca_file is not None:
+            self.context.load_verify_locations(self._client_ca_file)
+
+
+def server_tls(config: ServerConfig, base_dir: Path) -> ServerTls | None:
+    """The configuration's; None: it names no certificate. Raises ConfigError."""
+    if config.certificate_file is None or config.key_file is None:
+        return None
+    clients = config.client_ca_file
+    return ServerTls(
+        base_dir / config.certificate_file,
+        base_dir / config.key_file,
+        None if clients is None else base_dir / clients,
+    )
 
 
 def load_identity(context: ssl.SSLContext, certificate: Path, key: Path) -> None:

@@ -150,6 +150,8 @@ class Supervisor:
         server = self._config.server
         clients = listen_together(server.host, server.port, server.workers)
         url = url_of(clients[0])
+        if server.certificate_file is not None:
+            url = url.replace("http:", "https:", 1)
         self._directory = tempfile.mkdtemp(prefix="hetero-gateway-")
         self._life, lifeline = os.pipe()
         directory = Path(self._directory)

@@ -30,6 +30,7 @@ from hetero_gateway.gateway.settings import Settings
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
 from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.tls import server_tls
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.wiring import prefix_secret
 from hetero_gateway.gateway.workers import messages
@@ -92,6 +93,7 @@ class Worker:
         self.draining = False
         base_dir = config_path.parent if config_path else Path()
         self._base_dir = base_dir
+        self.tls = server_tls(config.server, base_dir)
         self.admission = Admission(secret(config.server.api_key_env, "server.api_key_env"))
         self.fleet = Fleet(self.config, base_dir)
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges)
