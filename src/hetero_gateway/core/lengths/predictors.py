@@ -11,6 +11,7 @@ user's own may ask ``LengthFeatures`` for the prompt's text (docs/predictors.md)
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -162,8 +163,9 @@ class BucketMeanPredictor:
         self.prior_requests = prior_requests
         self._models: dict[str, _RunningMean] = {}
         self._buckets: dict[tuple[str, int], _RunningMean] = {}
-        # By bucket and beginning, which says the model, too.
-        self._beginnings: dict[tuple[int, int], _RunningMean] = {}
+        # By bucket and beginning, which says the model, too; least recently used first. (A plain
+        # dict walks past all that were deleted at its front.)
+        self._beginnings: OrderedDict[tuple[int, int], _RunningMean] = OrderedDict()
 
     @property
     def has_learnt(self) -> bool:
@@ -204,11 +206,12 @@ class BucketMeanPredictor:
     ) -> float:
         """Returns what the beginning's mean weighs, in requests."""
         means, key = self._beginnings, (size, beginning)
-        mean = means.pop(key, None)
+        mean = means.get(key)
         if mean is None:
-            mean = _RunningMean(prior, self.prior_requests)
             if len(means) >= _MOST_BEGINNINGS:
-                del means[next(iter(means))]
+                means.popitem(last=False)
+            mean = means[key] = _RunningMean(prior, self.prior_requests)
+        else:
+            means.move_to_end(key)
         mean.add(output_tokens)
-        means[key] = mean
         return mean.weight
