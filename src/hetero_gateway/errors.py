@@ -11,6 +11,8 @@ Expected outcomes (no capacity, nothing fits) are values of ``core.types``, not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HeteroGatewayError(Exception):
     """Root of the tree; its text is one line that a person can act on."""
@@ -34,6 +36,7 @@ class Refusal(HeteroGatewayError):
     ``status`` is the HTTP status; ``code``, ``param`` and ``kind`` fill OpenAI's error body;
     ``retry_after_s`` becomes a Retry-After header. ``spent``: the gateway has tried again itself,
     and a client that did as well would multiply the attempts; OpenAI's clients are asked not to.
+    ``headers``: of the answer, in addition.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Refusal(HeteroGatewayError):
         kind: str = "invalid_request_error",
         retry_after_s: int | None = None,
         spent: bool = False,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -55,3 +59,4 @@ class Refusal(HeteroGatewayError):
         self.kind = kind
         self.retry_after_s = retry_after_s
         self.spent = spent
+        self.headers = headers

@@ -31,7 +31,7 @@ class Request(NamedTuple):
         predicted_output_tokens: Õ_r, predicted output tokens of one sequence (0 for embeddings).
         sequences: how many sequences the engine will run: prompts × ``n``.
         streams: whether its first token will be seen when it is made.
-        client: whose it is, by name; "" where nobody asks.
+        client: whose it is: as whom it counts where clients have shares; "" where nobody asks.
         priority: a higher one goes first, for queue disciplines that look at it.
         prefix: keys of its prompt's beginnings, for what knows of prefix caches; None: not wanted.
         only: the one instance that can take it (what it continues lives there); None: any.

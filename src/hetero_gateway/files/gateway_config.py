@@ -20,7 +20,9 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.scheduling.disciplines import DEFAULT_PATIENCE_S, DisciplineName
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.client_keys import ClientsConfig, read_clients
 from hetero_gateway.files.discovery_config import SourceConfig
+from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.problems import Key, Problems
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
@@ -66,6 +68,32 @@ def _check_base_url(value: str) -> str:
     return value.rstrip("/")
 
 
+# Who may ask for a path: everybody, who has a client's key, who may use /admin, nobody.
+Exposure = Literal["open", "clients", "admin", "off"]
+
+
+def _check_listen(value: str) -> str:
+    if value.startswith("unix:"):
+        if not 1 <= len(value.removeprefix("unix:").encode()) <= 100:
+            raise ValueError("must be unix:PATH, of at most 100 bytes")
+        return value
+    parts = urlsplit("//" + value)
+    if parts.path or not parts.hostname or parts.username is not None or parts.port is None:
+        raise ValueError("must be unix:PATH or HOST:PORT")
+    return value
+
+
+class ExposeConfig(StrictModel):
+    """Who may ask for the paths that are no engine's and not /admin's."""
+
+    metrics: Exposure | None = Field(
+        None, description="/metrics; default: open, or admin where clients have names."
+    )
+    docs: Exposure = Field("open", description="/docs.")
+    openapi: Exposure = Field("open", description="/openapi.json.")
+    dashboard: Exposure = Field("open", description="/dashboard: a page that reads /admin.")
+
+
 class ServerConfig(StrictModel):
     """Where the gateway listens, and what it accepts."""
 
@@ -97,7 +125,14 @@ class ServerConfig(StrictModel):
         None, description="Environment variable with the key that clients must send; none: open."
     )
     admin_key_env: str | None = Field(
-        None, description="Environment variable with the key of /admin; none: loopback only."
+        None, description="Environment variable with the key of /admin."
+    )
+    admin_listen: Annotated[str, AfterValidator(_check_listen)] | None = Field(
+        None, description="A listener for /admin alone: unix:PATH or HOST:PORT."
+    )
+    expose: ExposeConfig = Field(default_factory=ExposeConfig)
+    link_local_instances: bool = Field(
+        False, description="Allow instances at link-local addresses, metadata services included."
     )
     certificate_file: Path | None = Field(
         None, description="Certificate chain (PEM): clients are served by TLS; none: without."
@@ -535,6 +570,7 @@ class GatewayConfig(StrictModel):
     discovery: list[SourceConfig] = Field(
         default_factory=list, description="Sources of instances besides this file."
     )
+    clients: ClientsConfig = Field(default_factory=ClientsConfig)
     instances: list[InstanceConfig] = Field(
         default_factory=list, description="The instances; more can be added over /admin/instances."
     )
@@ -550,6 +586,9 @@ class GatewayConfig(StrictModel):
         for name in names:
             if names.count(name) > 1 or name in ("file", "admin"):
                 raise ValueError(f"discovery: the name {name!r} is used twice, or taken")
+        if not self.server.link_local_instances:
+            for instance in self.instances:
+                check_reachable(instance.base_url)
         single = self.scheduler.single_instance
         if single is not None and single not in seen:
             raise ValueError(f"scheduler.single_instance: no instance has the id {single!r}")
@@ -578,6 +617,10 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
             instance_profile(instance, path.parent)
         except ConfigError as error:
             problems.add(("instances", i, "profile"), str(error))
+    try:
+        read_clients(config.clients, path.parent)
+    except ConfigError as error:
+        problems.add(("clients",), str(error))
     if (file := config.scheduler.predictor.file) is not None:
         # Imported here: few have one, and all who only validate are spared numpy.
         from hetero_gateway.files.length_model_file import read_length_model
@@ -595,6 +638,16 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
     return config
 
 
+def check_reachable(base_url: str) -> None:
+    """Raises ValueError: an instance is not let be there, by its address or name."""
+    host = urlsplit(base_url).hostname or ""
+    if is_link_local(host):
+        raise ValueError(
+            f"base_url: {host} is link-local or a cloud's metadata service; allow such addresses "
+            "with server.link_local_instances"
+        )
+
+
 def _named_secrets(
     config: GatewayConfig,
 ) -> Iterator[tuple[Key, str | None, Callable[[str | None, str], str | None]]]:
@@ -602,6 +655,7 @@ def _named_secrets(
     server, scheduler = config.server, config.scheduler
     yield ("server", "api_key_env"), server.api_key_env, secret
     yield ("server", "admin_key_env"), server.admin_key_env, secret
+    yield ("clients", "hash_key_env"), config.clients.hash_key_env, secret
     yield ("scheduler", "prefix_key_env"), scheduler.prefix_key_env, secret
     yield ("scheduler", "sharing", "password_env"), scheduler.sharing.password_env, password
     for i, instance in enumerate(config.instances):

@@ -24,8 +24,11 @@ from starlette.types import ASGIApp
 from hetero_gateway import __version__
 from hetero_gateway.engines.vllm import work_of_path
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.gateway_config import Exposure, GatewayConfig
+from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.control import admin, responses
+from hetero_gateway.gateway.control.access import check_exposed
+from hetero_gateway.gateway.control.docs_page import docs_page
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import (
@@ -57,6 +60,7 @@ _PAGE_FILES = {
     "index.html": "text/html",
     "dashboard.css": "text/css",
     "dashboard.js": "text/javascript",
+    "docs.css": "text/css",
     "icon.svg": "image/svg+xml",
 }
 
@@ -145,6 +149,10 @@ def create_app(
         summary="A load-balancing gateway for unequal vLLM instances",
         lifespan=lifespan,
         redirect_slashes=False,
+        # /docs and /openapi.json are below, with a setting each and nothing from elsewhere.
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
     )
     control.state.gateway = gateway
     control.add_exception_handler(Refusal, _render_error)
@@ -207,6 +215,21 @@ def _path_of(scope: Scope) -> str:
 
 
 def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
+    expose = gateway.config.server.expose
+
+    @control.get("/openapi.json", include_in_schema=False)
+    async def openapi(request: Request) -> Response:
+        """What /admin and the other control paths take."""
+        await check_exposed(request, expose.openapi)
+        return JSONResponse(control.openapi())
+
+    @control.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        """The same as a page."""
+        await check_exposed(request, expose.docs)
+        page = docs_page(control.openapi())
+        return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
+
     @control.get("/health", tags=["health"])
     @control.get("/livez", tags=["health"])
     async def live() -> dict[str, str]:
@@ -227,21 +250,23 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
         return {"version": __version__}
 
     @control.get("/metrics", tags=["health"])
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Prometheus exposition."""
+        named: Exposure = "admin" if gateway.admission.keys is not None else "open"
+        await check_exposed(request, expose.metrics or named)
         body, content_type = await gateway.metrics.exposition()
         return Response(body, media_type=content_type)
 
     @control.get("/v1/models", tags=["openai"])
     async def models(request: Request) -> dict[str, Any]:
         """Every name that a live instance serves."""
-        gateway.admission.client_of(request.headers.raw)
-        return model_list(gateway)
+        return model_list(gateway, gateway.admission.client_of(request.headers.raw))
 
     @control.get("/v1/models/{model:path}", tags=["openai"])
     async def model(request: Request, model: str) -> dict[str, Any]:
-        gateway.admission.client_of(request.headers.raw)
+        client = gateway.admission.client_of(request.headers.raw)
         served = gateway.fleet.models()
+        client.check_model(model)
         if model not in served:
             message = f"The model `{model}` does not exist."
             raise Refusal(404, "model_not_found", message, param="model")
@@ -254,13 +279,15 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
         return await responses.pass_on(gateway, request, response_id)
 
     @control.get("/dashboard", tags=["dashboard"], response_class=HTMLResponse)
-    async def dashboard() -> Response:
+    async def dashboard(request: Request) -> Response:
         """The live page; it reads /admin with the browser's own rights."""
+        await check_exposed(request, expose.dashboard)
         return _page_file("index.html")
 
     @control.get("/dashboard/{name}", include_in_schema=False)
-    async def dashboard_file(name: str) -> Response:
-        """The page's script, style and icon."""
+    async def dashboard_file(request: Request, name: str) -> Response:
+        """The page's script, style and icon; and the style of /docs."""
+        await check_exposed(request, expose.docs if name == "docs.css" else expose.dashboard)
         if name not in _PAGE_FILES:
             raise Refusal(404, "not_found", f"there is no /dashboard/{name}")
         return _page_file(name)
@@ -278,9 +305,12 @@ def _page_file(name: str) -> Response:
     return Response(content, headers=_PAGE_HEADERS, media_type=_PAGE_FILES[name])
 
 
-def model_list(gateway: Gateway) -> dict[str, Any]:
-    """What /v1/models answers."""
-    return {"object": "list", "data": [_card(*m) for m in gateway.fleet.models().items()]}
+def model_list(gateway: Gateway, client: Client) -> dict[str, Any]:
+    """What /v1/models answers: the models that the client may ask for."""
+    wanted = client.models
+    served = gateway.fleet.models().items()
+    cards = [_card(*m) for m in served if wanted is None or m[0] in wanted]
+    return {"object": "list", "data": cards}
 
 
 def _card(model: str, max_model_len: int | None) -> dict[str, Any]:

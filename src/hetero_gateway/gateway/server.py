@@ -6,16 +6,20 @@ import asyncio
 import functools
 import gc
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import uvicorn
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.control.access import ADMIN_LISTENER
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.clients import (
@@ -39,6 +43,7 @@ class Served(Protocol):
     """Whose server it is: a ``Gateway``, or a ``Worker``."""
 
     draining: bool
+    has_admin: bool  # in this process
 
     @property
     def config(self) -> GatewayConfig: ...
@@ -171,6 +176,7 @@ class ProtocolServer(DrainingServer):
         self, service: Service, gateway: Served, listener: socket.socket | None = None
     ) -> None:
         metrics = gateway.metrics
+        self.admin_url = ""  # of its listener, where it has one
         self.watch = Watch(
             client_limits(gateway.config), metrics.client_timeouts, metrics.client_refusals
         )
@@ -194,6 +200,28 @@ class ProtocolServer(DrainingServer):
 
         return Prepared(apply)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        where = self.gateway.config.server.admin_listen
+        # Taken first: an address that cannot be is told of in front of anything that serves.
+        admin = _bound(where) if where is not None and self.gateway.has_admin else None
+        await super().startup(sockets)
+        if admin is None:
+            return
+        loop = asyncio.get_running_loop()
+        state = {**self.lifespan.state, ADMIN_LISTENER: True}
+
+        def connection() -> asyncio.Protocol:
+            make: Any = self.config.http_protocol_class
+            protocol: asyncio.Protocol = make(
+                config=self.config, server_state=self.server_state, app_state=state
+            )
+            return protocol
+
+        create = loop.create_unix_server if admin.family == socket.AF_UNIX else loop.create_server
+        self.servers.append(await create(connection, sock=admin))
+        self.admin_url = url_of(admin)
+        _log.info("/admin is on %s", self.admin_url)
+
 
 class GatewayServer(ProtocolServer):
     """The gateway's; ``on_ready`` is called with its URL once it serves."""
@@ -212,6 +240,44 @@ class GatewayServer(ProtocolServer):
         await super().startup(sockets)
         if self.started:
             self._on_ready(self.url)
+
+
+def _bound(where: str) -> socket.socket:
+    """A socket at ``server.admin_listen``. Raises HeteroGatewayError."""
+    try:
+        if not where.startswith("unix:"):
+            parts = urlsplit("//" + where)
+            family, *_, address = socket.getaddrinfo(
+                parts.hostname, parts.port, type=socket.SOCK_STREAM
+            )[0]
+            return socket.create_server(address[:2], family=family)
+        path = Path(where.removeprefix("unix:"))
+        _unlink_stale(path)
+        listener = socket.socket(socket.AF_UNIX)
+        # From the first moment on it is its owner's alone.
+        mask = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        except OSError:
+            listener.close()
+            raise
+        finally:
+            os.umask(mask)
+        return listener
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise HeteroGatewayError(f"server.admin_listen: {where}: {reason}") from error
+
+
+def _unlink_stale(path: Path) -> None:
+    """A socket that nobody listens at any more, as one that was killed leaves it."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
 
 
 def url_of(listener: socket.socket) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -13,8 +14,10 @@ from typing import Any
 from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
 from hetero_gateway.core.lengths.predictors import LengthFeatures
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.files.client_keys import changes, read_clients
 from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig, secret
 from hetero_gateway.gateway.admission.clients import Admission
+from hetero_gateway.gateway.control.client_metrics import client_families
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.placement import Placement
@@ -50,6 +53,23 @@ def _key_names(config: GatewayConfig) -> set[str | None]:
     return {None, *names}
 
 
+def _tls_files(config: GatewayConfig) -> set[Path | None]:
+    """The files for instances' TLS that the file names; None: an instance without one."""
+    files = [(i.ca_file, i.certificate_file, i.key_file) for i in config.instances]
+    files += [(s.ca_file, s.certificate_file, s.key_file) for s in config.discovery]
+    return {None, *itertools.chain.from_iterable(files)}
+
+
+def make_admission(config: GatewayConfig, base_dir: Path) -> Admission:
+    """Who may ask, by the configuration. Raises ConfigError."""
+    clients = config.clients
+    return Admission(
+        secret(config.server.api_key_env, "server.api_key_env"),
+        read_clients(clients, base_dir) if clients.wanted else None,
+        secret(clients.hash_key_env, "clients.hash_key_env"),
+    )
+
+
 class Gateway:
     """What the control paths and the data plane share. ``start`` needs a running event loop.
 
@@ -73,20 +93,25 @@ class Gateway:
         self._record = record
         self.config_path = config_path
         self.draining = False
+        self.has_admin = True
         self._hub_listener = hub_listener
         self.hub: Hub | None = None
         # Where there are workers: remembers the configuration for processes that start.
         self.keep_config: Callable[[GatewayConfig], None] | None = None
         # None is one of them: an instance without a key.
         self.known_key_names = _key_names(config)
+        self.known_tls_files = _tls_files(config)
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
-        self.admission = Admission(secret(config.server.api_key_env, "server.api_key_env"))
-        base_dir = config_path.parent if config_path else Path()
+        base_dir = self._base_dir = config_path.parent if config_path else Path()
+        self.admission = make_admission(config, base_dir)
         self.tls = server_tls(config.server, base_dir)
         self._prefix_secret = prefix_secret(config)
         self.fleet = Fleet(config, base_dir)
         scheduler = self.fleet.scheduler
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
+        self.metrics.clients = lambda: client_families(
+            self.admission, self.config.clients.most_labels
+        )
         self.sharing = make_sharing(config.scheduler, self.fleet, base_dir)
         self.metrics.sharing = self.sharing
         if (caches := scheduler.caches) is not None:
@@ -159,9 +184,13 @@ class Gateway:
         ]
         for part in (self.fleet, self.placement, self.health):
             part.settings(self.settings)
-        base_dir = self.config_path.parent if self.config_path else Path()
-        self.dataplane.settings(self.settings, base_dir, self.metrics.predictor_failures)
+        self.dataplane.settings(self.settings, self._base_dir, self.metrics.predictor_failures)
         self.settings.add(("scheduler.policy",), self._prepare_labels)
+        if self.config.clients.wanted:
+            self.settings.add(
+                ("clients.groups", "clients.most_labels"), self._prepare_keys, always=True
+            )
+            self.settings.files.append(self._keys_files)
         self._stack.callback(self._stop_seeing_off)
         self.reloader.start(tasks)
         self._stack.callback(self.reloader.stop)
@@ -174,6 +203,7 @@ class Gateway:
                 self.placement,
                 self.dataplane.dispatcher,
                 self.metrics,
+                self.admission,
                 self._hub_listener,
                 self.drain,
             )
@@ -191,6 +221,23 @@ class Gateway:
 
     def _prepare_labels(self, fresh: GatewayConfig) -> Prepared:
         return Prepared(lambda: self.metrics.set_policy(fresh.scheduler.policy))
+
+    def _prepare_keys(self, fresh: GatewayConfig) -> Prepared | None:
+        """Heed other keys from now on, in all processes."""
+        keys, before = read_clients(fresh.clients, self._base_dir), self.admission.keys
+        assert before is not None
+        names = changes(before, keys)
+
+        def apply() -> None:
+            self.admission.set_keys(keys)
+            if self.hub is not None:
+                self.hub.tell_keys()
+
+        return Prepared(apply, names) if names else None
+
+    def _keys_files(self, config: GatewayConfig) -> list[Path]:
+        file = config.clients.keys_file
+        return [] if file is None else [self._base_dir / file]
 
     def _stop_seeing_off(self) -> None:
         if self._seeing_off is not None:
@@ -279,3 +326,4 @@ class Gateway:
         if self.keep_config is not None:
             self.keep_config(self.config)
         self.known_key_names = _key_names(change.config)
+        self.known_tls_files = _tls_files(change.config)

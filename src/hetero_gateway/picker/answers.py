@@ -134,6 +134,7 @@ def refused(refusal: Refusal, path: str, request_id: bytes) -> bytes:
         headers.append(("retry-after", str(refusal.retry_after_s)))
     if request_id:
         headers.append(("x-request-id", request_id))
+    headers += [(name.decode(), value) for name, value in refusal.headers]
     return immediate(refusal.status, error_body(refusal, path), headers, refusal.code)
 
 

@@ -152,8 +152,8 @@ class Picker:
                 (field.key.encode(), field.raw_value or field.value.encode())
                 for field in head.headers.headers
             ]
-            self._gateway.admission.client_of(headers)
-            return answers.immediate(200, msgspec.json.encode(model_list(self._gateway)))
+            client = self._gateway.admission.client_of(headers)
+            return answers.immediate(200, msgspec.json.encode(model_list(self._gateway, client)))
         raise Refusal(404, "not_found", f"there is no {method_and_path}"[:200])
 
     def health(self, service: str) -> int:

@@ -297,7 +297,7 @@ class Stream:
         inbound, client = self._inbound, self._client
         assert inbound is not None
         assert client is not None
-        job = self._picker.rooms.intake.describe(inbound, client, parsed, counted)
+        job = self._picker.rooms.dispatcher.describe(inbound, client, parsed, counted)
         self._job = job
         request = job.request
         if request.streams and not self._call.peer.reports:
@@ -512,8 +512,12 @@ class Stream:
         self._picker.open -= 1
         self._picker.tickets.pop(self._ticket, None)
         self._let_go_of_body()
-        if self._placed is None:
-            return
+        if self._placed is not None:
+            self._settle_placed()
+        if self._job is not None and self._job.charge is not None:
+            self._job.charge.end()
+
+    def _settle_placed(self) -> None:
         error, told = self._error, self._told
         if error is not None:
             outcome = error.failure.outcome

@@ -1,57 +1,239 @@
-"""The client behind a request, by its key.
+"""The client behind a request, by its key, and what that one may ask for.
 
-Today there is one key for all, so there is one client. Whatever depends on who asks (a key of
-one's own, a limit, a class of priority) is decided in ``Admission.admit``, before a byte of the
-body is read, and is carried by the ``Client`` from there on.
+A key is looked up by its hash: what is compared is nothing that a client can choose, so that how
+long it takes says nothing. Who a client is, is found before a byte of the body is read
+(``Admission.admit``); which model and which class it may have, once the body is understood; how
+much, in ``limits``. The one key of ``server.api_key_env`` goes on as it was: a client without name
+and limits.
 """
 
 from __future__ import annotations
 
 import hmac
-from typing import NamedTuple
+import math
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from typing import Any, NamedTuple
 
+from hetero_gateway.core.limits.accounts import Account
+from hetero_gateway.core.types import DEFAULT_CLASS
 from hetero_gateway.errors import Refusal
+from hetero_gateway.files.client_keys import MOST_KEY_BYTES, ClientLimits, KeyConfig, KeysFile
+from hetero_gateway.gateway.admission.usage import Usage
 from hetero_gateway.gateway.wire.headers import Headers
 from hetero_gateway.gateway.wire.inbound import Inbound
 
+CLASS_HEADER = b"x-hetero-gateway-class"
+
 
 class Client(NamedTuple):
-    """Who asks. ``name`` is a bounded label; "" for everybody who shares the one key, or none."""
+    """Who asks.
+
+    Args:
+        name: a bounded label; "" for everybody who shares the one key, or none.
+        accounts: that its requests are charged to; none: it has no limits.
+        models: that it may ask for; None: all.
+        request_class: of its requests.
+        classes: that a request may choose instead, by a header.
+        expires_s: since 1970; it is refused from then on.
+        group: whose limits it shares; "" where it has none.
+        party: who it counts as where shares are fair: its group where that has a share, or itself.
+        share: the party's weight.
+    """
 
     name: str
+    accounts: tuple[Account, ...] = ()
+    models: frozenset[str] | None = None
+    request_class: str = DEFAULT_CLASS
+    classes: frozenset[str] = frozenset()
+    expires_s: float = math.inf
+    group: str = ""
+    party: str = ""
+    share: float = 1.0
+
+    def check_model(self, model: str) -> None:
+        """Raises Refusal: 403 for a model that it may not ask for."""
+        if self.models is not None and model not in self.models:
+            message = f"The key has no access to the model `{model[:200]}`."
+            raise Refusal(403, "model_not_allowed", message, param="model")
+
+    def class_of(self, headers: Headers) -> str:
+        """A request's class. Raises Refusal: 403 for one that it may not have."""
+        if not self.classes:
+            return self.request_class
+        for name, value in headers:
+            if name == CLASS_HEADER:
+                wanted = value.decode("latin-1")
+                if wanted != self.request_class and wanted not in self.classes:
+                    message = f"The key has no access to the class {wanted[:63]!r}."
+                    raise Refusal(403, "class_not_allowed", message, param="x-hetero-gateway-class")
+                return wanted
+        return self.request_class
 
 
-_EVERYBODY = Client("")
+EVERYBODY = Client("")
 
 
 class Admission:
     """Lets requests in.
 
     Args:
-        key: that clients must send; None: open to all.
+        key: that clients must send; None: open to all, unless there are ``keys``.
+        keys: clients by name; None: there are none.
+        hash_key: the secret of hashes under one.
+        clock: the time since 1970 in seconds.
+
+    ``usage``: what clients with names have used.
     """
 
-    def __init__(self, key: str | None) -> None:
+    def __init__(
+        self,
+        key: str | None,
+        keys: KeysFile | None = None,
+        hash_key: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._key = key.encode() if key else None
+        self._hash_key = hash_key.encode() if hash_key else None
+        self._clock = clock
+        self._plain: dict[bytes, Client] = {}
+        self._keyed: dict[bytes, Client] = {}
+        self._by_name: dict[str, Client] = {}
+        self._accounts: dict[str, Account] = {}
+        self.usage = Usage(clock)
+        self.keys = keys
+        if keys is not None:
+            self.set_keys(keys)
 
     @property
     def has_key(self) -> bool:
         """Whether clients' credentials are for the gateway, and none of an instance's business."""
-        return self._key is not None
+        return self._key is not None or self.keys is not None
+
+    @property
+    def chooses_class(self) -> bool:
+        """Whether any client may name a request's class."""
+        return any(client.classes for client in self._by_name.values())
+
+    def __iter__(self) -> Iterator[Client]:
+        """The clients that have names."""
+        return iter(self._by_name.values())
+
+    def accounts(self) -> Iterator[Account]:
+        """All that there are, of keys and of groups."""
+        return iter(self._accounts.values())
+
+    def set_keys(self, keys: KeysFile) -> None:
+        """Other keys from now on; whoever stays keeps what was used."""
+        known, self._accounts = self._accounts, {}
+        for name, group in keys.groups.items():
+            self._open_account(f"group {name}", group, known)
+        plain: dict[bytes, Client] = {}
+        keyed: dict[bytes, Client] = {}
+        by_name = {}
+        for key in keys.keys:
+            self._open_account(f"key {key.name}", key, known)
+            client = by_name[key.name] = self._client(key, keys)
+            (plain if key.scheme == "sha256" else keyed)[key.digest] = client
+        self.keys, self._plain, self._keyed, self._by_name = keys, plain, keyed, by_name
+
+    def _open_account(self, name: str, limits: ClientLimits, known: dict[str, Account]) -> None:
+        if not any(limit is not None for limit in limits.limits):
+            return
+        account = self._accounts[name] = known.get(name) or Account(name, limits.limits)
+        account.set_limits(limits.limits)
+
+    def _client(self, key: KeyConfig, keys: KeysFile) -> Client:
+        group = None if key.group is None else keys.groups[key.group]
+        named = (f"key {key.name}", f"group {key.group}")
+        of_group = ClientLimits() if group is None else group
+        models = key.models if key.models is not None else of_group.models
+        classes = key.classes if key.classes is not None else of_group.classes
+        shared = group is not None and group.share is not None and key.share is None
+        return Client(
+            key.name,
+            tuple(self._accounts[name] for name in named if name in self._accounts),
+            None if models is None else frozenset(models),
+            key.request_class or of_group.request_class or DEFAULT_CLASS,
+            frozenset(classes or ()),
+            math.inf if key.expires is None else key.expires.timestamp(),
+            key.group or "",
+            f"group {key.group}" if shared else f"key {key.name}",
+            (of_group.share if shared else key.share) or 1.0,
+        )
+
+    def named(self, name: str) -> Client:
+        """The client of that name; one that is not known (any more) may do nothing special."""
+        return self._by_name.get(name) or (Client(name) if name else EVERYBODY)
 
     def admit(self, inbound: Inbound) -> Client:
         """The client of a request whose head is here. Raises Refusal: it may not be served."""
         return self.client_of(inbound.headers)
 
     def client_of(self, headers: Headers) -> Client:
-        """Who sent these headers. Raises Refusal: 401 unless they carry the key."""
-        if self._key is None:
-            return _EVERYBODY
+        """Who sent these headers. Raises Refusal: 401 unless they carry a key that is known."""
+        if self._key is None and self.keys is None:
+            return EVERYBODY
+        plain = self._plain
         for name, value in headers:
             if name == b"authorization":
                 value = value[7:] if value[:7].lower() == b"bearer " else b""
             elif name != b"x-api-key":
                 continue
-            if hmac.compare_digest(value, self._key):
-                return _EVERYBODY
+            client = plain.get(sha256(value[: MOST_KEY_BYTES + 1]).digest()) if plain else None
+            if client is None:
+                client = self._find(value)
+            if client is not None:
+                if client.expires_s <= self._clock():
+                    raise Refusal(401, "invalid_api_key", "The API key has expired.")
+                return client
         raise Refusal(401, "invalid_api_key", "Incorrect or missing API key.")
+
+    def _find(self, key: bytes) -> Client | None:
+        """Whose key that is which is not hashed without a secret."""
+        if not key or len(key) > MOST_KEY_BYTES:
+            return None
+        client = None
+        if self._keyed:
+            assert self._hash_key is not None
+            client = self._keyed.get(hmac.digest(self._hash_key, key, "sha256"))
+        if client is None and self._key is not None and hmac.compare_digest(key, self._key):
+            client = EVERYBODY
+        return client
+
+
+def describe_clients(admission: Admission, now_s: float) -> list[dict[str, Any]]:
+    """The clients that have names, as JSON. ``now_s``: monotonic."""
+    return [
+        {
+            "name": client.name,
+            "group": client.group or None,
+            "models": None if client.models is None else sorted(client.models),
+            "class": client.request_class,
+            "classes": sorted(client.classes),
+            "share": client.share,
+            "expires": None if client.expires_s == math.inf else client.expires_s,
+            "limits": [_describe_account(account, now_s) for account in client.accounts],
+            "usage": admission.usage.of_client(client.name),
+        }
+        for client in admission
+    ]
+
+
+def _describe_account(account: Account, now_s: float) -> dict[str, Any]:
+    for window in (account.requests, account.tokens):
+        window.advance(int(now_s))
+    return {
+        "account": account.name,
+        "requests_per_minute": account.requests.limit,
+        "tokens_per_minute": account.tokens.limit,
+        "concurrency": account.concurrency,
+        "within_a_minute": {"requests": account.requests.used, "tokens": account.tokens.used},
+        "in_flight": account.in_flight,
+        "elsewhere": {
+            "requests": account.requests.others,
+            "tokens": account.tokens.others,
+            "in_flight": account.others_in_flight,
+        },
+    }

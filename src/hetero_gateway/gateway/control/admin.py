@@ -1,20 +1,16 @@
 """/admin: the instances, what was decided and why, and reloading the configuration.
 
-Guarded by a key of its own (``server.admin_key_env``). Without a key it is open only while the
-server listens on loopback, and then only to requests that name a loopback host and come from no
-other site, so that a web page cannot reach it by rebinding a name or by a cross-site form. What a
-reverse proxy on the same machine passes on cannot always be told apart: such a gateway needs a key.
+Who may ask is ``access``'s to say. Each change leaves a line in the log (``audit``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
-import ipaddress
 import itertools
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -31,8 +27,13 @@ from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.core.types import Request as CoreRequest
 from hetero_gateway.errors import ConfigError, Refusal
-from hetero_gateway.files.gateway_config import InstanceConfig
+from hetero_gateway.files.gateway_config import InstanceConfig, check_reachable
+from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.yaml_file import parse_model
+from hetero_gateway.gateway.admission.clients import describe_clients
+from hetero_gateway.gateway.admission.usage import as_csv
+from hetero_gateway.gateway.control.access import check_admin, gateway_of, how, peer_of
+from hetero_gateway.gateway.control.audit import audit
 from hetero_gateway.gateway.control.history import as_trace
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wiring import Gateway
@@ -41,6 +42,7 @@ from hetero_gateway.gateway.wiring import Gateway
 _MOST_TOKENS = 10**8
 _MAX_BODY_BYTES = 2**20
 _DESCRIBED_AT_ONCE = 16
+_LOOK_UP_S = 2.0
 # What finish-time tells of a candidate beside the figures that every policy has.
 _ESTIMATES = (
     "ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "cost_s", "room",
@@ -57,59 +59,24 @@ class InstancePatch(BaseModel):
     recalibrated: bool | None = None
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address or host name (without port) means this machine."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _gateway(request: Request) -> Gateway:
-    gateway: Gateway = request.app.state.gateway
-    return gateway
-
-
-async def _check_access(request: Request) -> None:
-    gateway = _gateway(request)
-    headers = request.headers
-    if gateway.admin_key is not None:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        # Header values are bytes; starlette shows them as latin-1.
-        right = hmac.compare_digest(given.encode("latin-1"), gateway.admin_key.encode())
-        if scheme.lower() != "bearer" or not right:
-            raise Refusal(401, "invalid_api_key", "The admin key is missing or wrong.")
-        return
-    if not is_loopback(gateway.config.server.host):
-        raise Refusal(
-            403, "admin_off", "/admin is off: set server.admin_key_env, or listen on loopback."
-        )
-    host, origin = headers.get("host", ""), headers.get("origin")
-    # A proxy on this machine would let everyone in.
-    proxied = "forwarded" in headers or "x-forwarded-for" in headers
-    if proxied or not _names_loopback(host) or (origin and urlsplit(origin).netloc != host):
-        raise Refusal(
-            403,
-            "admin_off",
-            "/admin without a key answers only to this machine, by a loopback name and not "
-            "through a proxy or another site; set server.admin_key_env.",
-        )
-
-
-def _names_loopback(netloc: str) -> bool:
-    try:
-        return is_loopback(urlsplit("//" + netloc).hostname or "")
-    except ValueError:
-        return False
-
-
 class _Route(APIRoute):
-    """A route whose query errors have OpenAI's body, as every other error has."""
+    """A route whose query errors have OpenAI's body, and whose changes are audited."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def checked(request: Request) -> Response:
+            if request.method in ("GET", "HEAD"):
+                return await answered(request)
+            try:
+                response = await answered(request)
+            except Refusal as refusal:
+                _audit(request, refusal.status, refusal.code)
+                raise
+            _audit(request, response.status_code, getattr(request.state, "change", "done"))
+            return response
+
+        async def answered(request: Request) -> Response:
             try:
                 return await handle(request)
             except RequestValidationError as error:
@@ -122,15 +89,22 @@ class _Route(APIRoute):
         return checked
 
 
+def _audit(request: Request, status: int, came_of_it: str) -> None:
+    path, peer = request.url.path[:200], peer_of(request) or "a Unix socket"
+    what = f"{request.method} {path}: {status}; {came_of_it}"
+    by = f"nobody who may, from {peer}" if status in (401, 403) else f"{how(request)}, from {peer}"
+    audit(what, by, done=status < 400)
+
+
 router = APIRouter(
-    prefix="/admin", dependencies=[Depends(_check_access)], tags=["admin"], route_class=_Route
+    prefix="/admin", dependencies=[Depends(check_admin)], tags=["admin"], route_class=_Route
 )
 
 
 @router.get("/instances")
 async def list_instances(request: Request) -> Response:
     """Every instance: configuration, health, load."""
-    gateway = _gateway(request)
+    gateway = gateway_of(request)
     return _json(
         {
             "policy": gateway.config.scheduler.policy,
@@ -166,18 +140,51 @@ async def _describe_all(gateway: Gateway) -> list[dict[str, Any]]:
 @router.post("/instances", status_code=201)
 async def add_instance(request: Request) -> Response:
     """Add an instance; the body is one entry of the configuration's ``instances``, as JSON."""
-    gateway = _gateway(request)
+    gateway = gateway_of(request)
     data = await _read_json(request)
     conflict = isinstance(data, dict) and data.get("id") in list(gateway.fleet.instances)
     try:
         config = parse_model(InstanceConfig, data, "body")
-        if config.api_key_env not in gateway.known_key_names:
-            # Else a caller could have any secret of the environment sent to a host of its choice.
-            raise ConfigError("body: api_key_env: only a name that the configuration file uses")
+        await _check_added(gateway, config)
         instance = await gateway.add_instance(config)
     except ConfigError as error:
         raise Refusal(409 if conflict else 400, "invalid_instance", str(error)) from error
+    request.state.change = f"instance {instance.id} added, at {config.base_url}"
     return _json(describe_instance(gateway, instance), 201)
+
+
+async def _check_added(gateway: Gateway, config: InstanceConfig) -> None:
+    """What a caller names must not be a means to something else. Raises ConfigError."""
+    if config.api_key_env not in gateway.known_key_names:
+        # Else a caller could have any secret of the environment sent to a host of its choice.
+        raise ConfigError("body: api_key_env: only a name that the configuration file uses")
+    for name in ("ca_file", "certificate_file", "key_file"):
+        if getattr(config, name) not in gateway.known_tls_files:
+            # Else a caller could find out which files there are.
+            raise ConfigError(f"body: {name}: only a file that the configuration file names")
+    profile = Path(config.profile or "")
+    if profile.is_absolute() or ".." in profile.parts:
+        raise ConfigError("body: profile: a built-in one, or a file beside the configuration")
+    if gateway.config.server.link_local_instances:
+        return
+    try:
+        check_reachable(config.base_url)
+        for address in await _addresses_of(config.base_url):
+            if is_link_local(address):
+                raise ValueError(f"base_url: it leads to {address}, which is link-local")
+    except ValueError as error:
+        raise ConfigError(f"body: {error}") from error
+
+
+async def _addresses_of(base_url: str) -> list[str]:
+    """Of a name; none where it has none (yet)."""
+    host = urlsplit(base_url).hostname or ""
+    try:
+        async with asyncio.timeout(_LOOK_UP_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None)
+    except (OSError, TimeoutError, UnicodeError):
+        return []
+    return [str(each[4][0]) for each in found]
 
 
 @router.patch("/instances/{instance_id}")
@@ -187,7 +194,7 @@ async def change_instance(request: Request, instance_id: str) -> Response:
     ``recalibrated`` false restores the constants that the configuration names (or none) and keeps
     them; true lets them follow the traffic again, where ``scheduler.recalibrate`` is on.
     """
-    gateway = _gateway(request)
+    gateway = gateway_of(request)
     instance = _known(gateway, instance_id)
     data = await _read_json(request)
     try:
@@ -203,14 +210,17 @@ async def change_instance(request: Request, instance_id: str) -> Response:
     if patch.weight is not None:
         instance.weight = patch.weight
     gateway.fleet.publish(instance)
+    wanted = patch.model_dump(exclude_none=True)
+    request.state.change = f"instance {instance.id}: {wanted or 'nothing'}"
     return _json(describe_instance(gateway, instance))
 
 
 @router.delete("/instances/{instance_id}")
 async def remove_instance(request: Request, instance_id: str) -> Response:
     """Remove an instance. Its load is settled now; its open responses go on to their end."""
-    gateway = _gateway(request)
+    gateway = gateway_of(request)
     instance = _known(gateway, instance_id)
+    request.state.change = f"instance {instance.id} removed"
     return _json({"id": instance.id, "open_requests": gateway.remove_instance(instance.id)})
 
 
@@ -222,7 +232,7 @@ async def explain(
     max_tokens: Annotated[int | None, Query(ge=1, le=_MOST_TOKENS)] = None,
 ) -> Response:
     """What would be decided for a request now, and why; nothing is sent or counted."""
-    gateway = _gateway(request)
+    gateway = gateway_of(request)
     if model is None:
         served = gateway.fleet.models()
         if len(served) != 1:
@@ -261,7 +271,7 @@ async def list_observations(request: Request, instance: str) -> Response:
     Sums and means of many requests' tokens and times; no prompt and no request's id. ``hit_tokens``
     is null where it is not known (yet) how many of the prompts' tokens were cached.
     """
-    gateway = _gateway(request)
+    gateway = gateway_of(request)
     known = _known(gateway, instance)
     scheduler = gateway.fleet.scheduler
     profile = scheduler.spec(known.id).profile
@@ -296,7 +306,7 @@ async def list_decisions(
     ``candidates=false`` leaves out the candidates' figures, which grow with the instances: a page
     that polls asks for them by ``request_id`` when somebody looks.
     """
-    gateway = _gateway(request)
+    gateway = gateway_of(request)
     policy = gateway.config.scheduler.policy
     records = (
         record
@@ -326,9 +336,31 @@ async def list_decisions(
 @router.get("/requests")
 async def list_requests(request: Request) -> Response:
     """The last finished requests that generated, as a trace: CSV, lengths and times alone."""
-    history = list(_gateway(request).dataplane.history)
+    history = list(gateway_of(request).dataplane.history)
     # In a thread: ten thousand rows take longer than a stream's readers should wait.
     text = await asyncio.to_thread(as_trace, history, time.time() - time.monotonic())
+    return Response(text, headers={"cache-control": "no-store"}, media_type="text/csv")
+
+
+@router.get("/clients")
+async def list_clients(request: Request) -> Response:
+    """The clients that have names: what they may, how they stand, what they used since the start.
+
+    Never a key nor its hash. ``within_a_minute``: what counts against the limits now.
+    """
+    gateway = gateway_of(request)
+    gateway.metrics.catch_up()
+    return _json({"clients": describe_clients(gateway.admission, time.monotonic())})
+
+
+@router.get("/usage")
+async def list_usage(request: Request) -> Response:
+    """What clients used, by day (UTC) and model, as CSV: 31 days that had requests at most."""
+    gateway = gateway_of(request)
+    gateway.metrics.catch_up()
+    admission = gateway.admission
+    rows, groups = list(admission.usage.rows()), {c.name: c.group for c in admission}
+    text = await asyncio.to_thread(as_csv, rows, groups)
     return Response(text, headers={"cache-control": "no-store"}, media_type="text/csv")
 
 
@@ -338,11 +370,13 @@ async def reload(request: Request) -> Response:
 
     Says which instances came, left or changed, which settings did, and which need a restart.
     """
-    gateway = _gateway(request)
+    gateway = gateway_of(request)
     if gateway.config_path is None:
         raise Refusal(409, "no_file", "the gateway was not started from a file")
     try:
-        return _json(await gateway.reloader.reload("/admin/reload"))
+        change = await gateway.reloader.reload("/admin/reload")
+        request.state.change = f"configuration reloaded: {change}"
+        return _json(change)
     except ConfigError as error:
         raise Refusal(400, "invalid_configuration", str(error)) from error
 

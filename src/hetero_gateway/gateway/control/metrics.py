@@ -159,6 +159,8 @@ class Metrics:
         self.reloaded = (True, time.time(), 0)
         # Called ahead of whatever shows counts: some wait to be made together.
         self.catch_up: Callable[[], None] = lambda: None
+        # The series of clients that have names.
+        self.clients: Callable[[], Iterable[Metric]] = lambda: ()
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
@@ -232,6 +234,7 @@ class Metrics:
         for gauges in _batches(self._gauges):
             yield _made(self._instance_families(gauges))
         yield _made(self._gateway_families())
+        yield _made(self.clients())
 
     def _request_families(
         self, entries: Iterable[tuple[tuple[str, str], Series]]

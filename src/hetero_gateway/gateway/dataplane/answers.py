@@ -83,6 +83,7 @@ def answer(downstream: Downstream, error: Refusal, path: str, request_id: bytes)
         headers.append((b"retry-after", b"%d" % error.retry_after_s))
     if error.spent:
         headers.append(NO_RETRY)
+    headers += error.headers
     # After a 413 the connection stays open: uvicorn discards the rest of the body. Closing with
     # unread bytes would reset it, and the client might never see the answer.
     downstream.write(downstream.start(error.status, headers, chunked=False) + body)

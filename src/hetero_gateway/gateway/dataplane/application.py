@@ -21,6 +21,7 @@ from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.engines.vllm import Work
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission
+from hetero_gateway.gateway.admission.limits import Limiter
 from hetero_gateway.gateway.control.history import RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.attempts import Answered, Attempts, RetryBudget, Rooms
@@ -100,9 +101,13 @@ class DataPlane:
             tokenizer,
             prefix_secret or os.urandom(32),
         )
-        learn = (fleet, health, outcomes, metrics, predictor, bytes_per_token, self._history)
+        usage = admission.usage
+        learn = (fleet, health, outcomes, metrics, predictor, bytes_per_token, self._history, usage)
         self.recorder = Recorder(*learn) if run is None else RecordingRecorder(run, *learn)
-        drive = (self.intake, placement, self.recorder, outcomes, metrics, self.decisions)
+        drive = (
+            *(self.intake, placement, self.recorder, outcomes, metrics, self.decisions),
+            Limiter(usage, self.recorder.catch_up),
+        )
         self.dispatcher = (
             LocalDispatcher(*drive) if run is None else RecordingDispatcher(run, *drive)
         )

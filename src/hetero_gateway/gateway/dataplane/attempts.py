@@ -47,6 +47,7 @@ from hetero_gateway.engines.vllm import Work, response_id_in
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import RetryConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
+from hetero_gateway.gateway.admission.limits import rate_limit_headers
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.answers import (
     NO_RETRY,
@@ -352,6 +353,9 @@ class Attempts:
             (b"x-request-id", inbound.request_id),
             (b"x-hetero-gateway-instance", instance.id.encode()),
         ]
+        assert self._job is not None
+        if self._job.standing is not None:
+            headers += rate_limit_headers(self._job.standing)
         exchange = Exchange(self._downstream, inbound.path, headers, self._deadline_s, self)
         self._exchange = exchange
         rooms.deadlines.add(exchange)
@@ -559,6 +563,8 @@ class Attempts:
     def _end(self) -> None:
         self.over = True
         self._rooms.open.discard(self)
+        if self._job is not None and self._job.charge is not None:
+            self._job.charge.end()
 
     def broke(self, error: Exception) -> None:
         """The boundary of a request: a bug costs the one that met it, and is logged and counted."""

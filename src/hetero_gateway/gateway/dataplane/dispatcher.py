@@ -18,6 +18,7 @@ from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, Usage
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.admission.limits import Limiter
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
 from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
@@ -78,7 +79,11 @@ class Dispatcher(Protocol):
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
     ) -> Job:
-        """What the scheduler needs to know of a request."""
+        """What the scheduler needs to know of a request; its client is charged.
+
+        Raises:
+            Refusal: 403 for what the client may not ask for, 429 for more than it may.
+        """
         ...
 
     def submit(
@@ -131,7 +136,7 @@ class LocalDispatcher:
     """Drives the scheduler of this process.
 
     Args:
-        intake, placement, recorder, outcomes, metrics, decisions: of the gateway.
+        intake, placement, recorder, outcomes, metrics, decisions, limiter: of the gateway.
     """
 
     def __init__(
@@ -142,14 +147,32 @@ class LocalDispatcher:
         outcomes: OutcomeWatch,
         metrics: Metrics,
         decisions: DecisionLog,
+        limiter: Limiter,
     ) -> None:
         self.placement = placement
-        self.describe = intake.describe
         self._intake = intake
+        self._limiter = limiter
         self._recorder = recorder
         self._outcomes = outcomes
         self._metrics = metrics
         self._decisions = decisions
+
+    def describe(
+        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
+    ) -> Job:
+        job = self._intake.describe(inbound, client, parsed, counted)
+        if client.accounts:
+            job.charge, job.standing = self._limiter.charge(client, job.estimated_tokens)
+        return job
+
+    def adopt(
+        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
+    ) -> Job:
+        """As ``describe``, for a request that is being served already: it is not refused."""
+        job = self._intake.describe(inbound, client, parsed, counted)
+        if client.accounts:
+            job.charge = self._limiter.adopt(client, job.estimated_tokens)
+        return job
 
     def submit(
         self,
@@ -217,8 +240,11 @@ class LocalDispatcher:
     def note(self, job: Job | None, outcome: str) -> None:
         # A name that nobody serves is the client's invention: it must not become a label.
         model = "unknown"
-        if job is not None and self.placement.knows(job.request.model):
-            model = job.request.model
+        if job is not None:
+            if self.placement.knows(job.request.model):
+                model = job.request.model
+            if job.charge is not None:
+                job.charge.settle(0, time.monotonic())
         self._metrics.counts(model, "").outcomes[outcome] += 1
 
 

@@ -14,12 +14,13 @@ from collections.abc import Callable
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
+from hetero_gateway.core.limits.accounts import Charge, Standing
 from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.engines.vllm import Work, starts_with_a_token
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig, SchedulerConfig
-from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.admission.clients import CLASS_HEADER, Client
 from hetero_gateway.gateway.admission.tenants import Tenants
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.fleet.instances import Fleet
@@ -48,9 +49,20 @@ class Job:
 
     ``features``: what the output's length was predicted from; None where there is no output.
     ``response``: on /v1/responses, what it is answered with, once its id is here.
+    ``charge``, ``standing``: what its client was charged, and how that stands since; None: it has
+    no limits, or another process knows.
     """
 
-    __slots__ = ("client", "features", "inbound", "parsed", "request", "response")
+    __slots__ = (
+        "charge",
+        "client",
+        "features",
+        "inbound",
+        "parsed",
+        "request",
+        "response",
+        "standing",
+    )
 
     def __init__(
         self,
@@ -66,6 +78,17 @@ class Job:
         self.request = request
         self.features = features
         self.response: Response | None = None
+        self.charge: Charge | None = None
+        self.standing: Standing | None = None
+
+    @property
+    def estimated_tokens(self) -> int:
+        """All of its prompts' and outputs' tokens, as its client is charged for them at first."""
+        request = self.request
+        if self.inbound.work is Work.LIGHT:
+            return 0
+        output_tokens = round(request.predicted_output_tokens * request.sequences)
+        return request.prompt_tokens * self.parsed.prompt_count + output_tokens
 
     @property
     def waits(self) -> bool:
@@ -138,6 +161,7 @@ class Intake:
         self._bytes_per_token = bytes_per_token
         self._names = seed_of(prefix_secret)
         self._seed = self._names if config.scheduler.prefix_cache else None
+        self._classes = config.clients.wanted
         self.set(config.scheduler, tokenizer)
         self._tenants = Tenants(prefix_secret) if config.scheduler.isolate_clients else None
         self.responses = Responses()
@@ -147,8 +171,9 @@ class Intake:
         self._image_tokens = config.tokens.image_tokens
         self._tokenizer = tokenizer
         self._sessions = config.policy == "session"
+        looked_at = ((_SESSION_HEADER, self._sessions), (CLASS_HEADER, self._classes))
         # Of a request's headers, what ``describe`` looks at.
-        self.described_headers = frozenset((_SESSION_HEADER,) if self._sessions else ())
+        self.described_headers = frozenset(name for name, looks in looked_at if looks)
 
     def check_size(self, size_bytes: int) -> None:
         """Raises Refusal: 413, or 503 where there is no room for it now."""
@@ -226,12 +251,18 @@ class Intake:
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None = None
     ) -> Job:
-        """What the scheduler needs: the lengths of prompt and output; ``counted``: tokens."""
+        """What the scheduler needs: the lengths of prompt and output; ``counted``: tokens.
+
+        Raises:
+            Refusal: 403 for a model or a class that is not its client's.
+        """
         assert parsed.model is not None
         # What is kept of a request shares its model's name with the others.
         model = sys.intern(parsed.model)
+        client.check_model(model)
+        party, request_class = client.party, client.class_of(inbound.headers)
         if inbound.work is Work.LIGHT:
-            light = Request(model, 1, 0.0, streams=False, client=client.name)
+            light = Request(model, 1, 0.0, streams=False, client=party)
             return Job(inbound, client, parsed, light, None)
         tokens = parsed.exact_prompt_tokens
         if tokens is None:
@@ -244,8 +275,8 @@ class Intake:
         certain_tokens = prompt_tokens if exact else 0
         if inbound.work is Work.PREFILL:
             request = Request(
-                model, prompt_tokens, 0.0, parsed.sequences, False, client.name,
-                certain_tokens=certain_tokens,
+                model, prompt_tokens, 0.0, parsed.sequences, False, party,
+                certain_tokens=certain_tokens, request_class=request_class,
             )  # fmt: skip
             return Job(inbound, client, parsed, request, None)
         limit, body = parsed.max_output_tokens, inbound.body
@@ -260,9 +291,9 @@ class Intake:
         )
         streams = parsed.stream and starts_with_a_token(inbound.path)
         request = Request(
-            model, prompt_tokens, output_tokens, parsed.sequences, streams, client.name,
+            model, prompt_tokens, output_tokens, parsed.sequences, streams, party,
             prefix=parsed.prefix, certain_tokens=certain_tokens + exact,
-            session=self._session(inbound, parsed),
+            session=self._session(inbound, parsed), request_class=request_class,
         )  # fmt: skip
         if parsed.previous:
             request = self._continued(request, parsed)

@@ -19,6 +19,7 @@ from hetero_gateway.core.lengths.estimates import BytesPerToken, can_hold
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
 from hetero_gateway.core.types import Outcome, Usage
 from hetero_gateway.engines.vllm import Work, tokens_of_events
+from hetero_gateway.gateway.admission.usage import Usage as ClientUsage
 from hetero_gateway.gateway.control.history import RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics, Series
 from hetero_gateway.gateway.dataplane.intake import Job
@@ -37,6 +38,7 @@ _MOST_LATER = 32
 _NO_FAULT = (501, 505)
 # What a request is taken to last where nothing is known of its instance.
 _UNKNOWN_LATENCY_S = 1.0
+_COSTS_A_PROMPT = (Outcome.CLIENT_DISCONNECTED, Outcome.TIMED_OUT)
 # Of an instance that does not tell its own.
 _MOST_CONTEXT_TOKENS = 1 << 24
 
@@ -73,6 +75,7 @@ class Recorder:
         fleet, health, outcomes, metrics: of the gateway.
         predictor, bytes_per_token: the length estimates, which learn from finished requests.
         history: where finished requests are kept.
+        usage: what each client has used.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Recorder:
         predictor: OutputLengthPredictor,
         bytes_per_token: BytesPerToken,
         history: RequestHistory,
+        usage: ClientUsage,
     ) -> None:
         self._fleet = fleet
         self._health = health
@@ -92,6 +96,7 @@ class Recorder:
         self.predictor = predictor
         self._bytes_per_token = bytes_per_token
         self._history = history
+        self._usage = usage
         self._loop = asyncio.get_running_loop()
         self._later: list[tuple[Job, Placed, Answered, Outcome, float]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -126,6 +131,8 @@ class Recorder:
         """Count, learn, tell the health monitor; once per attempt, the last of them ``final``."""
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
+            if final:
+                self._bill(job, placed, exchange, outcome)
             return  # removed meanwhile: its series are gone for good
         now_s = time.monotonic()
         if outcome is Outcome.COMPLETED and exchange.error is None and exchange.status < 400:
@@ -177,6 +184,7 @@ class Recorder:
         self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
     ) -> None:
         metrics, instance = self._metrics, placed.instance
+        told_prompt, output = self._bill(job, placed, exchange, outcome)
         if self._fleet.instances.get(instance.id) is not instance:
             return
         series = metrics.counts(job.request.model, instance.id)
@@ -186,7 +194,33 @@ class Recorder:
         duration_s = now_s - job.inbound.received_s
         series.duration.observe(duration_s)
         if exchange.first_body_at_s is not None and exchange.status < 400:
-            self._record_tokens(series, job, placed, exchange, outcome, now_s)
+            told = told_prompt, output
+            self._record_tokens(series, job, placed, exchange, outcome, now_s, told)
+
+    def _bill(
+        self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome
+    ) -> tuple[int | None, int]:
+        """Settle with the request's client; returns (prompt tokens as told, output tokens).
+
+        What an engine refused or failed to answer costs nothing; who left it, or had it run out of
+        time, in front of an answer has cost it the prompt.
+        """
+        told_prompt, output = None, 0
+        answered = exchange.first_body_at_s is not None and exchange.status < 400
+        if answered:
+            told_prompt, output = self._believed(job, placed, exchange)
+        client, charge = job.client.name, job.charge
+        if not client:
+            return told_prompt, output
+        prompt = cached = 0
+        if job.inbound.work is not Work.LIGHT and (answered or outcome in _COSTS_A_PROMPT):
+            request = job.request
+            prompt = told_prompt or request.prompt_tokens * job.parsed.prompt_count
+            cached = min(exchange.usage().cached_tokens or 0, prompt) if answered else 0
+        if charge is not None:
+            charge.settle(prompt + output, time.monotonic())
+        self._usage.count(client, job.request.model, prompt, cached, output)
+        return told_prompt, output
 
     def _record_tokens(
         self,
@@ -196,12 +230,13 @@ class Recorder:
         exchange: Answered,
         outcome: Outcome,
         now_s: float,
+        told: tuple[int | None, int],
     ) -> None:
         request, parsed = job.request, job.parsed
         metrics, instance = self._metrics, placed.instance
         first_s = exchange.first_body_at_s
         assert first_s is not None
-        told_prompt, output = self._believed(job, placed, exchange)
+        told_prompt, output = told
         series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
         series.output_tokens += output
         dispatch = placed.dispatch
@@ -240,8 +275,7 @@ class Recorder:
         the context and what was asked for. Where no output is told, its events are counted.
         """
         request, parsed = job.request, job.parsed
-        context = self._fleet.scheduler.spec(placed.instance.id).max_model_len
-        context = context or _MOST_CONTEXT_TOKENS
+        context = placed.instance.max_model_len or _MOST_CONTEXT_TOKENS
         prompt, output, _ = exchange.usage()
         if prompt is not None and (
             prompt > context * parsed.prompt_count

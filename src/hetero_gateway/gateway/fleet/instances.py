@@ -35,6 +35,7 @@ from hetero_gateway.files.gateway_config import (
     InstanceConfig,
     QueueConfig,
     SchedulerConfig,
+    check_reachable,
     instance_profile,
     secret,
 )
@@ -177,7 +178,15 @@ class Fleet:
 
         ``gateway``: the configuration as it is to be; None: as it is.
         """
-        return Instance(config, gateway or self._config, self._base_dir, self.contexts)
+        gateway = gateway or self._config
+        if not gateway.server.link_local_instances:
+            try:
+                check_reachable(config.base_url)
+            except ValueError as error:
+                raise ConfigError(f"instance {config.id}: {error}") from error
+        instance = Instance(config, gateway, self._base_dir, self.contexts)
+        instance.pool.allows_link_local = gateway.server.link_local_instances
+        return instance
 
     def settings(self, settings: Settings) -> None:
         """Have this part take up what can change of it."""

@@ -20,6 +20,7 @@ from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 from hetero_gateway.files.gateway_config import PoolConfig
+from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.response import (
     MOST_HEAD_BYTES,
@@ -304,6 +305,7 @@ class InstancePool:
         self._open: set[UpstreamConnection] = set()
         self._connecting = 0
         self._closed = False
+        self.allows_link_local = False
 
     def set_limits(self, config: PoolConfig, connect_timeout_s: float) -> None:
         """Other limits from now on; what is open stays open."""
@@ -340,7 +342,7 @@ class InstancePool:
         self._connecting += 1
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
+                transport, connection = await loop.create_connection(
                     lambda: UpstreamConnection(self),
                     self.host,
                     self.port,
@@ -357,7 +359,19 @@ class InstancePool:
         finally:
             self._connecting -= 1
         self._open.add(connection)
+        if not self.allows_link_local:
+            self._check_peer(transport)
         return connection
+
+    def _check_peer(self, transport: asyncio.Transport) -> None:
+        """Nothing is sent where a name leads that no address may. Raises InstanceError."""
+        peer = transport.get_extra_info("peername")
+        address = str(peer[0]) if peer else ""
+        if is_link_local(address):
+            transport.abort()
+            raise InstanceError(
+                Failure.CONNECT, f"{self.host} is {address}: link-local addresses are not allowed"
+            )
 
     def release(self, connection: UpstreamConnection) -> None:
         """Take back a connection whose exchange is over."""

@@ -7,6 +7,7 @@ import asyncio
 import httpx
 
 from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.control.access import PEER_HEADER
 from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
 from hetero_gateway.gateway.wire.openai import error_body
 
@@ -15,6 +16,9 @@ _MOST_BODY_BYTES = 2**20 + 1
 _TRIES, _PAUSE_S = 40, 0.05
 _TIMEOUT_S = 60.0
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"content-length"))
+
+
+_PEER = PEER_HEADER.encode()
 
 
 class ControlRelay:
@@ -43,7 +47,11 @@ class ControlRelay:
             return
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        headers = [pair for pair in scope["headers"] if pair[0] not in _HOP_BY_HOP]
+        headers = [
+            pair for pair in scope["headers"] if pair[0] not in _HOP_BY_HOP and pair[0] != _PEER
+        ]
+        if scope.get("client") is not None:
+            headers.append((_PEER, scope["client"][0].encode("latin-1", "replace")))
         # The host is the client's, and is looked at.
         if not any(name == b"host" for name, _ in headers):
             headers.append((b"host", b""))

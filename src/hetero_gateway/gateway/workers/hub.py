@@ -20,7 +20,7 @@ from hetero_gateway.core.types import InstanceId, Reject, Usage
 from hetero_gateway.engines.vllm import WORK_BY_PATH
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.admission.clients import Admission, Client
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher, Place, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job
@@ -28,12 +28,15 @@ from hetero_gateway.gateway.dataplane.placement import Placed, Placement
 from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 
 VIEW_INTERVAL_S = 1.0
 # By which the supervisor gives all of its processes one secret for the keys of prompts.
 SECRET_ENV = "HETERO_GATEWAY_PROCESS_SECRET"
+
+_Describe = Callable[[Inbound, Client, ParsedRequest, int | None], Job]
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ class _Request:
             return
         assert isinstance(place, Placed)
         self.place = place
-        request = place.dispatch.request
+        request, standing = place.dispatch.request, self.job.standing
         lengths = messages.Lengths(
             request.prompt_tokens,
             request.predicted_output_tokens,
@@ -108,21 +111,12 @@ class _Request:
             request.streams,
         )
         instance_id = place.instance.id
-        send(messages.Placed(self.key, instance_id, lengths, place.placed_s, place.waited_s))
+        placed_s, waited_s = place.placed_s, place.waited_s
+        send(messages.Placed(self.key, instance_id, lengths, placed_s, waited_s, standing))
 
     def turned_away(self, refusal: Refusal) -> None:
         self.wait = None
-        self.session.channel.send(
-            messages.Refused(
-                self.key,
-                refusal.status,
-                refusal.code,
-                refusal.message,
-                refusal.param,
-                refusal.kind,
-                refusal.retry_after_s,
-            )
-        )
+        self.session.channel.send(_refused(self.key, refusal))
 
     def broke(self, error: Exception) -> None:
         self.wait = None
@@ -138,6 +132,25 @@ class _Request:
         place, self.place = self.place, None
         if place is not None:
             self.session.dispatcher.withdraw(place, None)
+        self.close()
+
+    def close(self) -> None:
+        """It is over."""
+        if self.job.charge is not None:
+            self.job.charge.end()
+
+
+def _refused(key: int, refusal: Refusal) -> messages.Refused:
+    return messages.Refused(
+        key,
+        refusal.status,
+        refusal.code,
+        refusal.message,
+        refusal.param,
+        refusal.kind,
+        refusal.retry_after_s,
+        list(refusal.headers),
+    )
 
 
 class Session:
@@ -220,10 +233,11 @@ class Session:
         if self._hub.config is not None:
             self.channel.send(self._hub.config)
         self.channel.send(self._hub.members())
+        self._hub.greet_with_keys(self)
 
     def _outstanding(self, said: messages.Outstanding) -> None:
         for carried in said.requests:
-            job = self._job_of(carried.facts)
+            job = self._job_of(carried.facts, self.dispatcher.adopt)
             lengths = carried.lengths
             job.request = job.request._replace(
                 prompt_tokens=lengths.prompt_tokens,
@@ -243,16 +257,22 @@ class Session:
 
     # Requests
 
-    def _job_of(self, facts: messages.Facts) -> Job:
+    def _job_of(self, facts: messages.Facts, describe: _Describe) -> Job:
+        """Raises Refusal."""
         inbound = Inbound(facts.path, b"", WORK_BY_PATH[facts.path], facts.headers)
         inbound.request_id = facts.request_id
         inbound.received_s = facts.received_s
         inbound.body = facts.body
-        client = Client(facts.client)
-        return self.dispatcher.describe(inbound, client, facts.parsed, facts.counted)
+        client = self._hub.admission.named(facts.client)
+        return describe(inbound, client, facts.parsed, facts.counted)
 
     def _submit(self, said: messages.Submit) -> None:
-        job = self._job_of(said.facts)
+        try:
+            job = self._job_of(said.facts, self.dispatcher.describe)
+        except Refusal as refusal:
+            self.dispatcher.note(None, "rejected")
+            self.channel.send(_refused(said.key, refusal))
+            return
         request = _Request(self, said.key, job, said.facts.deadline_s)
         self._requests[said.key] = request
         request.submit(said.tried, error_of(said.failure))
@@ -283,12 +303,15 @@ class Session:
             del self._requests[said.key]
         place, request.place = request.place, None
         if place is None:
+            request.close()
             return  # its instance was unknown when it was told of
         request.settled = place
         job = request.job
         job.inbound.body = said.report.mark
         seen = SeenElsewhere(said.report)
         self.dispatcher.settle(job, place, seen, said.outcome, final=said.final)
+        if said.final:
+            request.close()
 
     def _pass_on(self, said: messages.PassOn) -> None:
         request = self._requests.pop(said.key, None)
@@ -325,6 +348,7 @@ class Session:
         metrics.client_refusals.update(said.refusals)
         metrics.overhead_s.add(*said.overhead)
         metrics.round_trip_s.add(*said.round_trip)
+        self._hub.admission.usage.add(said.usage)
         if said.draining:
             self._hub.on_draining()
 
@@ -333,8 +357,8 @@ class Hub:
     """All workers of a gateway. Needs a running event loop.
 
     Args:
-        fleet, placement, dispatcher, metrics: of the gateway; the fleet tells of its changes from
-            now on.
+        fleet, placement, dispatcher, metrics, admission: of the gateway; the fleet tells of its
+            changes from now on.
         listener: where the workers connect.
         on_draining: called once a worker was told to stop.
     """
@@ -345,12 +369,14 @@ class Hub:
         placement: Placement,
         dispatcher: LocalDispatcher,
         metrics: Metrics,
+        admission: Admission,
         listener: socket.socket,
         on_draining: Callable[[], None] = lambda: None,
     ) -> None:
         self.placement = placement
         self.dispatcher = dispatcher
         self.metrics = metrics
+        self.admission = admission
         self._fleet = fleet
         self._listener = listener
         self.on_draining = on_draining
@@ -361,6 +387,7 @@ class Hub:
         self._soon: asyncio.Handle | None = None
         self._told: messages.Members | None = None
         self.config: messages.Configuration | None = None  # None: as when the processes started
+        self._keys_changed = False
         self._configs: dict[InstanceId, tuple[Any, bytes]] = {}
         metrics.workers = self.__len__
         metrics.client_connections = lambda: sum(s.connections for s in self._sessions)
@@ -377,6 +404,18 @@ class Hub:
     def connections_to(self, instance_id: InstanceId) -> int:
         """The workers' open connections to an instance, within the last second."""
         return sum(session.pools.get(instance_id, 0) for session in self._sessions)
+
+    def tell_keys(self) -> None:
+        """Clients' keys have changed."""
+        self._keys_changed = True
+        for session in self._sessions:
+            self.greet_with_keys(session)
+
+    def greet_with_keys(self, session: Session) -> None:
+        """Those that there are now, where they are not the ones that a worker began with."""
+        keys = self.admission.keys
+        if self._keys_changed and keys is not None:
+            session.channel.send(messages.Keys(keys.model_dump_json(by_alias=True).encode()))
 
     async def start(self) -> None:
         """Let workers in."""

@@ -7,6 +7,7 @@ share, in seconds. ``key`` numbers a request within its worker.
     worker → scheduler                            scheduler → worker
     Hello      who it is                          Members    the instances; the answer to Hello
     Outstanding what it has placed already        View       their loads, once a second
+                                                  Keys       clients', once they have changed
     Submit     a request                          Placed     where it goes
     Again      its next attempt                   Rejected   nobody can take it
     Leave      it wants no place any more         Refused    it waited too long; queue full
@@ -28,6 +29,7 @@ from typing import Any
 import msgspec
 
 from hetero_gateway.core.instances.dispatch import PeerLoad
+from hetero_gateway.core.limits.accounts import Standing
 from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
 from hetero_gateway.gateway.failures import Failure
 from hetero_gateway.gateway.wire.openai import ParsedRequest
@@ -166,7 +168,7 @@ class Counts(_Message, tag=11):
 
     ``outcomes``: (model, instance, outcome, number); ``refusals``: by status; ``connections``: now;
     ``pools``: open connections to each instance, now. ``overhead``, ``round_trip``: (number in each
-    bin, sum) of the histograms.
+    bin, sum) of the histograms. ``usage``: ``Usage.take``'s.
     """
 
     draining: bool
@@ -177,6 +179,7 @@ class Counts(_Message, tag=11):
     refusals: dict[int, int]
     overhead: tuple[list[int], float]
     round_trip: tuple[list[int], float]
+    usage: list[tuple[int, str, str, tuple[int, int, int, int]]]
 
 
 class Made(_Message, tag=12):
@@ -227,12 +230,19 @@ class View(_Message, tag=102):
     loads: list[tuple[InstanceId, PeerLoad]]
 
 
+class Keys(_Message, tag=108):
+    """``text``: a ``KeysFile`` as JSON; it has hashes alone."""
+
+    text: bytes
+
+
 class Placed(_Message, tag=103):
     key: int
     instance: InstanceId
     lengths: Lengths
     placed_s: float
     waited_s: float
+    standing: Standing | None = None  # of its client
 
 
 class Rejected(_Message, tag=104):
@@ -251,6 +261,7 @@ class Refused(_Message, tag=105):
     param: str | None
     kind: str
     retry_after_s: int | None
+    headers: list[tuple[bytes, bytes]]
 
 
 class Failed(_Message, tag=106):
@@ -263,7 +274,7 @@ class Configuration(_Message, tag=107):
     config: bytes
 
 
-FromScheduler = Configuration | Members | View | Placed | Rejected | Refused | Failed
+FromScheduler = Configuration | Members | View | Keys | Placed | Rejected | Refused | Failed
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -22,8 +22,9 @@ from hetero_gateway import __version__
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.errors import ConfigError, Refusal
+from hetero_gateway.files.client_keys import KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig
-from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.admission.clients import Admission, Client
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.dispatcher import (
     LocalDispatcher,
@@ -100,6 +101,8 @@ class RemoteDispatcher:
         fleet: the instances as this worker knows them; kept as the scheduler process says.
         metrics: of this worker; its counts are passed on.
         worker: its number.
+        admission: of this worker; its keys are kept as the scheduler process says, and what clients
+            used while it was on its own is passed on.
         headers: names of those that describing looks at.
         sends_bodies: the predictor reads prompts.
         draining: whether the worker was told to end.
@@ -113,6 +116,7 @@ class RemoteDispatcher:
         metrics: Metrics,
         worker: int,
         *,
+        admission: Admission,
         headers: frozenset[bytes],
         sends_bodies: bool,
         draining: Callable[[], bool],
@@ -124,6 +128,7 @@ class RemoteDispatcher:
         self._fleet = fleet
         self._metrics = metrics
         self._worker = worker
+        self._admission = admission
         # Of a request, what describing looks at.
         self.headers = headers
         self.sends_bodies = sends_bodies
@@ -233,8 +238,12 @@ class RemoteDispatcher:
         assert isinstance(job, RemoteJob)
         if self._knows(job):
             self._send(messages.Over(job.key, outcome))
-        else:
+            return
+        try:
             self._describe(job)
+        except Refusal:
+            self._local.note(None, outcome)  # that is what it is noted for
+        else:
             self._local.note(job, outcome)
 
     def _knows(self, job: RemoteJob) -> bool:
@@ -295,6 +304,7 @@ class RemoteDispatcher:
         if not job.described:
             described = self._local.describe(job.inbound, job.client, job.parsed, job.counted)
             job.request, job.features = described.request, described.features
+            job.charge, job.standing = described.charge, described.standing
             job.described = True
 
     def assign(self, job: RemoteJob, local: Placed) -> Assignment:
@@ -338,6 +348,8 @@ class RemoteDispatcher:
                 self._on_config(GatewayConfig.model_validate_json(message.config))
             elif kind is messages.View:
                 self._view = dict(message.loads)
+            elif kind is messages.Keys:
+                self._admission.set_keys(KeysFile.model_validate_json(message.text))
             else:
                 self._not_placed(message)
 
@@ -408,9 +420,9 @@ class RemoteDispatcher:
             lengths.output_tokens,
             lengths.sequences,
             lengths.streams,
-            job.client.name,
+            job.client.party,
         )
-        job.described = True
+        job.described, job.standing = True, said.standing
         if said.waited_s == 0.0:
             self._metrics.round_trip_s.observe(self._heard_s - ask.asked_s)
         instance = self._fleet.instances.get(said.instance)
@@ -438,6 +450,7 @@ class RemoteDispatcher:
                     param=said.param,
                     kind=said.kind,
                     retry_after_s=said.retry_after_s,
+                    headers=said.headers,
                 )
             )
         else:
@@ -557,6 +570,7 @@ class RemoteDispatcher:
                 _taken(metrics.client_refusals),
                 metrics.overhead_s.take(),
                 metrics.round_trip_s.take(),
+                self._admission.usage.take(),
             )
         )
 

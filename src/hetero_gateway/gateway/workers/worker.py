@@ -15,8 +15,7 @@ from pathlib import Path
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import GatewayConfig, secret
-from hetero_gateway.gateway.admission.clients import Admission
+from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.app import route, unready
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.application import DataPlane
@@ -32,7 +31,7 @@ from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.tls import server_tls
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
-from hetero_gateway.gateway.wiring import prefix_secret
+from hetero_gateway.gateway.wiring import make_admission, prefix_secret
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 from hetero_gateway.gateway.workers.control import ControlRelay
@@ -91,10 +90,11 @@ class Worker:
         self.settings = Settings(share_of(config, config.server.workers))
         self.number = number
         self.draining = False
+        self.has_admin = False
         base_dir = config_path.parent if config_path else Path()
         self._base_dir = base_dir
         self.tls = server_tls(config.server, base_dir)
-        self.admission = Admission(secret(config.server.api_key_env, "server.api_key_env"))
+        self.admission = make_admission(config, base_dir)
         self.fleet = Fleet(self.config, base_dir)
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges)
         self.control = ControlRelay(control_path)
@@ -172,6 +172,7 @@ class Worker:
             self.fleet,
             self.metrics,
             self.number,
+            admission=self.admission,
             headers=self.dataplane.intake.described_headers,
             sends_bodies=_reads_prompts(config),
             draining=lambda: self.draining,

@@ -1,0 +1,208 @@
+"""Who has used how much: a key's account and its group's, and what one request is charged. Pure.
+
+    admit      every account has room: a request, its tokens as estimated, one more at a time
+    settle     the tokens that it really was; once, later calls change nothing
+    end        one less at a time; once
+
+A request that is never settled keeps its estimate. The estimate that is charged is at most the
+smallest limit, so that no request is refused for good because somebody guessed its length too long;
+what it was beyond that is charged as it is settled.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hetero_gateway.core.limits.window import SLOTS, Window
+
+
+class Limits(NamedTuple):
+    """Args:
+    requests_per_minute, tokens_per_minute: in any 60 s; None: no limit.
+    concurrency: requests that are not over, at a time; None: no limit.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrency: int | None = None
+
+
+class Limit(enum.Enum):
+    """Which of them there is no room under."""
+
+    REQUESTS = "requests_per_minute"
+    TOKENS = "tokens_per_minute"
+    CONCURRENCY = "concurrency"
+
+
+class Denial(NamedTuple):
+    """A request that may not be served now.
+
+    Args:
+        account: whose limit it is.
+        limit: which.
+        allowed: how much that is.
+        wait_s: until it may be, if nothing else comes in between; None: not known.
+    """
+
+    account: str
+    limit: Limit
+    allowed: int
+    wait_s: float | None
+
+
+class Standing(NamedTuple):
+    """How a client stands once a request is charged: of its accounts, where least is left.
+
+    Whatever was used last was used now, so all of it counts for ``SLOTS`` seconds. None: no limit.
+    """
+
+    limit_requests: int | None
+    remaining_requests: int
+    limit_tokens: int | None
+    remaining_tokens: int
+
+
+class Account:
+    """What a key, or all keys of a group, have used. ``name``: unique; ``in_flight``: now, here."""
+
+    __slots__ = ("concurrency", "in_flight", "name", "others_in_flight", "requests", "tokens")
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self.name = name
+        self.requests = Window(limits.requests_per_minute)
+        self.tokens = Window(limits.tokens_per_minute)
+        self.concurrency = limits.concurrency
+        self.in_flight = 0
+        self.others_in_flight = 0
+
+    def __repr__(self) -> str:
+        return f"<Account {self.name}: {self.requests}, {self.tokens}, {self.in_flight} in flight>"
+
+    def set_limits(self, limits: Limits) -> None:
+        """Other limits from now on; what was used stays so."""
+        self.requests.limit = limits.requests_per_minute
+        self.tokens.limit = limits.tokens_per_minute
+        self.concurrency = limits.concurrency
+
+    def denies(self, tokens: int, now_s: float) -> Denial | None:
+        """Why a request of so many tokens may not be served now; the windows are of now."""
+        most = self.concurrency
+        if most is not None and self.in_flight + self.others_in_flight >= most:
+            return Denial(self.name, Limit.CONCURRENCY, most, None)
+        window = self.requests
+        most = window.limit
+        if most is not None and window.used + window.others >= most:
+            return Denial(self.name, Limit.REQUESTS, most, window.wait_s(1, now_s))
+        window = self.tokens
+        most = window.limit
+        if most is not None and window.used + window.others + tokens > most:
+            return Denial(self.name, Limit.TOKENS, most, window.wait_s(tokens, now_s))
+        return None
+
+
+class Charge:
+    """What one request was charged. ``tokens``: as estimated."""
+
+    __slots__ = ("_accounts", "_ended", "_second", "_settled", "tokens")
+
+    def __init__(self, accounts: Sequence[Account], tokens: int, second: int) -> None:
+        self._accounts = accounts
+        self._second = second
+        self._settled = self._ended = False
+        self.tokens = tokens
+
+    def __repr__(self) -> str:
+        state = "over" if self._ended else "settled" if self._settled else "open"
+        return f"<Charge of {self.tokens} tokens, {state}>"
+
+    def settle(self, tokens: int, now_s: float) -> None:
+        """It was so many tokens. Only the first call counts."""
+        if self._settled:
+            return
+        self._settled = True
+        difference = tokens - self.tokens
+        if difference:
+            second = int(now_s)
+            for account in self._accounts:
+                window = account.tokens
+                if window.second != second:
+                    window.advance(second)
+                window.correct(self._second, difference)
+
+    def end(self) -> None:
+        """The request is over. Only the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        for account in self._accounts:
+            account.in_flight -= 1
+
+
+def admit(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge | Denial:
+    """Charge a request to all of these accounts, or to none.
+
+    Args:
+        tokens: as estimated, at least 0.
+        now_s: of a clock that never goes back.
+    """
+    second = int(now_s)
+    for account in accounts:
+        if account.tokens.second != second:
+            account.requests.advance(second)
+            account.tokens.advance(second)
+        limit = account.tokens.limit
+        if limit is not None and tokens > limit:
+            tokens = limit
+    for account in accounts:
+        denial = account.denies(tokens, now_s)
+        if denial is not None:
+            return denial
+    return _taken(accounts, tokens, second)
+
+
+def adopt(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge:
+    """Charge a request that is being served already, whatever the limits are."""
+    second = int(now_s)
+    for account in accounts:
+        account.requests.advance(second)
+        account.tokens.advance(second)
+    return _taken(accounts, tokens, second)
+
+
+def _taken(accounts: Sequence[Account], tokens: int, second: int) -> Charge:
+    # Each ``Window.use`` is written out: this is done for every request.
+    slot = second % SLOTS
+    for account in accounts:
+        window = account.requests
+        window.slots[slot] += 1
+        window.used += 1
+        window.last = second
+        window = account.tokens
+        window.slots[slot] += tokens
+        window.used += tokens
+        window.last = second
+        account.in_flight += 1
+    return Charge(accounts, tokens, second)
+
+
+def standing(accounts: Sequence[Account]) -> Standing:
+    """How whoever has these accounts stands, as of the last request."""
+    requests = tokens = None
+    left_requests = left_tokens = 0
+    for account in accounts:
+        window = account.requests
+        limit = window.limit
+        if limit is not None:
+            left = limit - window.used - window.others
+            if requests is None or left < left_requests:
+                requests, left_requests = limit, left
+        window = account.tokens
+        limit = window.limit
+        if limit is not None:
+            left = limit - window.used - window.others
+            if tokens is None or left < left_tokens:
+                tokens, left_tokens = limit, left
+    return Standing(requests, max(0, left_requests), tokens, max(0, left_tokens))

@@ -1,0 +1,89 @@
+"""What was used within the last minute: never more than the limit in any 60 s. Pure.
+
+A token bucket would let twice the limit through within a minute (the bucket, and what flows in),
+and so would windows that begin anew with each minute. Here each second has a slot, and what is in
+it counts until it is at least 60 s old: 61 slots, since a second's last moment is 60 s old only as
+the 61st second begins. All counts are whole numbers, so that what is given back leaves no residue.
+"""
+
+from __future__ import annotations
+
+WINDOW_S = 60
+SLOTS = WINDOW_S + 1
+
+
+class Window:
+    """One limit, and what was used of it.
+
+    ``limit``: per minute; None: nobody asks. ``used``: within the last minute, here; ``others``:
+    the same of other gateways. ``second``: as of which that is, a whole one, of a clock that never
+    goes back; ``last``: when something was used last. ``slots``: of each second modulo 61; together
+    they are ``used``, and none of them is ever below 0.
+    """
+
+    __slots__ = ("last", "limit", "others", "second", "slots", "used")
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.used = 0
+        self.others = 0
+        self.slots = [0] * SLOTS
+        self.second = 0
+        self.last = 0
+
+    def __repr__(self) -> str:
+        return f"<Window {self.used} + {self.others} of {self.limit}>"
+
+    def advance(self, second: int) -> None:
+        """It is that second now: what is older than a minute counts no more."""
+        passed = second - self.second
+        if passed <= 0:
+            return
+        first, self.second = self.second + 1, second
+        if not self.used:
+            return
+        if passed >= SLOTS:
+            self.slots = [0] * SLOTS
+            self.used = 0
+            return
+        slots = self.slots
+        for each in range(first, second + 1):
+            self.used -= slots[each % SLOTS]
+            slots[each % SLOTS] = 0
+
+    def remaining(self) -> int:
+        """What may still be used now, at least 0; there must be a limit."""
+        assert self.limit is not None
+        return max(0, self.limit - self.used - self.others)
+
+    def use(self, amount: int) -> None:
+        """Use so much, now (``advance`` first), whatever the limit is."""
+        self.slots[self.second % SLOTS] += amount
+        self.used += amount
+        self.last = self.second
+
+    def correct(self, charged_in: int, difference: int) -> None:
+        """What was charged in that second turns out to be so much more, or less.
+
+        ``advance`` first. More is used now; less is given back where it was charged, if that
+        still counts.
+        """
+        if difference > 0:
+            self.use(difference)
+        elif self.second - charged_in < SLOTS:
+            self.slots[charged_in % SLOTS] += difference
+            self.used += difference
+
+    def wait_s(self, amount: int, now_s: float) -> float:
+        """How long until so much is free, if nothing more is used; at most 61 s."""
+        if self.limit is None:
+            return 0.0
+        excess = self.used + self.others + amount - self.limit
+        if excess <= 0:
+            return 0.0
+        oldest = self.second - SLOTS + 1
+        for each in range(oldest, self.second + 1):
+            excess -= self.slots[each % SLOTS]
+            if excess <= 0:
+                return each + SLOTS - now_s
+        return float(SLOTS)  # the others': they are gone by then

@@ -1,0 +1,286 @@
+"""Clients' keys: the file that names them, what it keeps of each, and how one is made.
+
+    groups:
+      team-a: {tokens_per_minute: 200000, models: [llama-3-8b], classes: [interactive, batch]}
+    keys:
+      - {name: alice, hash: "sha256:3fc9…", group: team-a, requests_per_minute: 60}
+
+A key itself is kept nowhere. Made here it is 256 random bits, which nobody finds by trying, so one
+hash of it is enough, and a slow one (bcrypt, Argon2) would cost each request milliseconds. Two
+kinds are known: ``sha256``, which LiteLLM's table of keys has as well, and ``hmac-sha256``, under a
+secret of the environment (``clients.hash_key_env``): with the file alone, a key that a person made
+up cannot be tried out either.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, field_validator, model_validator
+
+from hetero_gateway.core.limits.accounts import Limits
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.whole_file import write_whole
+from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
+
+# What may stand in a metric's label without surprise.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}")
+_HASH = re.compile(r"(sha256|hmac-sha256):([0-9a-f]{64})")
+# Longer ones are nobody's, and are not hashed.
+MOST_KEY_BYTES = 512
+# A shorter one could be found by trying.
+_LEAST_KEY_CHARACTERS = 20
+_KEY_BYTES = 32
+_MOST = 2**50
+
+
+def _check_name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise ValueError(
+            "must be 1 to 63 letters, digits, dots, dashes, underscores or @, starting with a "
+            "letter or digit"
+        )
+    return value
+
+
+class ClientLimits(StrictModel):
+    """What a key, or all keys of a group together, may do."""
+
+    models: list[str] | None = Field(
+        None, description="Names of the models that may be asked for; none: all."
+    )
+    requests_per_minute: int | None = Field(
+        None, ge=1, le=_MOST, description="Most requests in any 60 s; none: no limit."
+    )
+    tokens_per_minute: int | None = Field(
+        None, ge=1, le=_MOST, description="Most tokens, prompts and outputs, in any 60 s."
+    )
+    concurrency: int | None = Field(
+        None, ge=1, le=_MOST, description="Most requests at a time, waiting ones included."
+    )
+    request_class: str | None = Field(
+        None, alias="class", description="The class of its requests; none: interactive."
+    )
+    classes: list[str] | None = Field(
+        None, description="Classes that a request may name in x-hetero-gateway-class."
+    )
+    share: float | None = Field(None, gt=0, le=1e6, description="Weight in contention; none: 1.")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrency)
+
+
+class KeyConfig(ClientLimits):
+    """One key."""
+
+    name: str = Field(description="By which metrics and /admin call it.")
+    hash: str = Field(description="As `hetero-gateway key new` prints it.")
+    group: str | None = Field(None, description="Whose limits it shares; what it does not say of "
+                              "models, class, classes and share is the group's.")  # fmt: skip
+    expires: datetime | None = Field(
+        None,
+        description="From then on it is refused; a date, or a time (UTC where it has no zone).",
+    )
+
+    _named = field_validator("name")(_check_name)
+
+    @field_validator("hash")
+    @classmethod
+    def _check_hash(cls, value: str) -> str:
+        if not _HASH.fullmatch(value):
+            raise ValueError("must be sha256: or hmac-sha256: and 64 hexadecimal digits")
+        return value
+
+    @field_validator("expires", mode="before")
+    @classmethod
+    def _at_midnight(cls, value: Any) -> Any:
+        if isinstance(value, date) and not isinstance(value, datetime):
+            value = datetime(value.year, value.month, value.day)
+        return value
+
+    @field_validator("expires")
+    @classmethod
+    def _in_utc(cls, value: datetime | None) -> datetime | None:
+        return value.replace(tzinfo=UTC) if value is not None and value.tzinfo is None else value
+
+    @property
+    def scheme(self) -> str:
+        return self.hash.partition(":")[0]
+
+    @property
+    def digest(self) -> bytes:
+        return bytes.fromhex(self.hash.partition(":")[2])
+
+
+class KeysFile(StrictModel):
+    """The whole file, or the same in an environment variable."""
+
+    groups: dict[str, ClientLimits] = Field(default_factory=dict)
+    keys: list[KeyConfig] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> KeysFile:
+        names: set[str] = set()
+        hashes: set[str] = set()
+        for name in self.groups:
+            _check_name(name)
+        for key in self.keys:
+            if key.name in names:
+                raise ValueError(f"keys: the name {key.name!r} is used twice")
+            if key.hash in hashes:
+                raise ValueError(f"keys: {key.name} has the hash of another key")
+            names.add(key.name)
+            hashes.add(key.hash)
+        return self
+
+
+class ClientsConfig(StrictModel):
+    """Who may ask, and how much: keys by name, in addition to ``server.api_key_env``'s."""
+
+    keys_file: Path | None = Field(
+        None, description="The file of keys and groups, read again with each reload."
+    )
+    keys_env: str | None = Field(None, description="Environment variable with such a file's text.")
+    hash_key_env: str | None = Field(
+        None, description="Environment variable with the secret of hmac-sha256 hashes."
+    )
+    groups: dict[str, ClientLimits] = Field(
+        default_factory=dict, description="Groups, in addition to those of the file."
+    )
+    most_labels: int = Field(
+        200, ge=0, le=100_000, description="Most clients with metrics of their own."
+    )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether clients have keys of their own."""
+        return self.keys_file is not None or self.keys_env is not None
+
+
+def read_clients(config: ClientsConfig, base_dir: Path) -> KeysFile:
+    """All keys and groups that a configuration names. Raises ConfigError."""
+    groups = dict(config.groups)
+    keys: list[KeyConfig] = []
+    for part in _parts(config, base_dir):
+        if twice := groups.keys() & part.groups.keys():
+            raise ConfigError(f"clients: the group {min(twice)!r} is there twice")
+        groups |= part.groups
+        keys += part.keys
+    for key in keys:
+        # A group may be in one part, and its keys in another.
+        if key.group is not None and key.group not in groups:
+            raise ConfigError(f"clients: {key.name}: there is no group {key.group!r}")
+        if key.scheme != "sha256" and config.hash_key_env is None:
+            raise ConfigError(f"clients: {key.name}: its hash needs clients.hash_key_env")
+    return parse_model(KeysFile, {"groups": groups, "keys": keys}, "clients")
+
+
+def changes(before: KeysFile, after: KeysFile) -> list[str]:
+    """The names of keys and groups that were added, removed or changed."""
+    names = []
+    for kind, old, new in (
+        ("group", before.groups, after.groups),
+        ("key", {k.name: k for k in before.keys}, {k.name: k for k in after.keys}),
+    ):
+        names += [
+            f"{kind} {n}" for n in sorted(old.keys() | new.keys()) if old.get(n) != new.get(n)
+        ]
+    return names
+
+
+def read_keys(path: Path) -> KeysFile:
+    """The keys in a file. Raises ConfigError, in one line."""
+    return parse_model(KeysFile, read_yaml(path), str(path))
+
+
+def parse_keys(text: str, source: str) -> KeysFile:
+    """The keys in a text, YAML or JSON. Raises ConfigError, which does not quote it."""
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: it is no YAML") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}: must be a mapping with keys and groups")
+    return parse_model(KeysFile, data, source)
+
+
+def new_key() -> str:
+    """A key of 256 random bits."""
+    return "hg-" + base64.urlsafe_b64encode(secrets.token_bytes(_KEY_BYTES)).rstrip(b"=").decode()
+
+
+def hash_of(key: str, hash_key: str | None = None) -> str:
+    """What is kept of a key; with a secret, only who knows that can try keys out.
+
+    Raises:
+        ConfigError: the key is too short, or could not stand in a header.
+    """
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError("a key must be of visible ASCII characters, without spaces")
+    if not _LEAST_KEY_CHARACTERS <= len(key) <= MOST_KEY_BYTES:
+        raise ConfigError(f"a key must have {_LEAST_KEY_CHARACTERS} to {MOST_KEY_BYTES} characters")
+    if hash_key is None:
+        return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+    return "hmac-sha256:" + hmac.digest(hash_key.encode(), key.encode(), "sha256").hex()
+
+
+def add_key(path: Path, entry: Mapping[str, Any]) -> None:
+    """Write one more key into a file, which is made if need be; what stands there stays as it is.
+
+    Raises:
+        ConfigError: the file is no file of keys, or the key cannot be added to its end.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    # JSON is YAML, and safe to paste.
+    line = (
+        "  - "
+        + yaml.safe_dump(
+            dict(entry), default_flow_style=True, sort_keys=False, width=10_000
+        ).strip()
+    )
+    before = read_keys(path) if text.strip() else KeysFile()
+    if any(key.name == entry["name"] for key in before.keys):
+        raise ConfigError(f"{path}: there is a key named {entry['name']!r} already")
+    wanted = parse_model(
+        KeysFile, {"groups": before.groups, "keys": [*before.keys, dict(entry)]}, str(path)
+    )
+    if text and not text.endswith("\n"):
+        text += "\n"
+    if "keys" not in (yaml.safe_load(text) or {}):
+        text += "keys:\n"
+    text += line + "\n"
+    try:
+        added = parse_keys(text, str(path)) == wanted
+    except ConfigError:
+        added = False
+    if not added:
+        raise ConfigError(
+            f"{path}: the list `keys` must be the last in the file, one key a line; add this to "
+            f"it: {line.strip()}"
+        )
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    try:
+        write_whole(path, text, mode=mode)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _parts(config: ClientsConfig, base_dir: Path) -> Iterator[KeysFile]:
+    if config.keys_file is not None:
+        yield read_keys(base_dir / config.keys_file)
+    if (name := config.keys_env) is not None:
+        text = os.environ.get(name)
+        if not text:
+            raise ConfigError(f"clients.keys_env: the environment variable {name} is not set")
+        yield parse_keys(text, f"clients.keys_env: {name}")

@@ -1,0 +1,96 @@
+"""How much a client may ask for: what a request is charged, and how a refusal is put into words."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from hetero_gateway.core.limits import accounts
+from hetero_gateway.core.limits.accounts import Charge, Denial, Limit, Standing
+from hetero_gateway.core.limits.window import SLOTS
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.admission.usage import Usage
+from hetero_gateway.gateway.wire.headers import Headers
+
+# One of the client's own has to end first, and nobody knows when.
+_CONCURRENCY_RETRY_S = 1
+_RESET = b"%ds" % SLOTS
+_UNITS = {
+    Limit.REQUESTS: "requests per minute (RPM)",
+    Limit.TOKENS: "tokens per minute (TPM)",
+    Limit.CONCURRENCY: "concurrent requests",
+}
+
+
+class Limiter:
+    """Charges requests.
+
+    Args:
+        usage: where refusals are counted.
+        catch_up: settles what is over and waits to be counted.
+    """
+
+    def __init__(self, usage: Usage, catch_up: Callable[[], None] = lambda: None) -> None:
+        self._denied = usage.denied
+        self._catch_up = catch_up
+
+    def charge(self, client: Client, tokens: int) -> tuple[Charge, Standing]:
+        """Charge a request of so many tokens, as estimated.
+
+        Raises:
+            Refusal: 429; nothing was charged.
+        """
+        now_s = time.monotonic()
+        charge = accounts.admit(client.accounts, tokens, now_s)
+        if isinstance(charge, Denial) and charge.limit is Limit.TOKENS:
+            self._catch_up()  # some may be given back
+            charge = accounts.admit(client.accounts, tokens, now_s)
+        if isinstance(charge, Denial):
+            self._denied[client.name, charge.limit.value] += 1
+            raise _refusal(charge, accounts.standing(client.accounts))
+        return charge, accounts.standing(client.accounts)
+
+    def adopt(self, client: Client, tokens: int) -> Charge:
+        """Charge a request that is being served already."""
+        return accounts.adopt(client.accounts, tokens, time.monotonic())
+
+
+def rate_limit_headers(standing: Standing) -> Headers:
+    """``x-ratelimit-*`` as OpenAI has them; of what has no limit there is none.
+
+    ``reset``: until all is free again, if nothing more is asked; what was asked last is new.
+    """
+    headers: Headers = []
+    limit, remaining, token_limit, token_remaining = standing
+    if limit is not None:
+        headers = [
+            (b"x-ratelimit-limit-requests", b"%d" % limit),
+            (b"x-ratelimit-remaining-requests", b"%d" % remaining),
+            (b"x-ratelimit-reset-requests", _RESET),
+        ]
+    if token_limit is not None:
+        headers += [
+            (b"x-ratelimit-limit-tokens", b"%d" % token_limit),
+            (b"x-ratelimit-remaining-tokens", b"%d" % token_remaining),
+            (b"x-ratelimit-reset-tokens", _RESET),
+        ]
+    return headers
+
+
+def _refusal(denial: Denial, standing: Standing) -> Refusal:
+    unit = _UNITS[denial.limit]
+    message = f"Rate limit reached for {denial.account} on {unit}: limit {denial.allowed}."
+    after_s = _CONCURRENCY_RETRY_S
+    if denial.wait_s is not None:
+        after_s = max(1, math.ceil(denial.wait_s))
+        message += f" Please try again in {denial.wait_s:.3f}s."
+    return Refusal(
+        429,
+        "rate_limit_exceeded",
+        message,
+        kind="rate_limit_error",
+        retry_after_s=after_s,
+        headers=rate_limit_headers(standing),
+    )

@@ -1,0 +1,180 @@
+"""Who may ask for what is no engine's path: /admin, /metrics, /docs, /openapi.json, /dashboard.
+
+/admin is open to
+
+    who sends its key          where ``server.admin_key_env`` is set: whichever way he comes
+    who reaches its listener   where ``server.admin_listen`` is set; the clients' listener has no
+                               /admin then
+    this machine               where neither is set, no client needs a key and the server listens on
+                               loopback: a first try. Only from a loopback address, by a loopback
+                               name, not from another site's page, and through no proxy
+
+The last one looks for what proxies leave behind. One that leaves nothing cannot be told from a
+person at this machine; so wherever clients have keys, which is where others are let in, it is off.
+
+The other paths each have a setting (``server.expose``).
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from hetero_gateway.errors import Refusal
+from hetero_gateway.files.gateway_config import Exposure
+from hetero_gateway.gateway.wiring import Gateway
+
+# Set by the server, for connections to the listener of /admin.
+ADMIN_LISTENER = "admin_listener"
+# How a worker says who asked it; from anybody else it does not get this far.
+PEER_HEADER = "x-hetero-gateway-peer"
+# What says that a request came through something: one of these fields, or one that begins so.
+_PROXY_FIELDS = frozenset(
+    ("forwarded", "via", "x-real-ip", "true-client-ip", "x-client-ip", "x-cluster-client-ip")
+)
+_PROXY_FIELD = re.compile(r"(x-forwarded|x-original|x-envoy|x-proxy|x-amz|x-azure|cf|fly)-.*")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or host name (without port) means this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def gateway_of(request: Request) -> Gateway:
+    """Whose control paths these are."""
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+async def check_admin(request: Request) -> None:
+    """Raises Refusal: 401 or 403 to whom /admin is closed."""
+    gateway = gateway_of(request)
+    over_listener = bool(getattr(request.state, ADMIN_LISTENER, False))
+    if gateway.config.server.admin_listen is not None and not over_listener:
+        raise Refusal(403, "admin_off", "/admin is on a listener of its own: server.admin_listen.")
+    if gateway.admin_key is not None:
+        _check_key(request, gateway.admin_key)
+    elif over_listener:
+        _check_own_listener(request)
+    else:
+        _check_this_machine(request, gateway)
+
+
+async def check_exposed(request: Request, exposure: Exposure) -> None:
+    """Raises Refusal: 401, 403 or 404 to whom a path of this setting is closed."""
+    gateway = gateway_of(request)
+    if getattr(request.state, ADMIN_LISTENER, False):
+        await check_admin(request)
+    elif exposure == "off":
+        raise Refusal(404, "not_found", f"There is nothing at {request.url.path[:200]}.")
+    elif exposure == "admin":
+        await check_admin(request)
+    elif exposure == "clients":
+        try:
+            gateway.admission.client_of(request.headers.raw)
+        except Refusal:
+            await check_admin(request)
+
+
+def how(request: Request) -> str:
+    """How whoever has access came, for the audit."""
+    if gateway_of(request).admin_key is not None:
+        return "by key"
+    return "by the listener" if getattr(request.state, ADMIN_LISTENER, False) else "from loopback"
+
+
+def peer_of(request: Request) -> str:
+    """The address that a request came from; "" where it has none (a Unix socket)."""
+    if gateway_of(request).hub is not None:
+        # Only workers reach this process's socket.
+        return request.headers.get(PEER_HEADER, "")
+    return "" if request.client is None else request.client.host
+
+
+def _check_key(request: Request, key: str) -> None:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Header values are bytes; starlette shows them as latin-1.
+    right = hmac.compare_digest(given.encode("latin-1"), key.encode())
+    if scheme.lower() != "bearer" or not right:
+        raise Refusal(401, "invalid_api_key", "The admin key is missing or wrong.")
+
+
+def _check_own_listener(request: Request) -> None:
+    """A web page in a browser that reaches it must not use it: by a name of its own, or at all."""
+    if peer_of(request) == "":
+        return  # a Unix socket, which no page reaches
+    host, origin = _only_host(request), request.headers.get("origin")
+    if not _is_address(host) or (origin and urlsplit(origin).netloc != host):
+        raise Refusal(
+            403,
+            "admin_off",
+            "/admin without a key answers on its listener by an address, not by a name, and not "
+            "to another site; set server.admin_key_env.",
+        )
+
+
+def _check_this_machine(request: Request, gateway: Gateway) -> None:
+    if gateway.admission.has_key:
+        raise Refusal(
+            403,
+            "admin_off",
+            "/admin is off where clients have keys: set server.admin_key_env or "
+            "server.admin_listen.",
+        )
+    if not is_loopback(gateway.config.server.host):
+        raise Refusal(
+            403,
+            "admin_off",
+            "/admin is off: set server.admin_key_env or server.admin_listen, or listen on "
+            "loopback.",
+        )
+    host, origin = _only_host(request), request.headers.get("origin")
+    proxied = any(name in _PROXY_FIELDS or _PROXY_FIELD.fullmatch(name) for name in request.headers)
+    # nginx, unless it is told otherwise.
+    proxied = proxied or request.scope.get("http_version") == "1.0"
+    if (
+        proxied
+        or not is_loopback(peer_of(request))
+        or not _names_loopback(host)
+        or (origin and urlsplit(origin).netloc != host)
+    ):
+        raise Refusal(
+            403,
+            "admin_off",
+            "/admin without a key answers only to this machine, by a loopback name and not "
+            "through a proxy or another site; set server.admin_key_env.",
+        )
+
+
+def _only_host(request: Request) -> str:
+    """What the one Host field says; "" where there is none, or another one."""
+    hosts = request.headers.getlist("host")
+    return hosts[0] if len(hosts) == 1 and "@" not in hosts[0] else ""
+
+
+def _hostname(netloc: str) -> str:
+    try:
+        return urlsplit("//" + netloc).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _names_loopback(netloc: str) -> bool:
+    return is_loopback(_hostname(netloc))
+
+
+def _is_address(netloc: str) -> bool:
+    """Whether it is an address or localhost: what nobody else can have point here."""
+    name = _hostname(netloc)
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost"
+    return True

@@ -1,0 +1,70 @@
+"""``key``: printed once, kept as a hash, and let in by the gateway that reads the file."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from hetero_gateway.cli import main
+from hetero_gateway.errors import Refusal
+from hetero_gateway.files.client_keys import read_clients
+from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.gateway.admission.clients import Admission
+
+
+def config_in(directory: Path, **clients: str) -> Path:
+    path = directory / "gateway.yaml"
+    path.write_text(json.dumps({"clients": {"keys_file": "keys.yaml", **clients}}))
+    return path
+
+
+def admission_of(path: Path, hash_key: str | None = None) -> Admission:
+    clients = load_gateway_config(path).clients
+    return Admission(None, read_clients(clients, path.parent), hash_key)
+
+
+@pytest.mark.parametrize("hash_key", [None, "pepper"])
+def test_a_new_key_is_printed_once_and_opens(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    hash_key: str | None,
+) -> None:
+    path = config_in(tmp_path, **({"hash_key_env": "PEPPER_9"} if hash_key else {}))
+    monkeypatch.setenv("PEPPER_9", "pepper")
+    argv = ["key", "new", "alice", "-c", str(path)]
+    assert main([*argv, "--requests-per-minute", "60", "--expires", "90d", "--models", "a,b"]) == 0
+    key = capsys.readouterr().out.strip()
+    assert key not in (tmp_path / "keys.yaml").read_text()
+    client = admission_of(path, hash_key).client_of([(b"x-api-key", key.encode())])
+    assert (client.name, client.models) == ("alice", {"a", "b"})
+    with pytest.raises(Refusal):
+        admission_of(path, hash_key).client_of([(b"x-api-key", key.encode() + b"x")])
+    assert main(["key", "list", "-c", str(path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["keys"]
+    assert (row["name"], row["requests_per_minute"], "hash" in row) == ("alice", 60, False)
+
+
+def test_a_key_that_clients_have_is_read_from_standard_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, key = config_in(tmp_path), "sk-of-litellm-1234567890"
+    monkeypatch.setattr("sys.stdin", io.StringIO(key + "\n"))
+    assert main(["key", "new", "bob", "-c", str(path), "--stdin"]) == 0
+    assert key not in "".join(capsys.readouterr())
+    assert (
+        admission_of(path).client_of([(b"authorization", b"Bearer " + key.encode())]).name == "bob"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--group", "nobody"], ["--concurrency", "0"], ["--expires", "soon"], ["--share", "0"]],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    assert main(["key", "new", "a", "-c", str(config_in(tmp_path)), *flags]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "keys.yaml").exists()
