@@ -23,8 +23,8 @@ from hetero_gateway.core.types import Request
 
 # Made for every request: a NamedTuple's own constructor is a function in Python, and takes as long
 # again as what it makes.
-_small_view: Callable[[type[SmallView], tuple[Any, ...]], SmallView] = tuple.__new__
-_plain_backlog: Callable[[Any, tuple[Any, ...]], Backlog[list[float]]] = tuple.__new__
+_new_small_view: Callable[[type[SmallView], tuple[Any, ...]], SmallView] = tuple.__new__
+_new_backlog: Callable[[Any, tuple[Any, ...]], Backlog[list[float]]] = tuple.__new__
 _new_demand: Callable[[type[Demand], tuple[Any, ...]], Demand] = tuple.__new__
 
 
@@ -71,7 +71,7 @@ class Views:
             found = self._caches.find(request.prefix, states)
             if found is not None:
                 demand = _demand_behind(request, *found)
-        return _small_view(
+        return _new_small_view(
             SmallView,
             (
                 request,
@@ -160,7 +160,7 @@ class Views:
         if kept is not None:
             typical = [typical[i] for i in kept]
         profiled, stands_in = (True, pool.stands_in) if pool.profiled else _known(eligible)
-        return _plain_backlog(
+        return _new_backlog(
             Backlog,
             (
                 *_waiting(eligible, now_s, queue),

@@ -24,7 +24,7 @@ from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.admission.limits import Limiter
 from hetero_gateway.gateway.control.history import RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics
-from hetero_gateway.gateway.dataplane.attempts import Answered, Attempts, RetryBudget, Rooms
+from hetero_gateway.gateway.dataplane.attempts import AnsweredRequests, Attempts, RetryBudget, Rooms
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.dataplane.placement import Placement
@@ -121,7 +121,7 @@ class DataPlane:
             total_timeout_s=config.timeouts.total_s,
             open=set(),
             reading=LongBodies(),
-            answered=Answered(),
+            answered=AnsweredRequests(),
         )
         self._request_ids = itertools.count()
         self._request_id_prefix = os.urandom(6).hex().encode()

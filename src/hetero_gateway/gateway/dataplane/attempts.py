@@ -106,7 +106,7 @@ class RetryBudget:
         return True
 
 
-class Answered:
+class AnsweredRequests:
     """Requests whose answers are complete, until they are settled in the next turn.
 
     uvloop sends what its callbacks have written when the last of them is done: what is counted and
@@ -143,7 +143,7 @@ class Rooms:
     total_timeout_s: float
     open: set[Attempts]
     reading: LongBodies
-    answered: Answered
+    answered: AnsweredRequests
 
 
 class Attempts:
