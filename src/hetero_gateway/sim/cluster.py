@@ -181,7 +181,15 @@ def simulate(
     run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)
     if compiled:
         arrays = cases.covered(
-            scheduler, predictor, fleet, model, workload, faults, predictions, run.records
+            scheduler,
+            predictor,
+            fleet,
+            model,
+            workload,
+            faults,
+            predictions,
+            observe_interval_s,
+            run.records,
         )
         if arrays is not None:
             arrays(jit_loop)

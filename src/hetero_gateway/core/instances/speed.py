@@ -22,18 +22,18 @@ import math
 # Long enough to average the noise of a network, short enough to notice a slow-down within a few
 # answers. It starts as if 0.2 s had been as modelled.
 FORGET_S = 5.0
-_PRIOR_S = 0.2
+PRIOR_S = 0.2
 # Much faster than thought, after this much was seen: whatever held it up is over. What was seen
 # before says little then.
-_MENDED, _MATURE_S, _FORGET_MENDED_S = 1.5, 3.0, 1.0
+MENDED, MATURE_S, FORGET_MENDED_S = 1.5, 3.0, 1.0
 # Doubted: not seen for so long, and so many times above the best; until it is that near to it.
 UNSEEN_S = 2.0
-_DOUBTED, _CLEARED = 1.25, 1.02
+DOUBTED, CLEARED = 1.25, 1.02
 # How fast a doubted one goes to the best, in wall time, and loses its weight. The former is slow
 # next to the pace of probes: where there is traffic, they find out.
-_DECAY_S = 5.0
-_WEIGHT_S = 1.0
-_LEAST_WEIGHT_S = 0.02
+DECAY_S = 5.0
+WEIGHT_S = 1.0
+LEAST_WEIGHT_S = 0.02
 
 
 class SpeedEstimate:
@@ -59,11 +59,11 @@ class SpeedEstimate:
         self.seen_s = 0.0
         self.doubted = False
         self._revised_s = 0.0
-        self._observed_s = self._modelled_s = _PRIOR_S
+        self._observed_s = self._modelled_s = PRIOR_S
 
     def sums(self) -> tuple[float, float]:
         """What was observed and modelled lately, s; zeros before anything was observed."""
-        if self._observed_s == self._modelled_s == _PRIOR_S:
+        if self._observed_s == self._modelled_s == PRIOR_S:
             return 0.0, 0.0  # there is only what the factor begins with
         return self._observed_s, self._modelled_s
 
@@ -71,11 +71,11 @@ class SpeedEstimate:
         """So long took what the model has so much time for; ``weigh`` says what follows."""
         forget_s = FORGET_S
         if (
-            observed_s * _MENDED < self.factor * modelled_s
-            and self.factor > _MENDED
-            and (self.doubted or self._observed_s > _MATURE_S)
+            observed_s * MENDED < self.factor * modelled_s
+            and self.factor > MENDED
+            and (self.doubted or self._observed_s > MATURE_S)
         ):
-            forget_s = _FORGET_MENDED_S
+            forget_s = FORGET_MENDED_S
         keep = math.exp(-observed_s / forget_s)
         self._observed_s = self._observed_s * keep + observed_s
         self._modelled_s = self._modelled_s * keep + modelled_s
@@ -91,11 +91,11 @@ class SpeedEstimate:
     def revise(self, best: float, now_s: float) -> bool:
         """Let time pass; whether the factor is doubted. ``best``: of comparable instances."""
         if self.doubted:
-            if self.factor <= _CLEARED * best:
+            if self.factor <= CLEARED * best:
                 self.doubted = False
                 if now_s - self.seen_s >= UNSEEN_S:
                     self.factor = best  # so near is equal: nothing is to keep traffic away
-        elif self.factor > _DOUBTED * best and now_s - self.seen_s >= UNSEEN_S:
+        elif self.factor > DOUBTED * best and now_s - self.seen_s >= UNSEEN_S:
             self.doubted = True
             self._revised_s = now_s
             self._lose_weight(now_s - self.seen_s)
@@ -104,11 +104,11 @@ class SpeedEstimate:
         elapsed_s = now_s - max(self._revised_s, self.seen_s + UNSEEN_S)
         self._revised_s = now_s
         if elapsed_s > 0:
-            self.factor = best * (self.factor / best) ** math.exp(-elapsed_s / _DECAY_S)
+            self.factor = best * (self.factor / best) ** math.exp(-elapsed_s / DECAY_S)
             self._lose_weight(elapsed_s)
         return True
 
     def _lose_weight(self, elapsed_s: float) -> None:
-        keep = math.exp(-elapsed_s / _WEIGHT_S)
-        self._modelled_s = max(_LEAST_WEIGHT_S, self._modelled_s * keep)
+        keep = math.exp(-elapsed_s / WEIGHT_S)
+        self._modelled_s = max(LEAST_WEIGHT_S, self._modelled_s * keep)
         self._observed_s = self._modelled_s * self.factor

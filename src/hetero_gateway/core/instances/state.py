@@ -79,10 +79,10 @@ from hetero_gateway.core.types import MOST_TOKENS, InstanceId, Outcome, Request,
 _STAGES = len(STAGE_TOKENS)
 
 # The bounds keep a bad observation from shutting an instance out.
-_SPEED_BOUNDS = (0.1, 10.0)
+SPEED_BOUNDS = (0.1, 10.0)
 _STAND_IN_BOUNDS = (1e-3, 1e3)
 # A request whose tokens nobody sees says something of the speed where streams have not for so long.
-_STREAMS_SAY_S = 2.0
+STREAMS_SAY_S = 2.0
 _MOST_MISS = 4.0
 # Rows, about one a second, that wait for the ends of their requests.
 _MOST_AWAITED = 1024
@@ -201,7 +201,7 @@ class InstanceState:
         self.concurrency = Concurrency()
         self.seats = NO_LIMIT  # sequences that may be there, as far as learnt
         self._freed_s = -math.inf
-        self._estimate = SpeedEstimate(_SPEED_BOUNDS)
+        self._estimate = SpeedEstimate(SPEED_BOUNDS)
         self._streams_seen_s = -math.inf
         self.prefix = PrefixHits()
         self._interval = Interval()
@@ -236,13 +236,13 @@ class InstanceState:
             self.observed = False
         if constants != self.constants:
             self.constants = constants
-            self._estimate = SpeedEstimate(_SPEED_BOUNDS)
+            self._estimate = SpeedEstimate(SPEED_BOUNDS)
             self.speed = 1.0
         if stands_in != self.stands_in:
             self.concurrency = Concurrency()
             self.seats = NO_LIMIT
         self.stands_in = stands_in
-        self._estimate.bounds = _STAND_IN_BOUNDS if stands_in else _SPEED_BOUNDS
+        self._estimate.bounds = _STAND_IN_BOUNDS if stands_in else SPEED_BOUNDS
         self._set_rate()
         self._note()
 
@@ -310,7 +310,7 @@ class InstanceState:
             self.waiting_prompt += entry.prompt_tokens
             self.waiting_prefill += prefill_tokens
             self.waiting_output += entry.output_tokens
-            if now_s - self._streams_seen_s >= _STREAMS_SAY_S:
+            if now_s - self._streams_seen_s >= STREAMS_SAY_S:
                 self._owe(entry, now_s)
         if not self.noted:
             self.noted = True
@@ -653,7 +653,7 @@ class InstanceState:
             or entry.predicted_s is None
             or entry.request.sequences != 1
             or self.constants is None
-            or now_s - self._streams_seen_s < _STREAMS_SAY_S
+            or now_s - self._streams_seen_s < STREAMS_SAY_S
         ):
             return
         took_s = now_s - entry.predicted_s[0]

@@ -24,6 +24,11 @@ STAGE_TOKENS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 # So many times the length that nine of ten answers are within is as long as one is believed to be.
 _FAR = 4.0
+# Of residual lives: lengths that are kept, how many finish until a table is made of them (which
+# costs as much as a few decisions), and how many requests the prior counts as.
+HISTORY = 2048
+REFRESH_EVERY = 32
+PRIOR_REQUESTS = 8.0
 
 
 class _Finished:
@@ -60,10 +65,7 @@ class ResidualLives:
     length, for which it is ``prior_tokens`` at every stage.
     """
 
-    _HISTORY = 2048
-    _REFRESH_EVERY = 32  # finished requests; a table costs as much as a few decisions
-
-    def __init__(self, prior_tokens: float, prior_requests: float = 8.0) -> None:
+    def __init__(self, prior_tokens: float, prior_requests: float = PRIOR_REQUESTS) -> None:
         self._prior_tokens = prior_tokens
         self._prior_requests = prior_requests
         self._models: dict[str, _Finished] = {}
@@ -89,9 +91,9 @@ class ResidualLives:
         """A model's entry, its table made anew where that is due; None: nothing is known."""
         finished = self._models.get(model) or self._models.get(OTHER_MODELS)
         # Made only when someone asks: most policies never do.
-        if finished is not None and finished.unseen >= self._REFRESH_EVERY:
+        if finished is not None and finished.unseen >= REFRESH_EVERY:
             finished.unseen = 0
-            finished.table = self._residuals(finished.lengths())
+            finished.table = residuals(finished.lengths(), self._prior_tokens, self._prior_requests)
             finished.plain = finished.table.tolist()
         return finished
 
@@ -101,23 +103,23 @@ class ResidualLives:
         if finished is None:
             model = bounded_model(model, self._models)
             finished = self._models.setdefault(model, _Finished())
-        finished.add(output_tokens, self._HISTORY)
+        finished.add(output_tokens, HISTORY)
 
-    def _residuals(self, lengths: FloatArray) -> FloatArray:
-        # Those in a stage are on average in its middle; the last one has no end.
-        starts = np.array(STAGE_TOKENS, dtype=float)
-        middles = starts + np.append(np.diff(starts), starts[-1]) / 2
-        ordered = np.sort(lengths)
-        # A tenth of them may be made up: what is far beyond the others counts as the farthest.
-        ordered = np.minimum(ordered, _FAR * ordered[ordered.size * 9 // 10])
-        sums = np.append(np.cumsum(ordered[::-1])[::-1], 0.0)
-        first = np.searchsorted(ordered, middles, side="right")
-        counts = ordered.size - first
-        left = sums[first] - counts * middles
-        result: FloatArray = (left + self._prior_requests * self._prior_tokens) / (
-            counts + self._prior_requests
-        )
-        return result
+
+def residuals(lengths: FloatArray, prior_tokens: float, prior_requests: float) -> FloatArray:
+    """E[O − g | O > g] by stage, of these lengths, of which there is one, and the prior."""
+    # Those in a stage are on average in its middle; the last one has no end.
+    starts = np.array(STAGE_TOKENS, dtype=np.float64)
+    middles = starts + np.append(np.diff(starts), starts[-1]) / 2
+    ordered = np.sort(lengths)
+    # A tenth of them may be made up: what is far beyond the others counts as the farthest.
+    ordered = np.minimum(ordered, _FAR * ordered[ordered.size * 9 // 10])
+    sums = np.append(np.cumsum(ordered[::-1])[::-1], 0.0)
+    first = np.searchsorted(ordered, middles, side="right")
+    counts = ordered.size - first
+    left = sums[first] - counts * middles
+    result: FloatArray = (left + prior_requests * prior_tokens) / (counts + prior_requests)
+    return result
 
 
 class _Reports:

@@ -130,7 +130,7 @@ def room_of(
     state: InstanceState, member: Member, needed: float, prefill_depth: int, now_s: float
 ) -> tuple[bool, bool]:
     """The same for one instance."""
-    peers = state.peers or NO_PEERS
+    peers = NO_PEERS if state.peers is None else state.peers
     waiting = state.waiting + peers.waiting
     streaming = state.streaming + peers.streaming
     there = waiting + streaming
@@ -313,7 +313,7 @@ def estimate(
     context = state.context
     remaining = shared = 0.0
     if streaming:
-        for count, left in zip(state.stages, residual, strict=True):
+        for count, left in zip(state.stages, residual):  # noqa: B905 - numba has no strict
             if count:
                 remaining += count * left
                 shared += count * (left if left < output else output)

@@ -68,7 +68,7 @@ _GAPS_BEFORE_DRAIN = 10.0
 _IDLE_BOUNDS_S = (0.02, 2.0)
 # How many times the wait that draining the queue takes must cover what a request would finish
 # later than elsewhere. Twice makes the batch end sooner, but its mean request finishes later.
-_DRAIN_FACTOR: dict[Objective, float] = {"latency": 1.0, "makespan": 2.0}
+DRAIN_FACTOR: dict[Objective, float] = {"latency": 1.0, "makespan": 2.0}
 
 # What its choices tell of each candidate; without any constants the cost is a count.
 _ESTIMATES = (
@@ -99,8 +99,8 @@ class FinishTime(PlacesAtOnce):
     has_small_form = True
 
     def __init__(self, options: PolicyOptions) -> None:
-        self._objective: Objective = options.objective
-        self._prefill_depth = options.prefill_depth
+        self.objective: Objective = options.objective
+        self.prefill_depth = options.prefill_depth
         self._first_token_weight = options.first_token_weight
         self._room = arithmetic.room
         self._matched_room = arithmetic.matched_room
@@ -131,7 +131,7 @@ class FinishTime(PlacesAtOnce):
 
     def _rooms(self, view: View, outlook: Outlook) -> tuple[BoolArray, BoolArray]:
         """Who is worth waiting for, and who of them may be sent the request now."""
-        rows, seats, depth = outlook.rows, outlook.max_num_seqs, self._prefill_depth
+        rows, seats, depth = outlook.rows, outlook.max_num_seqs, self.prefill_depth
         cached = _cached(view.demand.prefix)
         needed = needed_tokens(view.request, cached=cached is not None)
         slots, room = self._room(rows, seats, outlook.kv_limit_tokens, needed, depth)
@@ -198,7 +198,7 @@ class FinishTime(PlacesAtOnce):
     def _drains(self, backlog: Backlog[Any]) -> bool:
         if backlog.mean_request_times_s is None:
             return False
-        return self._objective == "makespan" or backlog.idle_s >= idle_before_drain_s(
+        return self.objective == "makespan" or backlog.idle_s >= idle_before_drain_s(
             backlog.mean_gap_s
         )
 
@@ -207,15 +207,13 @@ class FinishTime(PlacesAtOnce):
     ) -> BoolArray:
         """The drain rule: not where the fastest is done sooner after the queue is drained."""
         drain_s = _drain_s(backlog, outlook.rows[SPEED])
-        result: BoolArray = (
-            _DRAIN_FACTOR[self._objective] * (latency_s - latency_s.min()) <= drain_s
-        )
+        result: BoolArray = DRAIN_FACTOR[self.objective] * (latency_s - latency_s.min()) <= drain_s
         return result
 
     # In plain floats
 
     def choose_small(self, view: SmallView, rng: np.random.Generator) -> Choice | None:
-        depth, now_s, backlog = self._prefill_depth, view.now_s, view.backlog
+        depth, now_s, backlog = self.prefill_depth, view.now_s, view.backlog
         prefills, caches = _prefills(view)
         needed = needed_tokens(view.request, cached=caches[0] is not None)
         rooms = [
@@ -281,7 +279,7 @@ class FinishTime(PlacesAtOnce):
     ) -> list[tuple[bool, bool]]:
         """What ``room_of`` returned, and room where much of the prompt is cached."""
         assert view.demand.prefix is not None
-        least, depth = MATCHED_SHARE * view.request.prompt_tokens, self._prefill_depth
+        least, depth = MATCHED_SHARE * view.request.prompt_tokens, self.prefill_depth
         return [
             matched_room_of(state, member, depth, view.now_s)
             if not room[1] and cached >= least
@@ -322,7 +320,7 @@ class FinishTime(PlacesAtOnce):
         if not self._drains(view.backlog):
             return math.inf
         speeds = np.array([state.speed for state in view.states])
-        return soonest_s + _drain_s(view.backlog, speeds) / _DRAIN_FACTOR[self._objective]
+        return soonest_s + _drain_s(view.backlog, speeds) / DRAIN_FACTOR[self.objective]
 
     # In words
 
@@ -395,7 +393,7 @@ def _drain_s(backlog: Backlog[Any], speeds: FloatArray) -> float:
     """How long the queue would take at full speed, s."""
     assert backlog.mean_request_times_s is not None
     times = speeds * backlog.mean_request_times_s()
-    return backlog.queued / float((1 / times).sum())
+    return backlog.queued / float((1 / times).cumsum()[-1])
 
 
 def _cheapest_small(

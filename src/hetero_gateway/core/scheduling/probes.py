@@ -14,10 +14,10 @@ from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.scheduling.members import Members
 from hetero_gateway.core.scheduling.pool import Eligible
 
-_REVISE_EVERY_S = 0.5
+REVISE_EVERY_S = 0.5
 # One request in so many goes to find out, and no more than one in so many seconds, soon twice that:
 # a small share, should the instance be slow indeed. Where few come, one in a longer time.
-_REQUESTS_PER_PROBE, _PROBE_EVERY_S, _PROBE_SELDOM_S = 16, 3.0, 10.0
+REQUESTS_PER_PROBE, PROBE_EVERY_S, PROBE_SELDOM_S = 16, 3.0, 10.0
 
 
 class Probes:
@@ -36,7 +36,7 @@ class Probes:
         self._doubted: list[InstanceState] = []
         self._placed = 0  # since the last probe
         self._probed_s = -math.inf
-        self._every_s = _PROBE_EVERY_S
+        self._every_s = PROBE_EVERY_S
 
     def activate(self, active: bool) -> None:
         """Whether the policy looks at speed factors, from now on."""
@@ -49,7 +49,7 @@ class Probes:
 
     def revise(self, now_s: float) -> None:
         """Doubt speed factors that are high and were not seen for long."""
-        self.next_s = now_s + _REVISE_EVERY_S
+        self.next_s = now_s + REVISE_EVERY_S
         self._doubted = []
         for pool in self._members.pools.values():
             own = [s for s in pool.states if not s.stands_in]
@@ -60,7 +60,7 @@ class Probes:
             for state in learnt:
                 state.let_pass(now_s)
         if not self._doubted:
-            self._every_s = _PROBE_EVERY_S
+            self._every_s = PROBE_EVERY_S
 
     def _revise(self, comparable: list[InstanceState], least: float, now_s: float) -> None:
         best = max(least, min((state.speed for state in comparable), default=1.0))
@@ -72,8 +72,8 @@ class Probes:
         """The one that a request is to try, alone; None: none, or not this request."""
         self._placed += 1
         since_s = now_s - self._probed_s
-        few = self._placed <= _REQUESTS_PER_PROBE
-        if since_s < (_PROBE_SELDOM_S if few else self._every_s):
+        few = self._placed <= REQUESTS_PER_PROBE
+        if since_s < (PROBE_SELDOM_S if few else self._every_s):
             return None
         for state in self._doubted:
             i = eligible.pool.position.get(state.instance_id)
@@ -87,4 +87,4 @@ class Probes:
     def sent(self, now_s: float) -> None:
         """A request has gone where ``due`` said."""
         self._placed, self._probed_s = 0, now_s
-        self._every_s = min(2 * self._every_s, 2 * _PROBE_EVERY_S)
+        self._every_s = min(2 * self._every_s, 2 * PROBE_EVERY_S)

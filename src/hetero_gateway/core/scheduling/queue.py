@@ -29,9 +29,9 @@ from hetero_gateway.core.types import InstanceId, Reject, Request
 LineName = tuple[tuple[int, ...] | None, bool, str] | None
 
 # What is typical of a model's requests changes over minutes, not from one to the next.
-_MEAN_OVER_REQUESTS = 1000
+MEAN_OVER_REQUESTS = 1000
 # A burst must be known for one while it lasts.
-_MEAN_OVER_GAPS = 16
+MEAN_OVER_GAPS = 16
 # A line is tidied when it has so many more that left from its middle than twice those that stand.
 _MOST_DROPPED = 64
 
@@ -335,10 +335,10 @@ class ModelQueue:
     def _note_arrival(self, ticket: Ticket) -> None:
         if self.arrivals:
             gap_s = ticket.enqueued_s - self.last_arrival_s
-            self.mean_gap_s += (gap_s - self.mean_gap_s) / _MEAN_OVER_GAPS
+            self.mean_gap_s += (gap_s - self.mean_gap_s) / MEAN_OVER_GAPS
         self.last_arrival_s = ticket.enqueued_s
         self.arrivals += 1
-        request, share = ticket.request, 1 / min(self.arrivals, _MEAN_OVER_REQUESTS)
+        request, share = ticket.request, 1 / min(self.arrivals, MEAN_OVER_REQUESTS)
         self.mean_prompt_tokens += share * (request.prompt_tokens - self.mean_prompt_tokens)
         self.mean_output_tokens += share * (
             request.predicted_output_tokens - self.mean_output_tokens

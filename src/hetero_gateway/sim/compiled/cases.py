@@ -23,12 +23,13 @@ from hetero_gateway.core.lengths.predictors import (
 from hetero_gateway.core.policies.affinity import PrefixAffinity, Session
 from hetero_gateway.core.policies.base import Policy
 from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
+from hetero_gateway.core.policies.finish_time import DRAIN_FACTOR, FinishTime
 from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, WeightedRoundRobin
 from hetero_gateway.core.policies.workload import LeastWork, MemoryBased, MinMax, Paper
 from hetero_gateway.core.scheduling import pool as core_pool
 from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
 from hetero_gateway.core.types import MOST_TOKENS
-from hetero_gateway.sim.compiled import loads, placing
+from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
 from hetero_gateway.sim.compiled.lengths import CLASSES, BucketMeans, length_classes
 from hetero_gateway.sim.compiled.tables import Engines, Pool, Requests, Slowdowns
 from hetero_gateway.sim.fleet import Fleet
@@ -48,6 +49,12 @@ _PLAIN_RULES: dict[type[Any], int] = {
     LeastWork: placing.LEAST_WORK,
 }
 
+# All that ``FinishTime`` consists of. Whatever else it may get is a rule that is not known here.
+_FINISH_TIME = {
+    "objective", "prefill_depth", "_first_token_weight",
+    "_room", "_matched_room", "_estimates", "_cheapest",
+}  # fmt: skip
+
 # Runs a workload to its end, given how to compile a loop.
 Run = Callable[[Callable[[Any], Any]], None]
 
@@ -60,12 +67,14 @@ def covered(
     workload: Workload,
     faults: Sequence[Fault],
     predictions: NDArray[np.float64] | None,
+    interval_s: float,
     records: Any,
 ) -> Run | None:
     """What runs this simulation over arrays, into ``records``; None: the objects have to.
 
     Args:
         scheduler: has its instances, and has placed nothing yet.
+        interval_s: between two looks at the engines' steps.
     """
     if type(scheduler) is not Scheduler or workload.prefixes is not None:
         return None
@@ -82,11 +91,20 @@ def covered(
     requests = _requests(workload, predictions, records)
     if not _bounded(fresh, requests, means):
         return None
+    slowdowns = slowdowns_of(faults)
+    if isinstance(fresh.policy, FinishTime):
+        world = _world(fresh, fresh.policy, requests, means, interval_s)
+        if world is None:
+            return None
+
+        def run_late(compiled: Callable[[Any], Any]) -> None:
+            compiled(late_binding.run_all)(engines_of(fleet), world, slowdowns, fresh.rng)
+
+        return run_late
     rule = _rule(fresh.policy, fresh.pool)
     if rule is None:
         return None
     pool = pool_of(fresh)
-    slowdowns = slowdowns_of(faults)
 
     def run(compiled: Callable[[Any], Any]) -> None:
         loop = compiled(placing.place_all)
@@ -108,6 +126,36 @@ def _rule(policy: Policy, pool: core_pool.Pool) -> placing.Rule | None:
         if policy.instance_id is not None:
             single = pool.position.get(policy.instance_id, -1)
     return None if kind is None else placing.Rule(kind, weights, single)
+
+
+def _world(
+    fresh: Fresh, policy: FinishTime, requests: Requests, means: BucketMeans, interval_s: float
+) -> late_binding.World | None:
+    """None: there are too many instances for plain floats, or not all can hold all requests."""
+    pool = fresh.pool
+    longest = float(max(means.prior_tokens, requests.output_tokens.max()))
+    if requests.predictions.size:
+        longest = max(longest, float(requests.predictions.max()))
+    tokens = float(requests.prompt_tokens.max()) + longest
+    if (
+        type(policy) is not FinishTime
+        or not vars(policy).keys() <= _FINISH_TIME
+        or len(pool.ids) > fresh.small_pool
+        or tokens > pool.table.smallest_capacity_tokens
+    ):
+        return None
+    members = np.array(pool.members, np.float64)
+    # As many as may be sent there, and one that finds out whether it is still slow.
+    most_streams = int(max(member.seats for member in pool.members)) + 2
+    there = progress.new_progress(members, most_streams, len(requests.arrival_s))
+    rules = late_binding.Rules(
+        policy.prefill_depth,
+        policy.objective == "makespan",
+        DRAIN_FACTOR[policy.objective],
+        interval_s,
+    )
+    reference_tokens = float(fresh.reference[1])
+    return late_binding.new_world(requests, pool_of(fresh), there, rules, means, reference_tokens)
 
 
 def _means(predictor: OutputLengthPredictor) -> BucketMeans | None:

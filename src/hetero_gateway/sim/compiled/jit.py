@@ -15,13 +15,30 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hetero_gateway.core.costs import cost_model
+from hetero_gateway.core.lengths import estimates as length_estimates
+from hetero_gateway.core.policies import estimates, finish_time
 from hetero_gateway.sim import block_cache, kernel
-from hetero_gateway.sim.compiled import lengths, loads, placing, tables
+from hetero_gateway.sim.compiled import (
+    late_binding,
+    lengths,
+    loads,
+    placing,
+    progress,
+    speeds,
+    tables,
+)
 from hetero_gateway.sim.fleet import ENTRIES, compile_kernel
 
-_MODULES = (block_cache, kernel, tables, loads, lengths, placing)
+_MODULES = (block_cache, kernel, tables, loads, lengths, placing, speeds, progress, late_binding)
 # Of the core, what the loops share with it.
-_SHARED: tuple[Any, ...] = (cost_model.attended_pairs, cost_model.workload)
+_SHARED: tuple[Any, ...] = (
+    cost_model.attended_pairs,
+    cost_model.workload,
+    length_estimates.residuals,
+    estimates.room_of,
+    estimates.estimate,
+    finish_time.idle_before_drain_s,
+)
 
 
 @functools.cache
