@@ -75,6 +75,9 @@ MATCHED_WAIT = 3
 # to slow machines, as on a fast one they hold up a hundred streams for a moment: right for the
 # mean, and the tail of the first tokens is three times as long.
 LATE_S = 0.5
+# Where something is cached every second counts by ``first_token_weight``, and so late is later:
+# with 0.5 s agents' answers took 5 % longer at 90 % load.
+LATE_CACHED_S = 1.0
 LATE_FACTOR = 2.0
 LATE_WEIGHT = 30.0
 # The predicted usage may be far above 1; how far is noise, that it is above is what counts.
@@ -265,21 +268,22 @@ def estimates(
     price_s = request_time_s / typical_request_time_s
     price_s *= usage * usage * latency_s[latency_s.argmin()]
     cost_s = latency_s + delay_s + price_s
+    late_s = LATE_S if cached is None else LATE_CACHED_S
+    late_s = max(late_s, LATE_FACTOR * ttft_s[ttft_s.argmin()])
+    late_price_s = LATE_WEIGHT * np.maximum(ttft_s - late_s, 0.0)
     if cached is not None:
-        late_price_s = first_token_weight * ttft_s
-    else:
-        late_s = max(LATE_S, LATE_FACTOR * ttft_s[ttft_s.argmin()])
-        late_price_s = LATE_WEIGHT * np.maximum(ttft_s - late_s, 0.0)
+        late_price_s += first_token_weight * ttft_s
     cost_s += late_price_s
     return latency_s, delay_s, price_s, late_price_s, cost_s, ttft_s
 
 
 def late_prices_s(ttfts_s: list[float], first_token_weight: float, *, cached: bool) -> list[float]:
     """What the wait for the first token costs beside latency, for each of a few candidates, s."""
+    late_s = max(LATE_CACHED_S if cached else LATE_S, LATE_FACTOR * min(ttfts_s))
+    prices = [LATE_WEIGHT * (t - late_s) if t > late_s else 0.0 for t in ttfts_s]
     if cached:
-        return [first_token_weight * ttft_s for ttft_s in ttfts_s]
-    late_s = max(LATE_S, LATE_FACTOR * min(ttfts_s))
-    return [LATE_WEIGHT * (t - late_s) if t > late_s else 0.0 for t in ttfts_s]
+        return [p + first_token_weight * t for p, t in zip(prices, ttfts_s, strict=True)]
+    return prices
 
 
 def estimate(
