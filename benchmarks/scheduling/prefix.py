@@ -58,7 +58,7 @@ def load_instances(name: str) -> tuple[SimulatedInstance, ...]:
     return tuple(dataclasses.replace(first, instance_id=InstanceId(f"e{i}")) for i in range(4))
 
 
-def read_workload(path: Path, most_tokens: int, limit: int | None, seed: int = 0) -> Workload:
+def read_rows(path: Path, most_tokens: int, limit: int | None, seed: int = 0) -> list[Any]:
     """A trace's requests, as far as they fit the largest instance.
 
     ``seed``: 0 leaves the trace as it is; with others the sessions begin at each other's times.
@@ -70,6 +70,15 @@ def read_workload(path: Path, most_tokens: int, limit: int | None, seed: int = 0
     ]
     if seed:
         rows = with_sessions_moved(rows, np.random.default_rng((seed, 3)))
+    return rows
+
+
+def read_workload(path: Path, most_tokens: int, limit: int | None, seed: int = 0) -> Workload:
+    """The same, to be simulated."""
+    return workload_of(read_rows(path, most_tokens, limit, seed))
+
+
+def workload_of(rows: list[Any]) -> Workload:
     prompt = np.array([row.input_tokens for row in rows], np.int64)
     output = np.array([row.output_tokens for row in rows], np.int64)
     texts = [KnownText(tuple(Run(*run) for run in row.text.runs)) for row in rows if row.text]

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.policies.base import Jit
+from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.exchange import OTHERS, Exchange
@@ -47,11 +48,12 @@ class _Several:
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         self.schedulers = tuple(schedulers)
         self._turn = 0
+        self._placed_by: dict[Dispatch, Scheduler] = {}
 
     @property
-    def caches(self) -> None:
-        """What instances have cached is not known across several."""
-        return None
+    def caches(self) -> PrefixCaches | None:
+        """What the first one knows of the instances' prefix caches, as all do or none."""
+        return self.schedulers[0].caches
 
     @property
     def queued(self) -> int:
@@ -66,9 +68,13 @@ class _Several:
         self._turn += 1
         count = len(self.schedulers)
         order = [self.schedulers[(self._turn + i) % count] for i in range(count)]
-        return [
-            ticket for scheduler in order if scheduler.queued for ticket in scheduler.pump(now_s)
-        ]
+        tickets = []
+        for scheduler in order:
+            if scheduler.queued:
+                placed = scheduler.pump(now_s)
+                self._placed_by.update((t.dispatch, scheduler) for t in placed if t.dispatch)
+                tickets += placed
+        return tickets
 
     def next_wakeup_s(self) -> float | None:
         times = [s.next_wakeup_s() for s in self.schedulers if s.queued]
@@ -80,7 +86,7 @@ class _Several:
     def settle(
         self, dispatch: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
     ) -> bool:
-        return dispatch.state.settle(dispatch, outcome, now_s, usage)
+        return self._placed_by.pop(dispatch).settle(dispatch, outcome, now_s, usage)
 
     def observe_cache(
         self,
@@ -118,6 +124,7 @@ class Replicas(_Several):
         interval_s: between two exchanges; None: nothing is ever exchanged.
         assumed: what a replica takes for the others' load that it has not heard of.
         news_s: shortest time between news of a replica; None: there are none.
+        share_prefixes: what one sends, and so caches, all know at once; else each its own only.
     """
 
     def __init__(
@@ -127,8 +134,10 @@ class Replicas(_Several):
         interval_s: float | None,
         assumed: Assumed = "nothing",
         news_s: float | None = None,
+        share_prefixes: bool = False,
     ) -> None:
         super().__init__(schedulers)
+        self._share_prefixes = share_prefixes
         self._replica_of = replica_of
         self._interval_s = interval_s
         self._assumed = assumed
@@ -168,7 +177,19 @@ class Replicas(_Several):
 
     def pump(self, now_s: float) -> list[Ticket]:
         self._exchange(now_s)
-        return super().pump(now_s)
+        tickets = super().pump(now_s)
+        if self._share_prefixes:
+            for ticket in tickets:
+                if ticket.dispatch is not None:
+                    self._share(ticket.dispatch)
+        return tickets
+
+    def _share(self, dispatch: Dispatch) -> None:
+        """The others hear of what was sent."""
+        keys = dispatch.request.prefix
+        for scheduler in self.schedulers:
+            if keys and scheduler.caches and scheduler is not self._placed_by[dispatch]:
+                scheduler.caches.index.insert(dispatch.instance_id, keys)
 
     def next_wakeup_s(self) -> float | None:
         told = super().next_wakeup_s()
