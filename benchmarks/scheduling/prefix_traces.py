@@ -17,6 +17,7 @@ its end are the same. Answers have blocks, too, so that the next turn finds them
     retrieval  one question behind a few documents of a popular few (Zipf), the best match first,
                and at times a question on the same documents
     mixed      half the sessions are chats, the others agents and retrieval
+    plain      one question each, and no two that begin alike
 
 Sessions begin as a Poisson process. Lengths are log-normal, as those of public chat traces are
 (``files/trace.py``); how long, how many and how popular are round numbers of our own. Printed: what
@@ -38,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 BLOCK_TOKENS = 64
-KINDS = ("chat", "agents", "retrieval", "mixed")
+KINDS = ("chat", "agents", "retrieval", "mixed", "plain")
 CONTEXT_TOKENS = 32_768
 # An answer's tokens come so fast, and are read so fast.
 TOKEN_S, READ_TOKENS_PER_S = 0.02, 10.0
@@ -135,11 +136,16 @@ def mixed(texts: Texts) -> Iterator[Turn]:
     return turns
 
 
+def plain(texts: Texts) -> Iterator[Turn]:
+    yield Turn((texts.new(400, 1.1, most=8192),), texts.new(190, 0.9, most=2048), 0.0)
+
+
 MAKERS: dict[str, Callable[[Texts], Iterator[Turn]]] = {
     "chat": chat,
     "agents": agents,
     "retrieval": retrieval,
     "mixed": mixed,
+    "plain": plain,
 }
 
 
