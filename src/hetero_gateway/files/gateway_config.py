@@ -336,7 +336,7 @@ class SchedulerConfig(StrictModel):
         description="Keep in mind which beginnings of prompts each instance has cached, by hashes.",
     )
     first_token_weight: float = Field(
-        3.0,
+        1.0,
         ge=0,
         le=100,
         description="finish-time: what a second until the first token counts beside a second of "

@@ -49,7 +49,7 @@ class PolicyOptions:
     single_instance: InstanceId | None = None
     objective: Objective = "latency"
     prefill_depth: int = 8
-    first_token_weight: float = 3.0
+    first_token_weight: float = 1.0
 
 
 # In arrays, or plain: for a few candidates numpy costs more than it saves.
