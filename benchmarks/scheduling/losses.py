@@ -1,11 +1,13 @@
 """Where ``finish-time`` loses, and whether it still does: tails, few slots, full caches, batches.
 
     python benchmarks/scheduling/losses.py -o cells.jsonl [--requests NAME=TRACE.csv ...]
-        [--set development|held-out] [--clusters a,b] [--loads 0.9,once] [--seeds 5] [--goals]
+        [--set development|held-out] [--clusters a,b] [--loads 0.9,once] [--seeds 5] [--table]
+        [--policies finish-time,min-max,capacity-weighted,finish-time+shortest]
 
 Every cell is one run: cluster x mix x load x policy x seed. Cells that are in the file already are
-not run again, so a changed policy is judged by a new file that begins with the others' lines
-(``--keep finish-time`` drops that policy's). The table of goals is of all cells in the file.
+not run again, but for those of the policy that ``--again`` names. The table of goals is of all
+cells in the file. Queue disciplines are judged by ``finish-time+shortest`` at ``once``, and by
+``finish-time+classes`` beside ``finish-time`` at ``1.15``; needs the extra ``fast``.
 
 Loads: ``0.7`` and ``0.9`` of the sum of the instances' own throughputs; ``once``: everything at
 once, twice as many as there are slots; ``few``: half as many as slots; ``closed``: so many clients
