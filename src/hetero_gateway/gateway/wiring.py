@@ -13,6 +13,7 @@ from typing import Any
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
 from hetero_gateway.core.lengths.predictors import LengthFeatures
+from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.client_keys import changes, read_clients
 from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig, secret
@@ -107,6 +108,7 @@ class Gateway:
         self.tls = server_tls(config.server, base_dir)
         self._prefix_secret = prefix_secret(config)
         self.fleet = Fleet(config, base_dir)
+        self._share_out()
         scheduler = self.fleet.scheduler
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
         self.metrics.clients = lambda: client_families(
@@ -230,10 +232,16 @@ class Gateway:
 
         def apply() -> None:
             self.admission.set_keys(keys)
+            self._share_out()
             if self.hub is not None:
                 self.hub.tell_keys()
 
         return Prepared(apply, names) if names else None
+
+    def _share_out(self) -> None:
+        """Have the queue heed what clients' shares are."""
+        if isinstance(self.fleet.discipline, Clients):
+            self.fleet.discipline.shares = {c.party: c.share for c in self.admission}
 
     def _keys_files(self, config: GatewayConfig) -> list[Path]:
         file = config.clients.keys_file

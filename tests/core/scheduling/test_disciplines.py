@@ -13,6 +13,7 @@ from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.disciplines import (
     Classes,
     ClassRule,
+    Clients,
     QueueDiscipline,
     Shortest,
     make_discipline,
@@ -96,7 +97,7 @@ def test_who_leaves_from_the_middle_is_never_next() -> None:
     assert order(s, 1.0) == tickets[200:]
 
 
-@pytest.mark.parametrize("name", ["fifo", "shortest", "classes"])
+@pytest.mark.parametrize("name", ["fifo", "shortest", "classes", "clients"])
 def test_a_retry_goes_ahead_of_all(name: str) -> None:
     s = full(make_discipline(name))  # type: ignore[arg-type]
     submitted(s, 0.0, prompt_tokens=10)
@@ -168,3 +169,40 @@ def test_models_that_share_an_instance_share_it_by_class() -> None:
     went = order(s, 1.0)
     assert went.index(asked) <= 1
     assert set(went) == {asked, *batch}
+
+
+def test_one_clients_backlog_does_not_stand_in_front_of_anothers_request() -> None:
+    for name, place in (("fifo", 500), ("clients", 0)):
+        s = full(make_discipline(name))  # type: ignore[arg-type]
+        for _ in range(500):
+            submitted(s, 0.0, client="flood")
+        ticket = submitted(s, 1.0, client="quiet")
+        assert order(s, 2.0).index(ticket) <= place + 1, name
+
+
+def test_clients_that_all_want_more_get_their_shares_within_their_class() -> None:
+    discipline = Clients({"interactive": ClassRule(3.0), "batch": ClassRule(1.0)})
+    discipline.shares = {"two": 2.0}
+    s = full(discipline)
+    for _ in range(60):
+        submitted(s, 0.0, client="one")
+        submitted(s, 0.0, client="two")
+        submitted(s, 0.0, client="two", request_class="batch")
+    went = [(t.request.client, t.request.request_class) for t in order(s, 1.0)][:66]
+    counts = {each: went.count(each) for each in set(went)}
+    # 3 to 3 * 2 to 1 * 2
+    assert counts["one", "interactive"] == pytest.approx(18, abs=1)
+    assert counts["two", "interactive"] == pytest.approx(36, abs=1)
+    assert counts["two", "batch"] == pytest.approx(12, abs=1)
+
+
+def test_who_was_away_has_not_saved_up() -> None:
+    s = full(make_discipline("clients"))
+    for _ in range(20):
+        submitted(s, 0.0, client="stays")
+    order(s, 1.0)
+    for client in ("back", "stays"):
+        for _ in range(10):
+            submitted(s, 2.0, client=client)
+    went = [ticket.request.client for ticket in order(s, 3.0)][:10]
+    assert went.count("back") <= 6

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import yaml
 
+from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.files.gateway_config import GatewayConfig
 from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
@@ -345,3 +346,20 @@ async def test_what_clients_used_is_shown_by_name_and_never_by_key(tmp_path: Pat
         assert 'client="b"' not in text
         for secret in (key_of("a"), str(entry("a")["hash"])[7:]):
             assert secret not in document + text + "".join(rows)
+
+
+async def test_shares_reach_the_queue_and_a_group_with_one_counts_as_one(tmp_path: Path) -> None:
+    async with fake_instances(1) as fakes:
+        config = config_with(
+            fakes,
+            tmp_path,
+            entry("a", group="team"),
+            entry("b", group="team", share=5),
+            entry("c"),
+            groups={"team": {"share": 2}},
+            scheduler={"queue": {"discipline": "clients"}},
+        )
+        async with running_gateway(config) as running:
+            discipline = running.gateway.fleet.discipline
+    assert isinstance(discipline, Clients)
+    assert discipline.shares == {"group team": 2.0, "key b": 5.0, "key c": 1.0}

@@ -3,6 +3,7 @@
     fifo       who came first
     shortest   who takes least of a machine's time, by prediction, and has waited
     classes    shares of the machines' time for named classes; within one, who came first
+    clients    the same, and within a class shares for clients, so that none's backlog is another's
 
 A discipline is one for all the queues of a scheduler, so that models that share instances share
 them by it, too. It orders; it refuses nobody and keeps no instance idle.
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from hetero_gateway.core.scheduling.pool import Pool
     from hetero_gateway.core.scheduling.queue import Ticket
 
-DisciplineName = Literal["fifo", "shortest", "classes"]
+DisciplineName = Literal["fifo", "shortest", "classes", "clients"]
 
 # When it is one's turn: the lower, the sooner; whole numbers of arrival decide among equals.
 Turn = tuple[float, float, int]
@@ -44,6 +45,8 @@ _RETRY = -math.inf
 _MEAN_OVER_REQUESTS = 1000
 # Few requests are longer than so many mean ones; they need not be told apart.
 _LONG = 4.0
+# Clients that come and go leave nothing behind.
+_MOST_COUNTERS = 10_000
 
 
 class QueueDiscipline(Protocol):
@@ -184,6 +187,47 @@ class Classes(Fifo):
         self._next_s[name] = start_s + work_s / self._rules[name].share
 
 
+class Clients(Classes):
+    """Shares for clients, within their classes: a virtual counter of work for each.
+
+    A client's weight is its share times its class's. As a virtual token counter (Sheng et al.,
+    2024), it counts what was served and is lifted to the clock of all when a client comes back, so
+    that nobody saves up; it counts predicted work, and time on a machine instead of tokens.
+    """
+
+    __slots__ = ("_counters_s", "shares")
+
+    def __init__(self, classes: Mapping[str, ClassRule] = DEFAULT_CLASSES) -> None:
+        super().__init__(classes)
+        # Of clients, by ``Request.client``; who has none has 1. Above 0.
+        self.shares: Mapping[str, float] = {}
+        self._counters_s: dict[str, float] = {}
+
+    def line(self, request: Request) -> str:
+        return f"{super().line(request)}\n{request.client}"
+
+    def turn(self, ticket: Ticket, now_s: float) -> Turn:
+        level, _, sequence = ticket.rank
+        if level < 0:
+            return ticket.rank
+        if now_s - ticket.enqueued_s >= self._rules[super().line(ticket.request)].max_wait_s:
+            return (-1.0, ticket.enqueued_s, sequence)
+        counter_s = self._counters_s.get(self.line(ticket.request), 0.0)
+        return (0.0, max(self._clock_s, counter_s), sequence)
+
+    def went(self, ticket: Ticket, now_s: float) -> None:
+        request, name = ticket.request, self.line(ticket.request)
+        counters = self._counters_s
+        start_s = max(self._clock_s, counters.get(name, 0.0))
+        if self.turn(ticket, now_s)[0] == 0:
+            self._clock_s = start_s
+        weight = self._rules[super().line(request)].share * self.shares.get(request.client, 1.0)
+        counters[name] = start_s + work_of(request, ticket.eligible.pool) / weight
+        if len(counters) > _MOST_COUNTERS:
+            # What is behind the clock says nothing.
+            self._counters_s = {n: c for n, c in counters.items() if c > self._clock_s}
+
+
 def work_of(request: Request, pool: Pool) -> float:
     """How much of a machine's time a request takes, of all its sequences, s: T on the pool's
     fastest, as if that had memory for it."""
@@ -200,4 +244,6 @@ def make_discipline(
         return Shortest(patience_s)
     if name == "classes":
         return Classes(classes or DEFAULT_CLASSES)
+    if name == "clients":
+        return Clients(classes or DEFAULT_CLASSES)
     return Fifo()

@@ -159,6 +159,7 @@ class Fleet:
         self.ejections = Ejections(
             EjectionRules(**config.health.ejection.model_dump()), self._pools_of
         )
+        self.discipline = _discipline_of(scheduling.queue)
         self.scheduler = Scheduler(
             policy,
             rng,
@@ -166,7 +167,7 @@ class Fleet:
             (scheduling.reference_prompt_tokens, scheduling.reference_output_tokens),
             scheduling.queue.max_requests,
             observes=True,
-            discipline=_discipline_of(scheduling.queue),
+            discipline=self.discipline,
             prefix_cache=scheduling.prefix_cache,
         )
         self.instances: dict[InstanceId, Instance] = {}
