@@ -228,7 +228,8 @@ async def test_cached_prompts_do_not_make_an_engine_look_faster(
             f"{run['rows']:.0f} rows known), speed factor {run['factor']:.2f}"
         )
     assert plain["hit_share"] < 0.05
-    assert 0.75 < cached["hit_share"] < 0.95
+    # Of a short prompt, whole blocks of 128 are less.
+    assert (0.75 if LONG else 0.3) < cached["hit_share"] < 0.95
     assert min(plain["known"], cached["known"]) > 0.7
     # Were cached tokens counted as prefilled, it would be a half.
     assert cached["factor"] / plain["factor"] == pytest.approx(1, abs=0.3)
