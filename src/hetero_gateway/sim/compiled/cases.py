@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.costs.cost_model import MOST_EXACT, FloatArray
 from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
     ConstantPredictor,
@@ -48,6 +48,8 @@ _PLAIN_RULES: dict[type[Any], int] = {
     MemoryBased: placing.MEMORY,
     LeastWork: placing.LEAST_WORK,
 }
+
+_EXPONENTIAL_RULES = {placing.MIN_MAX, placing.PAPER, placing.MEMORY}
 
 # All that ``FinishTime`` consists of. Whatever else it may get is a rule that is not known here.
 _FINISH_TIME = {
@@ -115,6 +117,8 @@ def covered(
 
 def _rule(policy: Policy, pool: core_pool.Pool) -> placing.Rule | None:
     kind, weights, single = _PLAIN_RULES.get(type(policy)), np.ones(len(pool.ids)), -1
+    if kind in _EXPONENTIAL_RULES and len(pool.ids) > MOST_EXACT:
+        return None
     if isinstance(policy, RoundRobin) and type(policy) in (RoundRobin, WeightedRoundRobin):
         if policy.owed.size:  # it has been used
             return None
