@@ -250,7 +250,9 @@ async def test_first_bytes_and_usage_are_reported(tmp_path, changes):
         answer = await client.post(CHAT, json=chat(stream=False))
         told = answer.json()["usage"]
         await eventually(picker.settled)
-        series = picker.gateway.metrics.series("m", "i0")
+        metrics = picker.gateway.metrics
+        metrics.catch_up()
+        series = metrics.series("m", "i0")
         assert series.output_tokens == told["completion_tokens"]
         assert series.input_tokens == told["prompt_tokens"]
         body = chat(fake={"events": 8, "first_delay_s": 0.3, "delay_s": 0.05})
@@ -263,6 +265,7 @@ async def test_first_bytes_and_usage_are_reported(tmp_path, changes):
             async for _ in lines:
                 pass
         await eventually(picker.settled)
+        metrics.catch_up()
         assert series.outcomes == {"completed": 2}
         assert sum(series.ttft.counts) == 1
         # The usage that the stream told, as a client of serve would see it counted.
@@ -271,6 +274,7 @@ async def test_first_bytes_and_usage_are_reported(tmp_path, changes):
         async with client.stream("POST", CHAT, json=body) as answer:
             await anext(answer.aiter_lines())
         await eventually(picker.settled)
+        metrics.catch_up()
         assert series.outcomes == {"completed": 2, "client_disconnected": 1}
 
 

@@ -11,12 +11,12 @@ from hetero_gateway.reports.columns import figure, percent, print_table
 
 # finish-time's; without any profile its cost has no unit.
 _ESTIMATES = (
-    ("ttft_s", " s"),
-    ("latency_s", " s"),
-    ("delay_s", " s"),
-    ("memory_price_s", " s"),
-    ("late_price_s", " s"),
-    ("cost_s", ""),
+    ("TTFT", "ttft_s", " s"),
+    ("LATENCY", "latency_s", " s"),
+    ("DELAY", "delay_s", " s"),
+    ("MEMORY", "memory_price_s", " s"),
+    ("LATE", "late_price_s", " s"),
+    ("COST", "cost_s", ""),
 )
 
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         estimated = any("cost_s" in c for c in document["candidates"])
         heads = ("INSTANCE", "T", "KV", "W", "LOAD", "LOAD AFTER", "IN FLIGHT")
         print_table(
-            (*heads, *(("TTFT", "LATENCY", "DELAY", "MEMORY", "COST") if estimated else ()), ""),
+            (*heads, *(head for head, _, _ in _ESTIMATES if estimated), ""),
             [_row(c, document["chosen"], best, estimated) for c in document["candidates"]],
         )
     return 0
@@ -83,7 +83,7 @@ def _row(
     note = best if candidate["instance"] == chosen else candidate["excluded"] or ""
     if estimated and candidate["room"] is False:
         note += ", no room" if note else "no room"
-    estimates = [figure(candidate.get(n), unit) for n, unit in _ESTIMATES] if estimated else []
+    estimates = [figure(candidate.get(n), unit) for _, n, unit in _ESTIMATES] if estimated else []
     return (
         candidate["instance"],
         figure(candidate["request_time_s"], " s"),
