@@ -103,7 +103,15 @@ class GatewayProcess(Process):
     def alarms(self) -> list[str]:
         """Lines of the log that must not be there."""
         lines = self.log.read_text("utf-8", "replace").splitlines()
-        return [line[:300] for line in lines if _ALARMING.search(line)]
+        found = []
+        for number, line in enumerate(lines):
+            if _ALARMING.search(line):
+                # With a traceback's last lines: where it was, and what.
+                end = number + 1
+                while end < len(lines) and lines[end].startswith(" "):
+                    end += 1
+                found.append(" | ".join([line[:300], *lines[max(number + 1, end - 4) : end + 1]]))
+        return found
 
     def terminate(self) -> None:
         self.process.terminate()

@@ -21,7 +21,7 @@ async def test_cached_share_ttft_and_latency_are_as_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = tmp_path / "chat.jsonl.gz"
-    assert make_trace(["chat", "-o", str(trace), "--requests", "90", "--sessions-per-s", "1"]) == 0
+    assert make_trace(["chat", "-o", str(trace), "--requests", "200", "--sessions-per-s", "1"]) == 0
     instances = load_instances("A")
     load = benchmark.make_load(trace, instances, 0.9, None)
     args = argparse.Namespace(routers=benchmark.ROUTERS[:3], time_scale=1.0, load=0.9)
@@ -35,9 +35,9 @@ async def test_cached_share_ttft_and_latency_are_as_simulated(
         measured, simulated = row["measured"], row["simulated"]
         assert measured["errors"] == {}
         assert measured["quiet"]
-        assert measured["cached_share"] == pytest.approx(simulated["cached_share"], abs=0.02)
-        assert measured["latency_mean_s"] == pytest.approx(simulated["latency_mean_s"], rel=0.02)
-        assert measured["ttft_mean_s"] == pytest.approx(simulated["ttft_mean_s"], rel=0.05)
+        assert measured["cached_share"] == pytest.approx(simulated["cached_share"], abs=0.03)
+        assert measured["latency_mean_s"] == pytest.approx(simulated["latency_mean_s"], rel=0.03)
+        assert measured["ttft_mean_s"] == pytest.approx(simulated["ttft_mean_s"], rel=0.06)
     aware, blind = (routers[name]["measured"] for name in ("finish-time", benchmark.BLIND))
     assert aware["ttft_mean_s"] < blind["ttft_mean_s"]
     assert aware["cached_share"] > blind["cached_share"]

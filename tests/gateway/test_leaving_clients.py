@@ -204,4 +204,5 @@ def test_who_leaves_is_not_in_the_log(
             leave(client)
     urlopen(f"{gateway.url}/livez", timeout=60).read()
     time.sleep(0.1)
-    assert gateway.lines[before:] == []
+    # That somebody without a right asked for a change belongs there.
+    assert [line for line in gateway.lines[before:] if "hetero_gateway.audit" not in line] == []

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.instances import table
 from hetero_gateway.core.policies import estimates
 from hetero_gateway.sim import kernel
 from hetero_gateway.sim.fleet import Fleet, can_compile, jit
@@ -204,7 +205,7 @@ def test_instances_do_not_disturb_each_other():
 def test_finish_time_compiled_estimates_the_same(size):
     rng = np.random.default_rng(size)
     for cached in (None, np.full(size, 100.0)) * 10:
-        rows = rng.random((14, size)) * 100
+        rows = rng.random((table.ROWS, size)) * 100
         kv, max_num_seqs = 1 + rng.random(size) * 1e5, rng.integers(1, 256, size) * 1.0
         further = rng.random((2, size)) * 1e4
         times = 0.1 + rng.random((2, size))
@@ -215,7 +216,12 @@ def test_finish_time_compiled_estimates_the_same(size):
         compiled = jit(estimates.estimates)(*args, *request)
         for one, other in zip(plain, compiled, strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-12)
-        room = estimates.room(rows, max_num_seqs, 8)
-        assert all(map(np.array_equal, jit(estimates.room)(rows, max_num_seqs, 8), room))
-        chosen = estimates.cheapest(plain[3], *room)
-        assert jit(estimates.cheapest)(plain[3], *room) == chosen
+        asked = (rows, max_num_seqs, kv, 600.0, 8)
+        room = estimates.room(*asked)
+        assert all(map(np.array_equal, jit(estimates.room)(*asked), room))
+        matched = rng.random(size) < 0.5
+        asked = (rows, max_num_seqs, 8, *room, matched)
+        room = estimates.matched_room(*asked)
+        assert all(map(np.array_equal, jit(estimates.matched_room)(*asked), room))
+        chosen = estimates.cheapest(plain[4], *room)
+        assert jit(estimates.cheapest)(plain[4], *room) == chosen

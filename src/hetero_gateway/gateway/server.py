@@ -19,7 +19,7 @@ import uvicorn
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.control.access import ADMIN_LISTENER
+from hetero_gateway.gateway.control.access import ADDRESS, ADMIN_LISTENER, UNIX
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.clients import (
@@ -208,7 +208,8 @@ class ProtocolServer(DrainingServer):
         if admin is None:
             return
         loop = asyncio.get_running_loop()
-        state = {**self.lifespan.state, ADMIN_LISTENER: True}
+        kind = UNIX if admin.family == socket.AF_UNIX else ADDRESS
+        state = {**self.lifespan.state, ADMIN_LISTENER: kind}
 
         def connection() -> asyncio.Protocol:
             make: Any = self.config.http_protocol_class
@@ -247,10 +248,18 @@ def _bound(where: str) -> socket.socket:
     try:
         if not where.startswith("unix:"):
             parts = urlsplit("//" + where)
-            family, *_, address = socket.getaddrinfo(
+            family, kind, protocol, _, address = socket.getaddrinfo(
                 parts.hostname, parts.port, type=socket.SOCK_STREAM
             )[0]
-            return socket.create_server(address[:2], family=family)
+            # With its protocol named, as asyncio turns Nagle's algorithm off for those alone.
+            listener = socket.socket(family, kind, protocol)
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+            except OSError:
+                listener.close()
+                raise
+            return listener
         path = Path(where.removeprefix("unix:"))
         _unlink_stale(path)
         listener = socket.socket(socket.AF_UNIX)

@@ -63,6 +63,7 @@ async def test_an_installed_predictor_reads_the_prompt_and_is_told_the_true_leng
         answer = await client.post(CHAT, json=chat())
         decisions = (await client.get("/admin/decisions")).json()["decisions"]
         assert decisions[0]["predicted_output_tokens"] == 1 + 3 * 7
+        running.gateway.metrics.catch_up()
         await client.post(CHAT, json=chat())
         again = (await client.get("/admin/decisions")).json()["decisions"]
         # It learnt a hundredth of the way to what the first one had.

@@ -34,7 +34,7 @@ from hetero_gateway.core.types import InstanceId
     SEATS,  # sequences that may be there, where that was learnt; else 2^53
     SHARED,
 ) = range(15)
-_ROWS = 15
+ROWS = 15
 
 # The members of a pool: a slice where their slots are consecutive, as they mostly are.
 Slots = slice | NDArray[np.intp]
@@ -54,7 +54,7 @@ class Table:
         self._states: dict[InstanceId, InstanceState] = {}
         self._free_slots: list[int] = []
         self._changed: list[InstanceState] = []
-        self._rows: FloatArray = np.zeros((_ROWS, 8))
+        self._rows: FloatArray = np.zeros((ROWS, 8))
         self._stages: FloatArray = np.zeros((len(STAGE_TOKENS), 8))
 
     def set_loads_only(self, loads_only: bool) -> None:

@@ -28,8 +28,10 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import Exposure
 from hetero_gateway.gateway.wiring import Gateway
 
-# Set by the server, for connections to the listener of /admin.
+# Set by the server, for connections to the listener of /admin: what that listens on. (A client
+# that has left already has no address either.)
 ADMIN_LISTENER = "admin_listener"
+UNIX, ADDRESS = "a Unix socket", "an address"
 # How a worker says who asked it; from anybody else it does not get this far.
 PEER_HEADER = "x-hetero-gateway-peer"
 # What says that a request came through something: one of these fields, or one that begins so.
@@ -91,7 +93,7 @@ def how(request: Request) -> str:
 
 
 def peer_of(request: Request) -> str:
-    """The address that a request came from; "" where it has none (a Unix socket)."""
+    """The address that a request came from; "" where it has none."""
     if gateway_of(request).hub is not None:
         # Only workers reach this process's socket.
         return request.headers.get(PEER_HEADER, "")
@@ -108,8 +110,8 @@ def _check_key(request: Request, key: str) -> None:
 
 def _check_own_listener(request: Request) -> None:
     """A web page in a browser that reaches it must not use it: by a name of its own, or at all."""
-    if peer_of(request) == "":
-        return  # a Unix socket, which no page reaches
+    if getattr(request.state, ADMIN_LISTENER, None) == UNIX:
+        return  # which no page reaches
     host, origin = _only_host(request), request.headers.get("origin")
     if not _is_address(host) or (origin and urlsplit(origin).netloc != host):
         raise Refusal(

@@ -32,7 +32,13 @@ from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.admission.clients import describe_clients
 from hetero_gateway.gateway.admission.usage import as_csv
-from hetero_gateway.gateway.control.access import check_admin, gateway_of, how, peer_of
+from hetero_gateway.gateway.control.access import (
+    ADMIN_LISTENER,
+    check_admin,
+    gateway_of,
+    how,
+    peer_of,
+)
 from hetero_gateway.gateway.control.audit import audit
 from hetero_gateway.gateway.control.history import as_trace
 from hetero_gateway.gateway.fleet.instances import Instance
@@ -90,7 +96,8 @@ class _Route(APIRoute):
 
 
 def _audit(request: Request, status: int, came_of_it: str) -> None:
-    path, peer = request.url.path[:200], peer_of(request) or "a Unix socket"
+    path = request.url.path[:200]
+    peer = peer_of(request) or getattr(request.state, ADMIN_LISTENER, "an unknown address")
     what = f"{request.method} {path}: {status}; {came_of_it}"
     by = f"nobody who may, from {peer}" if status in (401, 403) else f"{how(request)}, from {peer}"
     audit(what, by, done=status < 400)

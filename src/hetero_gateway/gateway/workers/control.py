@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
-
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.control.access import PEER_HEADER
 from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
 from hetero_gateway.gateway.wire.openai import error_body
+from hetero_gateway.plain_httpx import httpx
 
 # A body that /admin takes is smaller; it says so itself.
 _MOST_BODY_BYTES = 2**20 + 1

@@ -289,7 +289,7 @@ def listen_together(host: str, port: int, number: int) -> list[socket.socket]:
             address = alone.getsockname()
         listeners = []
         for _ in range(number):
-            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 
 from hetero_gateway.files.discovery_config import SourceConfig
@@ -27,6 +26,7 @@ from hetero_gateway.gateway.fleet.sources.base import (
     Tell,
     url_of,
 )
+from hetero_gateway.plain_httpx import httpx
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CLUSTER = "https://kubernetes.default.svc"
