@@ -61,9 +61,16 @@ class Clients:
                 await asyncio.sleep(float(rng.exponential(1 / rate_per_s)))
 
 
-@pytest.mark.parametrize(("hit_share", "details"), [(0.5, True), (0.8, False), (0.9, True)])
+@pytest.mark.parametrize(
+    ("hit_share", "details", "workers"),
+    [(0.5, True, 1), (0.8, False, 1), (0.9, True, 1), (0.8, True, 2)],
+)
 async def test_what_an_engine_has_cached_is_not_prefilled(
-    hit_share: float, details: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    hit_share: float,
+    details: bool,
+    workers: int,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("hetero_gateway.core.instances.drift.HOLD_S", 15.0)
     alarms: list[InstanceId] = []
@@ -84,7 +91,7 @@ async def test_what_an_engine_has_cached_is_not_prefilled(
             health={"scrape_interval_s": 5.0, "probe_interval_s": 2.0},
         )
         async with (
-            running_gateway(config) as running,
+            running_gateway(config, workers=workers, one_port=True) as running,
             httpx.AsyncClient(base_url=running.url, timeout=60, limits=KEPT) as client,
         ):
             fleet = running.gateway.fleet

@@ -17,15 +17,16 @@ from tests.fakes.children import task_children
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 async def test_cached_share_ttft_and_latency_are_as_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     trace = tmp_path / "chat.jsonl.gz"
     assert make_trace(["chat", "-o", str(trace), "--requests", "200", "--sessions-per-s", "1"]) == 0
     instances = load_instances("A")
     load = benchmark.make_load(trace, instances, 0.9, None)
     args = argparse.Namespace(routers=benchmark.ROUTERS[:3], time_scale=1.0, load=0.9)
-    async with task_children() as children:
+    async with task_children(workers) as children:
         monkeypatch.setattr(benchmark, "Children", children)
         document = await benchmark.measure(args, instances, load)
     routers = document["routers"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 
@@ -19,7 +21,7 @@ from hetero_gateway.gateway.app import App, create_app
 from hetero_gateway.gateway.server import GatewayServer, Served
 from hetero_gateway.gateway.wire.cycle import Service
 from hetero_gateway.gateway.wiring import Gateway
-from hetero_gateway.gateway.workers.hub import listen
+from hetero_gateway.gateway.workers.hub import SECRET_ENV, listen
 from hetero_gateway.gateway.workers.supervisor import listen_together
 from hetero_gateway.gateway.workers.worker import Worker
 from tests.fakes.vllm import FakeInstance
@@ -120,7 +122,9 @@ async def running_gateway(
         async with serving(app, app.gateway) as (server, url):
             yield RunningGateway(url, app, server, ports=[_port_of(url)])
         return
-    with tempfile.TemporaryDirectory() as directory:
+    # Their supervisor would see to it that all make the same keys of a prompt.
+    secret = patch.dict(os.environ, {SECRET_ENV: "11" * 32})
+    with secret, tempfile.TemporaryDirectory() as directory:
         hub, control = f"{directory}/hub", f"{directory}/control"
         app = create_app(config, config_path, listen(hub), record)
         shared = config.model_copy(
