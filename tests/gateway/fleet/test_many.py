@@ -16,6 +16,7 @@ import trustme
 from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.fleet.lag import LoopLag
+from hetero_gateway.gateway.fleet.probe import LateProbe, Probe
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
@@ -29,6 +30,24 @@ async def test_a_loop_that_is_held_is_behind_and_one_that_is_not_is_not() -> Non
     await asyncio.sleep(1)
     assert 2.7 < lag.behind_s < 3.1
     lag.stop()
+
+
+async def test_a_scrape_that_is_late_is_counted_like_a_probe(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Probe.ask
+
+    async def late_for_metrics(probe: Probe, method: bytes, target: bytes, *more: int) -> object:
+        if target == b"/metrics":
+            raise LateProbe(2.0)
+        return await ask(probe, method, target, *more)
+
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        monkeypatch.setattr(Probe, "ask", late_for_metrics)
+        await eventually(lambda: running.gateway.health.late > 2)
+        (instance,) = running.gateway.fleet.instances.values()
+        assert instance.up
+    assert "probing instance" not in caplog.text
 
 
 async def test_a_late_probe_is_not_a_failed_one(caplog: pytest.LogCaptureFixture) -> None:

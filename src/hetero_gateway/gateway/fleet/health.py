@@ -196,6 +196,8 @@ class HealthMonitor:
                         self._scrape_now.discard(instance.id)
                         self._scraped_s[instance.id] = time.monotonic()
                         await self._scrape(instance, probe)
+                except InstanceError as error:
+                    self._note_local(instance, error)
                 except Exception:
                     # The background loop's boundary: a bug here must not end health checking.
                     _log.exception("probing instance %s failed", instance.id)
@@ -220,10 +222,7 @@ class HealthMonitor:
                 problem = "" if instance.models else instance.scrape_problem or "it lists no model"
         except InstanceError as error:
             if error.failure is Failure.LOCAL:
-                if isinstance(error, LateProbe):
-                    self._note_late(error)
-                else:
-                    _log.warning("instance %s could not be probed: %s", instance.id, error)
+                self._note_local(instance, error)
                 return
             problem = f"{paths.HEALTH}: {error}"
         if not problem:
@@ -234,8 +233,13 @@ class HealthMonitor:
         if instance.failed_probes >= self._config.unhealthy_after:
             self._fleet.mark_down(instance, problem)
 
-    def _note_late(self, error: LateProbe) -> None:
-        """Count it, and log one in a while: all instances are late at the same time."""
+    def _note_local(self, instance: Instance, error: InstanceError) -> None:
+        """What says nothing of the instance. Of late probes one is logged in a while, as all
+        instances are late at the same time.
+        """
+        if not isinstance(error, LateProbe):
+            _log.warning("instance %s could not be probed: %s", instance.id, error)
+            return
         self.late += 1
         now_s = time.monotonic()
         if now_s - self._late_told_s >= _TELL_LATE_EVERY_S:
