@@ -130,6 +130,8 @@ class Connection(asyncio.Protocol):
     def leave(self, *, reset: bool) -> None:
         assert self.transport is not None
         self.open = False
+        if self.transport.is_closing():
+            return  # the gateway, or the end of its worker, was a moment sooner
         if reset:
             linger(self.transport)
             self.transport.abort()

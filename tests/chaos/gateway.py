@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-_READY_WITHIN_S = 60.0
+_READY_WITHIN_S = 120.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # What no run may leave in a log: an exception that nobody caught, or asyncio's own complaints.

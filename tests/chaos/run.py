@@ -10,6 +10,7 @@ import asyncio
 import os
 import random
 import signal
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -97,6 +98,14 @@ class Run:
         return asyncio.get_running_loop().time()
 
     async def run(self) -> Result:
+        """A run that breaks off shows what it had found, and why it broke off."""
+        try:
+            await self._run()
+        except Exception:
+            self.violation(f"the run broke off: {traceback.format_exc()}")
+        return self.result
+
+    async def _run(self) -> None:
         options = self.options
         async with AsyncExitStack() as stack:
             self.instances = make_instances(options.instances, options.seed)
@@ -122,7 +131,6 @@ class Run:
                 await asyncio.sleep(max(0.0, self._end_s - self.now_s()))
                 self._over = True
             await self._check_end()
-        return self.result
 
     # The gateway
 
@@ -308,8 +316,9 @@ class Run:
                 await asyncio.sleep(max(0.0, begun_s + each.at_s - self.now_s()))
                 self.result.disturbances[each.kind] += 1
                 tasks.create_task(self._apply(each))
-        self._write_config()
-        await self._reload(200)
+        async with self._changing:
+            self._write_config()
+            await self._reload(200)
 
     async def _apply(self, disturbance: Disturbance) -> None:
         kind = disturbance.kind
@@ -361,10 +370,7 @@ class Run:
                     self.result.disturbances["scheduler killed"] += 1
 
                 async def all_there() -> str | None:
-                    try:
-                        metrics = await gateway.metrics()  # noqa: B023
-                    except httpx.HTTPError as error:
-                        return f"no metrics: {error!r}"
+                    metrics = await gateway.metrics()  # noqa: B023
                     count = metrics["hetero_gateway_workers"][()]
                     return None if count == self.options.workers else f"{count:g} workers"
 
@@ -408,8 +414,15 @@ class Run:
         self, problem: Callable[[], Awaitable[str | None]], within_s: float = SETTLED_WITHIN_S
     ) -> None:
         """Wait until there is no problem; one that stays is a violation."""
+
+        async def seen() -> str | None:
+            try:
+                return await problem()
+            except httpx.HTTPError as error:
+                return f"no answer from the gateway: {error!r}"
+
         deadline_s = self.now_s() + within_s
-        while (found := await problem()) is not None:
+        while (found := await seen()) is not None:
             if self.now_s() > deadline_s:
                 self.violation(found)
                 return
@@ -445,7 +458,8 @@ class Run:
         for problem in (loads, connections, up, holdings):
             await self._eventually(problem)
         rss_bytes = gateway.rss_bytes
-        if rss_bytes > self._warm_rss_bytes + RSS_GROWTH_BYTES:
+        # A machine so slow that a gateway had no time to warm up has no such figure.
+        if 0 < self._warm_rss_bytes < rss_bytes - RSS_GROWTH_BYTES:
             self.violation(
                 f"memory: {rss_bytes / 1e6:.1f} MB, {self._warm_rss_bytes / 1e6:.1f} after warm-up"
             )
