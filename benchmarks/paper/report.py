@@ -1,4 +1,4 @@
-"""docs/reproduction.md from the figures: tables, and for each claim of the paper what came out.
+"""docs/evidence/reproduction.md from the figures: tables, and what came out for each claim.
 
 The words around the figures are fixed; every figure, and every yes or no, comes from the runs.
 """
@@ -431,7 +431,7 @@ RANKING_TEXT = f"""
 Tokens/s of the whole machine: means, and the most frequent orders, in bold the paper's. Algorithm 1
 on 20 draws of 200 requests; the simulation on two of 1000 requests, each {COPIES} times, all at
 once and in turn over the instances. "As printed" counts KV by 2·l·h, four times too much for this
-model; "unpadded" is erratum 11 of docs/scheduling.md.
+model; "unpadded" is erratum 11 of docs/design/scheduling.md.
 """
 
 POLICY_TEXT = f"""
@@ -468,5 +468,5 @@ DIFFERENCES = """
   first experiment Algorithm 1 is shown with both.
 - **Weights for cluster B** are not in the paper, so WRR is left out there.
 - **Ties.** With three or more instances min-max ties are the rule, and the printed algorithm gives
-  them to the lowest index. docs/scheduling.md says what the gateway does instead.
+  them to the lowest index. docs/design/scheduling.md says what the gateway does instead.
 """

@@ -1,4 +1,4 @@
-"""The paper's three experiments, and docs/reproduction.md from them.
+"""The paper's three experiments, and docs/evidence/reproduction.md from them.
 
     scripts/reproduce                                  two log-normal mixes like ShareGPT
     scripts/reproduce --requests NAME=TRACE.csv ...    those lengths, and the mixes more briefly
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "-o",
         "--output",
-        default=str(ROOT / "docs" / "reproduction.md"),
-        help="file to write, or - for standard output (default: docs/reproduction.md)",
+        default=str(ROOT / "docs" / "evidence" / "reproduction.md"),
+        help="file to write, or - for standard output (default: docs/evidence/reproduction.md)",
     )
     parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (default: 5)")
     parser.add_argument("--count", type=int, default=4000, help="requests a run (default: 4000)")

@@ -6,7 +6,7 @@ By lengths and link, tokens/s of the machine for each equal layout: Algorithm 1 
 paper's KV count (2·l·h), the same with grouped-query attention, unpadded, and the planner's
 simulation of the whole machine behind round-robin (the paper sends in turn) with prefill-first
 steps; at last the layout that the planner would choose of all, unequal ones among them.
-docs/planner.md quotes it. Runs in less than a minute.
+docs/guide/plan.md quotes it. Runs in less than a minute.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 ROOT = Path(__file__).resolve().parents[2]
-# docs/reproduction.md says where these are from.
+# docs/evidence/reproduction.md says where these are from.
 LENGTHS = {
     "conversations": LogNormalLengths(LogNormal(1758, 0.76, 7168), LogNormal(374, 0.56, 1024)),
     "first turns": LogNormalLengths(LogNormal(34, 1.26, 1023), LogNormal(196, 0.55, 1046)),

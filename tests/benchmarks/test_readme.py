@@ -21,6 +21,6 @@ def test_the_table_has_every_script() -> None:
 
 
 def test_the_documents_quote_scripts_that_are_there() -> None:
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
         for script in re.findall(r"python (benchmarks/[\w/]+\.py)", page.read_text("utf-8")):
             assert (ROOT / script).is_file(), f"{page.name}: {script}"

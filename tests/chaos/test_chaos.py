@@ -1,4 +1,7 @@
-"""The run itself, shortly; scripts/chaos runs it for as long as one likes (docs/reliability.md)."""
+"""The run itself, shortly; scripts/chaos runs it for as long as one likes.
+
+See docs/design/reliability.md.
+"""
 
 from __future__ import annotations
 

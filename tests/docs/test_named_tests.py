@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("docs/reliability.md", "docs/security.md", "docs/architecture.md")
+PAGES = ("docs/design/reliability.md", "docs/design/security.md", "docs/architecture.md")
 
 
 @cache
@@ -37,7 +37,7 @@ def test_every_test_that_a_page_names_exists(page: str) -> None:
 
 
 def test_the_promises_are_numbered_and_each_has_a_test() -> None:
-    page = (ROOT / "docs/reliability.md").read_text("utf-8")
+    page = (ROOT / "docs/design/reliability.md").read_text("utf-8")
     text = page.partition("\n## Promises\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \|.*\| (.*) \|$", text, re.MULTILINE)
     assert {int(number) for number, _ in rows} >= set(range(1, 13))

@@ -1,4 +1,4 @@
-"""The predictor package of docs/predictors.md, built and installed as a user would do it."""
+"""The predictor package of docs/design/predictors.md, built and installed as a user would do it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "predictors.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "design" / "predictors.md"
 
 # Bad ones, beside the one that the document shows. The exception quotes the prompt.
 BROKEN = """

@@ -515,7 +515,7 @@ def test_the_schema_knows_exactly_the_policies_that_exist() -> None:
 
 
 def test_every_policy_is_explained() -> None:
-    text = (ROOT / "docs" / "scheduling.md").read_text("utf-8")
+    text = (ROOT / "docs" / "design" / "scheduling.md").read_text("utf-8")
     section = text.split("## Policies")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([\w-]+)`", section, re.MULTILINE)) == set(POLICY_NAMES)
 
@@ -542,10 +542,10 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, 
 
 
 def documented() -> dict[str, dict[str, list[str]]]:
-    """section -> key -> the cells after the key, of docs/configuration.md's tables."""
+    """section -> key -> the cells after the key, of docs/reference/configuration.md's tables."""
     result: dict[str, dict[str, list[str]]] = {}
     section = ""
-    for line in (ROOT / "docs" / "configuration.md").read_text("utf-8").splitlines():
+    for line in (ROOT / "docs" / "reference" / "configuration.md").read_text("utf-8").splitlines():
         if heading := re.match(r"#+ `([\w.]+)`", line):
             section = heading[1]
         elif row := re.match(r"\| `(\w+)` \| (.*) \|$", line):
@@ -561,7 +561,9 @@ def test_every_field_and_its_default_are_documented(model: type[BaseModel], top:
     fields = fields_of(model, top)
     assert len(fields) > 5
     for section, key, default in fields:
-        assert key in tables.get(section, {}), f"{section}.{key} is not in docs/configuration.md"
+        assert key in tables.get(section, {}), (
+            f"{section}.{key} is not in docs/reference/configuration.md"
+        )
         told = tables[section][key][0].strip("`")
         expected = "none" if default is None or default == "" else default
         if isinstance(expected, float | int) and not isinstance(expected, bool):

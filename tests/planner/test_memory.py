@@ -73,7 +73,7 @@ def test_the_kv_memory_of_published_start_ups_comes_out(name, card, t, told, kv_
 def test_start_ups_that_no_fit_has_seen_are_within_two_standard_deviations(
     name, card, t, told, kv_gib
 ):
-    # The table in docs/planner.md.
+    # The table in docs/guide/plan.md.
     options = EngineOptions(**told)
     found = estimate_memory(model_card(name), accelerator(card), t, options)
     spread_gib = spread_bytes(accelerator(card), t, options) / t / GIB
@@ -95,7 +95,7 @@ def test_eq_1_promises_twice_what_a_nearly_full_card_has():
     ("layers", "heads", "kv_heads", "tokens"), [(4, 4, 2, 524_288), (8, 12, 4, 131_072)]
 )
 def test_one_gib_holds_as_many_tokens_as_real_cpu_engines_report(layers, heads, kv_heads, tokens):
-    # docs/real-vllm.md; tests/real_vllm/test_memory.py asks the engines themselves.
+    # docs/evidence/real-vllm.md; tests/real_vllm/test_memory.py asks the engines themselves.
     model = model_from_config(
         {
             "model_type": "llama", "hidden_size": 64 * heads, "intermediate_size": 256 * heads,

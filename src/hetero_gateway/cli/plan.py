@@ -24,7 +24,7 @@ examples:
   hetero-gateway plan -c cluster.yaml --goal fewest --rate 20 --ttft-p99 2 --tpot-p99 0.05
 
 A cluster is a YAML file: model, max_model_len, and machines: [{id, accelerator, count}, ...].
-docs/planner.md says what can stand in it, and what the columns mean.
+docs/guide/plan.md says what can stand in it, and what the columns mean.
 """
 
 

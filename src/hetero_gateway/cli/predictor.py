@@ -29,7 +29,7 @@ then, in the gateway's configuration:
   scheduler: {predictor: {kind: trained, file: predictor.json}}
 
 The error printed is that of a model trained without the last quarter of the requests, on that
-quarter; the file is then trained on all of them. docs/predictors.md says more.
+quarter; the file is then trained on all of them. docs/design/predictors.md says more.
 """
 
 

@@ -30,7 +30,7 @@ examples:
 
 The engine must serve nobody else meanwhile. Every sample is kept as it comes, in
 FILE.samples.jsonl: after Ctrl-C, or whatever else ended it, --resume goes on. The profile is
-written in any case, if there are samples enough. docs/profiling.md says how it measures.
+written in any case, if there are samples enough. docs/guide/profile.md says how it measures.
 """
 
 _NO_GPU = "unknown"

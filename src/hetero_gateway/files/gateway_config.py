@@ -1,8 +1,8 @@
 """The gateway's configuration: its schema, its loader, and the environment variables of secrets.
 
 The file is read by ``yaml_file``, which expands ``${NAME}`` and tells errors in one line; no other
-modules read the environment. Precedence: flags over environment over file. docs/configuration.md
-lists every field; a test compares the two.
+modules read the environment. Precedence: flags over environment over file.
+docs/reference/configuration.md lists every field; a test compares the two.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PolicyName = Literal[
     "session",
 ]
 BUILTIN_PREDICTORS = ("bucket-mean", "constant", "normal", "trained")
-# Packages that bring a predictor of their own register it here; docs/predictors.md.
+# Packages that bring a predictor of their own register it here; docs/design/predictors.md.
 PREDICTOR_GROUP = "hetero_gateway.predictors"
 
 # What may stand in a header and in a metric's label without surprise.
@@ -435,7 +435,7 @@ class PoolConfig(StrictModel):
 
 
 class EjectionConfig(StrictModel):
-    """When an instance whose requests fail gets none for a while; docs/reliability.md."""
+    """When an instance whose requests fail gets none for a while; docs/design/reliability.md."""
 
     enabled: bool = Field(True, description="Whether failed requests count against instances.")
     consecutive_failures: int = Field(

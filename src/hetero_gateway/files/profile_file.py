@@ -1,6 +1,6 @@
 """Profile files: their schema, the loader, and the profiles that ship with the package.
 
-docs/configuration.md lists every field; a test compares the two.
+docs/reference/configuration.md lists every field; a test compares the two.
 """
 
 from __future__ import annotations

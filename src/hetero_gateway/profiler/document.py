@@ -1,6 +1,6 @@
 """What a fit becomes: the document of a profile file.
 
-``files.profile_file`` has its layout and writes it; docs/configuration.md lists its keys.
+``files.profile_file`` has its layout and writes it; docs/reference/configuration.md lists its keys.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ Source: "High-Throughput LLM inference on Heterogeneous Clusters", sections 3.1 
     kvusage(s)   kv_usage                ratio, may exceed 1
     w_r^s        workload                s
 
-Differs from the print (docs/scheduling.md lists every difference with its reason): everything
-is in tokens instead of bytes, so that Eqs. (2), (5) and (8), which disagree in the print, agree;
-b is capped at the engine's ``max_num_seqs``; the exponent of Eq. (7) is capped.
+Differs from the print (docs/design/scheduling.md lists every difference with its reason):
+everything is in tokens instead of bytes, so that Eqs. (2), (5) and (8), which disagree in the
+print, agree; b is capped at the engine's ``max_num_seqs``; the exponent of Eq. (7) is capped.
 
 Goes beyond the paper: Eq. (3) is linear in a prompt's length, and attention is not. A ninth
 constant, p9, is the time of one *attended pair*: a token whose KV is computed, and one that it

@@ -18,8 +18,8 @@ The words used here:
 - The errors are of cells that the fit has not seen (``PartFit.validation``), outliers aside.
 - Intervals are a bootstrap over cells.
 
-Where a sample comes from, and files, are the profiler's business. docs/profiling.md has the reasons
-and the figures.
+Where a sample comes from, and files, are the profiler's business. docs/guide/profile.md has the
+reasons and the figures.
 """
 
 from __future__ import annotations

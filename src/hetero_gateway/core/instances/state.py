@@ -22,7 +22,7 @@ Rules:
    size e^(θu), the residue of a burst can outweigh real loads for the rest of the run). The sums of
    floats are set to 0 when what they sum over is gone.
 
-``finish-time`` (docs/scheduling.md) needs more than loads. All of it is kept in sums, so that a
+``finish-time`` (docs/design/scheduling.md) needs more than loads. All is kept in sums, so that a
 placement never walks the running requests:
 
     symbol  attribute              what it is                                          unit

@@ -5,7 +5,7 @@ are that one, a constant, and the default, a conditional mean; ``length_model`` 
 trained offline. What is learnt is kept per model, as in ``estimates``.
 
 Reading a request's bytes is the gateway's work; those here see only counts. A predictor of the
-user's own may ask ``LengthFeatures`` for the prompt's text (docs/predictors.md).
+user's own may ask ``LengthFeatures`` for the prompt's text (docs/design/predictors.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``finish-time`` expects of each candidate (docs/scheduling.md): the arithmetic alone.
+"""What ``finish-time`` expects of each candidate (docs/design/scheduling.md): the arithmetic alone.
 
 Twice: for arrays with one entry per instance, and in plain floats for one instance at a time, which
 is faster for up to some 16 of them. Both compute the same; a property test compares them. The

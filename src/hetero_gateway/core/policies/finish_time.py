@@ -1,4 +1,6 @@
-"""``finish-time``: where the request, and those it would join, finish soonest (docs/scheduling.md).
+"""``finish-time``: where the request, and those it would join, finish soonest.
+
+The description is in docs/design/scheduling.md.
 
 Goes beyond the paper. Requests wait in the gateway, first in, first out, and are placed when an
 instance has room: late binding. The cost of a placement is the request's own predicted latency,
@@ -87,7 +89,7 @@ def idle_before_drain_s(mean_gap_s: float) -> float:
 
 
 class FinishTime(PlacesAtOnce):
-    """Section "finish-time" of docs/scheduling.md.
+    """Section "finish-time" of docs/design/scheduling.md.
 
     Args:
         options: ``objective`` "makespan" has the drain rule always, "latency" only when nothing

@@ -28,7 +28,7 @@ class _LowestLoad(PlacesAtOnce):
 
 
 class MinMax(_LowestLoad):
-    """Algorithm 2 with every decision of docs/scheduling.md.
+    """Algorithm 2 with every decision of docs/design/scheduling.md.
 
     It minimises the highest load that results. Ties, which are the rule with three or more
     instances, go to the lowest load of the chosen instance itself: if any placement leaves the

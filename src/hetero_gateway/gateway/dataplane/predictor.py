@@ -1,8 +1,8 @@
 """The output-length predictor that the configuration names, and the guard around foreign ones.
 
-A predictor of the user's own is an installed package's entry point (docs/predictors.md). Whatever
-it does, no request fails of it: a prediction that it cannot give comes from the bucket means, which
-learn beside it. Each kind of failure is logged once and counted.
+A predictor of the user's own is an installed package's entry point (docs/design/predictors.md).
+Whatever it does, no request fails of it: a prediction that it cannot give comes from the bucket
+means, which learn beside it. Each kind of failure is logged once and counted.
 """
 
 from __future__ import annotations

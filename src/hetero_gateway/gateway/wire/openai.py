@@ -7,7 +7,7 @@ What is read is what the engine reads: the last one of equal keys, numbers as py
 (``whole_numbers``), and what Python's ``json`` takes beyond JSON (NaN, lone surrogates, UTF-16).
 Numbers that no engine accepts are refused; what is not read is the engine's to judge.
 
-How long a prompt is (docs/scheduling.md, "Prompt length"):
+How long a prompt is (docs/design/scheduling.md, "Prompt length"):
 
 - Token-id prompts are exact: the numbers are counted.
 - Otherwise the raw JSON bytes of messages (or prompt, input, system) and tools are counted, a
