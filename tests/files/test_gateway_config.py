@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -662,3 +663,86 @@ def test_the_command_itself_exits_2_without_a_traceback(tmp_path: Path) -> None:
     assert done.stderr == (
         f"hetero-gateway: {path}:2: scheduler.thetta: unknown key; did you mean theta?\n"
     )
+
+
+# What is valid and hardly meant
+
+
+def warnings_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *instances: dict[str, Any], **more: Any
+) -> list[str]:
+    """What ``validate`` warns of, without the file's name."""
+    named = [each | {"id": each.get("id", f"i{i}")} for i, each in enumerate(instances)]
+    path = write(tmp_path / "gateway.yaml", {"instances": named} | more)
+    assert main(["validate", "-c", str(path)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith(f"hetero-gateway: {path}:") for line in lines)
+    assert main(["validate", "-c", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["warnings"]
+    lines = [line.removeprefix(f"hetero-gateway: {path}:") for line in lines]
+    assert [line.partition("warning: ")[2] for line in lines] == told
+    return lines
+
+
+def test_a_file_without_instances_is_valid_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = warnings_of(tmp_path, capsys)
+    assert line == " warning: there are no instances: every request gets an error"
+    source = {"name": "pods", "kind": "file", "file": "instances.yaml"}
+    (tmp_path / "instances.yaml").write_text("instances: []")
+    assert warnings_of(tmp_path, capsys, discovery=[source]) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "other"),
+    [
+        ("http://a:8000", "http://a:8000/"),
+        ("http://a:8000", "http://A:8000"),
+        ("http://a", "http://a:80"),
+        ("https://a.example.", "https://a.example:443"),
+        ("http://localhost:8000", "http://127.0.0.1:8000"),
+        ("http://a/vllm/", "http://a/vllm"),
+    ],
+)
+def test_one_address_twice_is_warned_of_in_any_spelling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, other: str
+) -> None:
+    (line,) = warnings_of(tmp_path, capsys, {"base_url": url}, {"base_url": other})
+    number, said = line.split(": warning: ")
+    text = (tmp_path / "gateway.yaml").read_text("utf-8").splitlines()
+    assert other in text[int(number) - 1]
+    assert said == "instance i1: it has the address of i0: one server would be counted as two"
+
+
+def test_two_servers_are_not_taken_for_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = ["http://a:8000", "http://b:8000", "http://a:8001", "https://a:8000", "http://a:8000/x"]
+    assert warnings_of(tmp_path, capsys, *({"base_url": url} for url in urls)) == []
+
+
+def test_a_profile_of_another_model_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = warnings_of(
+        tmp_path,
+        capsys,
+        instance(id="a", profile=TP4, model=["qwen-14b", "qwen-14b-lora"]),
+        instance(id="b", profile=TP4, base_url="http://b", model="Meta-Llama-3-8B-Instruct"),
+        instance(id="c", profile=TP4, base_url="http://c", model="chat"),
+        instance(id="d", profile=TP4, base_url="http://d"),
+    )
+    assert [line.partition("warning: ")[2] for line in lines] == [
+        "instance a: its profile is of Llama-3-8B, and it serves qwen-14b, qwen-14b-lora"
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_no_configuration_that_ships_is_warned_of(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", "-c", str(path)]) == 0
+    assert capsys.readouterr().err == ""

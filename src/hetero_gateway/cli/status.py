@@ -34,8 +34,14 @@ def run(args: argparse.Namespace) -> int:
         if queue["waiting"]:
             note += f", the first for {figure(queue['oldest_wait_s'])} s"
     print(f"policy {document['policy']}, {up} of {len(instances)} instances take requests{note}")
-    if not instances:
-        return 0
+    if instances:
+        _print_instances(instances)
+    for text in document["warnings"]:
+        print(f"warning: {printable(text)}")
+    return 0
+
+
+def _print_instances(instances: list[dict[str, Any]]) -> None:
     total = sum(i["requests"] for i in instances)
     print_table(
         ("INSTANCE", "STATE", "IN FLIGHT", "NO TOKEN", "SPEED", "DRIFT", "WORKLOAD", "KV EST",
@@ -69,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
                 f"{i['id']}: its profile has drifted (decode/prefill: observed over modelled); "
                 "`hetero-gateway profile --from-gateway URL` makes a new one from the traffic"
             )
-    return 0
 
 
 def _drift(instance: dict[str, Any]) -> str:

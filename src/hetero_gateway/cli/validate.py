@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hetero_gateway.files.gateway_config import (
     instance_profile,
     load_gateway_config,
 )
+from hetero_gateway.files.setup_warnings import Seen, setup_warnings
 from hetero_gateway.files.yaml_file import read_yaml
 
 
@@ -40,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
             return _validate_cluster(args)
     config = load_gateway_config(args.config)
     rows: list[dict[str, Any]] = []
+    seen: list[Seen] = []
     for instance in config.instances:
         profile = instance_profile(instance, args.config.parent)
         rows.append(
@@ -50,9 +53,26 @@ def run(args: argparse.Namespace) -> int:
                 "profile": profile.name if profile else None,
             }
         )
+        seen.append(
+            Seen(
+                instance.id,
+                instance.base_url,
+                instance.models,
+                profile_model=None if profile is None else profile.model,
+            )
+        )
+    warnings = setup_warnings(seen) if seen or not config.discovery else []
     if args.json:
-        print(json.dumps({"file": str(args.config), "valid": True, "instances": rows}))
+        document = {"file": str(args.config), "valid": True, "instances": rows}
+        print(json.dumps(document | {"warnings": [str(each) for each in warnings]}))
         return 0
+    for each in warnings:
+        line = None
+        if each.key is not None:
+            number = next(n for n, i in enumerate(config.instances) if i.id == each.instance_id)
+            line = data.line(("instances", number, each.key))
+        where = f"{args.config}:{line}" if line else str(args.config)
+        print(f"hetero-gateway: {where}: warning: {each}", file=sys.stderr)
     print(f"{args.config}: valid; policy {config.scheduler.policy}, {len(rows)} instances")
     for row in rows:
         models = ", ".join(row["models"]) or "asked of the instance"

@@ -28,6 +28,7 @@ from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import ADMIN, Fleet, Instance
+from hetero_gateway.gateway.fleet.setup import SetupWatch
 from hetero_gateway.gateway.fleet.sources.discovery import Discovery
 from hetero_gateway.gateway.reload import Reloader
 from hetero_gateway.gateway.settings import Change, Prepared, Settings
@@ -108,6 +109,7 @@ class Gateway:
         self.tls = server_tls(config.server, base_dir)
         self._prefix_secret = prefix_secret(config)
         self.fleet = Fleet(config, base_dir)
+        self.setup = SetupWatch(self.fleet)
         self._share_out()
         scheduler = self.fleet.scheduler
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
@@ -197,6 +199,9 @@ class Gateway:
         self.reloader.start(tasks)
         self._stack.callback(self.reloader.stop)
         await self.health.start()
+        if self.fleet.instances or not self.config.discovery:  # which has not begun yet
+            self.setup.look()
+        self._stack.callback(tasks.create_task(self.setup.run()).cancel)
         self.discovery.start(tasks)
         self._stack.callback(self.discovery.stop)
         if self._hub_listener is not None:

@@ -127,6 +127,7 @@ async def list_instances(request: Request) -> Response:
                 }
                 for each in gateway.discovery.followers()
             ],
+            "warnings": [str(each) for each in gateway.setup.warnings()],
             "instances": await _describe_all(gateway),
         }
     )

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import (
@@ -268,9 +268,7 @@ class HealthMonitor:
         models = None if body is None else read_models(body)
         if models is None:
             return problem or f"{paths.MODELS}: not a list of models"
-        _note_models(instance, models)
-        if instance.on_models is not None:
-            instance.on_models(instance)
+        self._fleet.list_models(instance, models)
         return "" if models else f"{paths.MODELS}: lists no model"
 
     async def _scrape_metrics(self, instance: Instance, probe: Probe) -> str:
@@ -359,12 +357,3 @@ async def _read_metrics(body: bytes) -> EngineMetrics:
         start = end
         await asyncio.sleep(0)
     return metrics_of(samples)
-
-
-def _note_models(instance: Instance, models: Mapping[str, int | None]) -> None:
-    """Which of these it serves, where the configuration does not say, and its context window."""
-    if not instance.config.models:
-        instance.models = frozenset(models)
-    lengths = [length for name, length in models.items() if length and name in instance.models]
-    if lengths:
-        instance.max_model_len = max(lengths)

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ class Instance:
         self.down_reason = "not probed yet"
         self.scrape_problem = ""  # what was wrong with its models or metrics at the last look
         self.models: frozenset[str] = config.models
+        self.listed: frozenset[str] = frozenset()  # by its own /v1/models
         self.max_model_len: int | None = None
         # Read from the engine's /metrics; seconds old, shown, and never decides alone.
         self.engine_kv_usage: float | None = None
@@ -156,6 +157,8 @@ class Fleet:
         self.on_look: Callable[[], None] | None = None
         # Called after any change of an instance, for other processes that have to know.
         self.on_publish: Callable[[], None] | None = None
+        # Counts the changes of what ``SetupWatch`` looks at.
+        self.setups = 0
         self.ejections = Ejections(
             EjectionRules(**config.health.ejection.model_dump()), self._pools_of
         )
@@ -243,12 +246,14 @@ class Fleet:
         if config.profile != instance.config.profile:
             profile = instance_profile(config, self._base_dir)
         instance.adjust(config, profile)
+        self.setups += 1
 
     def admit(self, instance: Instance) -> None:
         """Take an instance in; its first good probe opens it. ConfigError: the id is taken."""
         if instance.id in self.instances:
             raise ConfigError(f"instance {instance.id!r} exists already")
         self.instances[instance.id] = instance
+        self.setups += 1
         instance.outcomes = self.ejections.join(instance.id)
         self.scheduler.add(instance.spec())
         # Not known, until its engine tells.
@@ -261,11 +266,25 @@ class Fleet:
         Raises KeyError when there is none.
         """
         instance = self.instances.pop(instance_id)
+        self.setups += 1
         instance.pool.close()
         self.ejections.leave(instance_id)
         orphans = self.scheduler.remove(instance_id)
         self._changed()
         return len(orphans)
+
+    def list_models(self, instance: Instance, models: Mapping[str, int | None]) -> None:
+        """Heed what an instance lists, each with its context window; to be published."""
+        if (listed := frozenset(models)) != instance.listed:
+            instance.listed = listed
+            self.setups += 1
+        if not instance.config.models:
+            instance.models = listed
+        lengths = [length for name, length in models.items() if length and name in instance.models]
+        if lengths:
+            instance.max_model_len = max(lengths)
+        if instance.on_models is not None:
+            instance.on_models(instance)
 
     def publish(self, instance: Instance) -> None:
         """Tell the scheduler what changed."""

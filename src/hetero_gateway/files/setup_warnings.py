@@ -1,0 +1,88 @@
+"""What is allowed in a set-up and yet hardly meant: it is served, with a warning.
+
+``validate`` warns of what a file says, ``serve`` and ``status`` of what the instances say, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from hetero_gateway.core.model_names import same_model
+
+_PORTS = {"http": 80, "https": 443}
+# In one line of text.
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of one instance.
+
+    Args:
+        models: what requests reach it by; empty: not known (yet).
+        listed: what its engine lists, with what those were made from; empty: not known (yet).
+        profile_model: the model that its profile was made for; None: it has no profile.
+    """
+
+    instance_id: str
+    base_url: str
+    models: frozenset[str]
+    listed: frozenset[str] = frozenset()
+    profile_model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetupWarning:
+    """One line, and the instance and the key that it is about; None: none in particular."""
+
+    text: str
+    instance_id: str | None = None
+    key: str | None = None
+
+    def __str__(self) -> str:
+        about = "" if self.instance_id is None else f"instance {self.instance_id}: "
+        return about + self.text
+
+
+def setup_warnings(instances: Sequence[Seen]) -> list[SetupWarning]:
+    """What is odd about these instances, in their order."""
+    if not instances:
+        return [SetupWarning("there are no instances: every request gets an error")]
+    warnings = []
+    first_at: dict[str, str] = {}
+    for each in instances:
+        first = first_at.setdefault(same_address(each.base_url), each.instance_id)
+        if first != each.instance_id:
+            text = f"it has the address of {first}: one server would be counted as two"
+            warnings.append(SetupWarning(text, each.instance_id, "base_url"))
+        warnings += _of_models(each)
+    return warnings
+
+
+def _of_models(each: Seen) -> Iterable[SetupWarning]:
+    if each.listed and (missing := each.models - each.listed):
+        text = f"its server does not list {_named(missing)}; it lists {_named(each.listed)}"
+        yield SetupWarning(text, each.instance_id, "model")
+    if each.profile_model is None:
+        return
+    served = each.listed or each.models
+    said = {same_model(each.profile_model, name) for name in served}
+    if False in said and True not in said:
+        text = f"its profile is of {each.profile_model}, and it serves {_named(served)}"
+        yield SetupWarning(text, each.instance_id, "profile")
+
+
+def same_address(base_url: str) -> str:
+    """A URL in the one spelling that all of its spellings have."""
+    parts = urlsplit(base_url)
+    host = (parts.hostname or "").removesuffix(".")
+    host = "127.0.0.1" if host in ("localhost", "::1") else host
+    return f"{parts.scheme}://{host}:{parts.port or _PORTS[parts.scheme]}{parts.path.rstrip('/')}"
+
+
+def _named(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = len(ordered) - _MOST_NAMES
+    return ", ".join(ordered[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,73 @@
+"""Set-ups that are hardly meant: warned of in the log and by ``status``, as instances say more."""
+
+import asyncio
+import logging
+
+import httpx
+import pytest
+
+from hetero_gateway.cli import main
+from tests.fakes.running import FAST, config_for, eventually, running_gateway
+from tests.fakes.vllm import fake_instances
+
+OTHER = "instance i0: its profile is of Llama-3-8B, and it serves qwen-14b"
+TWICE = "instance again: it has the address of i0: one server would be counted as two"
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.endswith("fleet.setup")]
+
+
+async def test_a_profile_of_another_model_is_seen_when_the_instance_says_what_it_serves(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with fake_instances(1, models=("qwen-14b",)) as fakes:
+        async with running_gateway(config_for(fakes, profiles=(FAST,))) as running:
+            assert logged(caplog) == [OTHER]
+            assert await asyncio.to_thread(main, ["status", running.url]) == 0
+            assert f"warning: {OTHER}" in capsys.readouterr().out.splitlines()
+
+
+async def test_a_warning_comes_with_a_change_once_and_goes_with_its_cause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with fake_instances(1, models=("llama-3-8b",)) as fakes:
+        config = config_for(fakes, profiles=(FAST,))
+        async with running_gateway(config) as running, httpx.AsyncClient() as client:
+
+            async def warnings() -> list[str]:
+                answer = await client.get(f"{running.url}/admin/instances")
+                return answer.json()["warnings"]
+
+            assert await warnings() == logged(caplog) == []
+            twin = {"id": "again", "base_url": fakes[0].url + "/"}
+            await client.post(f"{running.url}/admin/instances", json=twin)
+            assert await warnings() == [TWICE]
+            await eventually(lambda: logged(caplog) == [TWICE])
+            await client.post(
+                f"{running.url}/admin/instances",
+                json=twin | {"id": "x", "base_url": "http://127.0.0.1:1"},
+            )
+            await asyncio.sleep(60)
+            assert logged(caplog) == [TWICE]
+            await client.delete(f"{running.url}/admin/instances/again")
+            assert await warnings() == []
+
+
+async def test_a_configured_model_that_the_server_does_not_list_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with fake_instances(1, models=("served",)) as fakes:
+        config = config_for(fakes, profiles=(None,))
+        (instance,) = config.instances
+        wrong = instance.model_copy(update={"model": "wanted"})
+        async with running_gateway(config.model_copy(update={"instances": [wrong]})):
+            assert logged(caplog) == [
+                "instance i0: its server does not list wanted; it lists served"
+            ]
+
+
+async def test_a_gateway_without_instances_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async with running_gateway(config_for([])):
+        assert logged(caplog) == ["there are no instances: every request gets an error"]
