@@ -431,7 +431,8 @@ RANKING_TEXT = f"""
 Tokens/s of the whole machine: means, and the most frequent orders, in bold the paper's. Algorithm 1
 on 20 draws of 200 requests; the simulation on two of 1000 requests, each {COPIES} times, all at
 once and in turn over the instances. "As printed" counts KV by 2·l·h, four times too much for this
-model; "unpadded" is erratum 11 of docs/design/scheduling.md.
+model; "unpadded" is erratum 11 of
+[scheduling](../design/scheduling.md#what-differs-from-the-papers-print).
 """
 
 POLICY_TEXT = f"""
@@ -468,5 +469,6 @@ DIFFERENCES = """
   first experiment Algorithm 1 is shown with both.
 - **Weights for cluster B** are not in the paper, so WRR is left out there.
 - **Ties.** With three or more instances min-max ties are the rule, and the printed algorithm gives
-  them to the lowest index. docs/design/scheduling.md says what the gateway does instead.
+  them to the lowest index. [Scheduling](../design/scheduling.md#what-differs-from-the-papers-print)
+  says what the gateway does instead.
 """

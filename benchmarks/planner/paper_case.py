@@ -6,7 +6,7 @@ By lengths and link, tokens/s of the machine for each equal layout: Algorithm 1 
 paper's KV count (2·l·h), the same with grouped-query attention, unpadded, and the planner's
 simulation of the whole machine behind round-robin (the paper sends in turn) with prefill-first
 steps; at last the layout that the planner would choose of all, unequal ones among them.
-docs/guide/plan.md quotes it. Runs in less than a minute.
+docs/evidence/planner.md quotes it. Runs in less than a minute.
 """
 
 from __future__ import annotations

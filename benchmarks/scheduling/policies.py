@@ -1,7 +1,7 @@
-"""``finish-time`` against every other policy in virtual time: tables of docs/design/scheduling.md.
+"""``finish-time`` against every other policy in virtual time, for docs/evidence/scheduling.md.
 
     python benchmarks/scheduling/policies.py --requests sharegpt=TRACE.csv \
-        --requests azure=TRACE.csv [--seeds 5] [--write docs/design/scheduling.md] [--json]
+        --requests azure=TRACE.csv [--seeds 5] [--write docs/evidence/scheduling.md] [--json]
 
 Three clusters (configs/clusters), three loads (0.7 and 0.9 of the sum of the instances' own
 throughputs, and everything at once). All policies see the same requests at the same times. A ratio

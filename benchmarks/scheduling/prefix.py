@@ -9,7 +9,7 @@ are shares, in the trace's middle, of what ``finish-time`` without knowledge of 
 its stride when everything is there at once. With ``--slo``: the highest load at which 95 % of the
 requests have their first token within 2 s. ``aware@W`` is ``finish-time`` with a
 ``first_token_weight`` of W. Traces have the form of
-docs/evidence/simulator.md#traces-with-prefixes. What ``-o`` has already is not run again. At the
+docs/guide/simulate.md#traces-with-prefixes. What ``-o`` has already is not run again. At the
 end: ratios to the blind ``finish-time`` and to the best of the others in each cell, as geometric
 means.
 """

@@ -1,6 +1,6 @@
 """The run itself, shortly; scripts/chaos runs it for as long as one likes.
 
-See docs/design/reliability.md.
+See docs/evidence/reliability.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A soak, shortly and small; scripts/soak runs the whole one (docs/design/reliability.md)."""
+"""A soak, shortly and small; scripts/soak runs the whole one (docs/evidence/reliability.md)."""
 
 from __future__ import annotations
 

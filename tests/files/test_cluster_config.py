@@ -273,7 +273,8 @@ def fields_of(model: type[BaseModel], section: str = "") -> set[tuple[str, str]]
 def test_every_field_is_documented_and_nothing_else() -> None:
     documented = set()
     section = ""
-    for line in (ROOT / "docs" / "evidence" / "simulator.md").read_text("utf-8").splitlines():
+    page = ROOT / "docs" / "reference" / "simulation-file.md"
+    for line in page.read_text("utf-8").splitlines():
         if heading := re.match(r"#+ `?([\w ]+)`?", line):
             section = heading[1]
         elif row := re.match(r"\| `(\w+)` \|", line):

@@ -269,6 +269,6 @@ def fields_of(model: type[BaseModel]) -> set[str]:
 
 
 def test_every_field_is_in_the_documentation() -> None:
-    text = (ROOT / "docs" / "guide" / "plan.md").read_text("utf-8")
+    text = (ROOT / "docs" / "reference" / "plan-file.md").read_text("utf-8")
     listed = set(re.findall(r"^\| `([a-z0-9_]+)`", text, re.MULTILINE))
     assert fields_of(PlanConfig) <= listed

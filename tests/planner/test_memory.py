@@ -73,7 +73,7 @@ def test_the_kv_memory_of_published_start_ups_comes_out(name, card, t, told, kv_
 def test_start_ups_that_no_fit_has_seen_are_within_two_standard_deviations(
     name, card, t, told, kv_gib
 ):
-    # The table in docs/guide/plan.md.
+    # The table in docs/evidence/planner.md.
     options = EngineOptions(**told)
     found = estimate_memory(model_card(name), accelerator(card), t, options)
     spread_gib = spread_bytes(accelerator(card), t, options) / t / GIB

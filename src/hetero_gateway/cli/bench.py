@@ -21,7 +21,7 @@ examples:
 
 A trace is a CSV file with the header arrival_s,input_tokens,output_tokens; without arrival_s its
 requests are sent at --rate, or all at once. JSON lines that say which prompts begin alike (.jsonl,
-.jsonl.gz; docs/evidence/simulator.md) are sent as conversations, a turn after the answer to the
+.jsonl.gz; docs/guide/simulate.md) are sent as conversations, a turn after the answer to the
 last one, stretched to --rate. Without --requests a synthetic mix of chat lengths is sent
 (log-normal, from --seed). Throughput counts prompt and output tokens of answered requests, over
 the time from the first sending to the last answer.

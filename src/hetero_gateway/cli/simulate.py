@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 DEFAULT_POLICIES = ("finish-time", "min-max", "capacity-weighted", "paper", "round-robin")
 # Where nothing is said about rates: a quiet hour, a busy one, and the paper's "inf".
 DEFAULT_LOADS = (0.7, 0.9)
-# Fewer seeds do not tell a difference from chance (docs/evidence/simulator.md).
+# Fewer seeds do not tell a difference from chance (docs/guide/simulate.md).
 DEFAULT_SEEDS = 5
-# With half of it, filling and emptying the cluster are most of a run (docs/evidence/simulator.md).
+# With half of it, filling and emptying the cluster are most of a run (docs/guide/simulate.md).
 DEFAULT_COUNT = 2000
 # The limits of MLPerf Inference's server scenario for Llama-2-70B (v4.0): 2 s and 200 ms.
 DEFAULT_SLO_TTFT_S = 2.0
@@ -41,7 +41,7 @@ examples:
 A cluster is a YAML file: instances: [{profile: V100-32GB-NVLink2/Llama-3-8B/tp4, count: 1}, ...].
 A trace is a CSV file with the header arrival_s,input_tokens,output_tokens, or JSON lines that say
 which prompts begin alike (.jsonl, .jsonl.gz); without --requests a synthetic mix of chat lengths is
-sent. docs/evidence/simulator.md has the forms, and says what the columns mean.
+sent. docs/guide/simulate.md has the forms, and says what the columns mean.
 """
 
 

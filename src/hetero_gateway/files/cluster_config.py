@@ -2,7 +2,7 @@
 
 As strict as the gateway's file, with the same reader and the same one-line errors. It says which
 instances there are, what the scheduler believes of them, what goes wrong, and what is sent;
-docs/evidence/simulator.md lists every field, and a test compares the two.
+docs/reference/simulation-file.md lists every field, and a test compares the two.
 """
 
 from __future__ import annotations

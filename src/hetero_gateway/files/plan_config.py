@@ -1,7 +1,7 @@
 """The file of ``plan``: its schema, its loader, and the conversion to what the planner is asked.
 
 As strict as the gateway's file, with the same reader and the same one-line errors. Flags win over
-the file. docs/guide/plan.md lists every field, and a test compares the two.
+the file. docs/reference/plan-file.md lists every field, and a test compares the two.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hetero_gateway.load.result import InstanceShare, Summary
 
-# Differences below this are noise between repetitions of one run (docs/design/scheduling.md).
+# Differences below this are noise between repetitions of one run (docs/evidence/scheduling.md).
 NOISE = 0.02
 # Shorter runs are ruled by their few longest answers: with 29 requests, four seeds put min-max's
 # throughput from 20 % below capacity-weighted's to level with it; with 864, three were within 2 %.

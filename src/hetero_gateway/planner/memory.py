@@ -15,8 +15,8 @@ Per accelerator, with T = max_num_batched_tokens, n = max_num_seqs, b = bytes of
 
 vLLM measures all but the weights at start-up, in one pass over T tokens and n logits; what it keeps
 has changed with its versions. The coefficients are fitted to its own logs and tested on model
-families that were left out: benchmarks/planner/memory.py, docs/guide/plan.md. Logs were of NVIDIA's
-cards but for one: elsewhere the uncertainty is larger.
+families that were left out: benchmarks/planner/memory.py, docs/evidence/planner.md. All logs
+but one are of NVIDIA's cards: elsewhere the uncertainty is larger.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What ``simulate`` prints: the JSON document, and the columns for the terminal's tables and for
 the report's.
 
-A terminal gets as many as it is wide, by rank; docs/evidence/simulator.md says what they mean.
+A terminal gets as many as it is wide, by rank; docs/guide/simulate.md says what they mean.
 """
 
 from __future__ import annotations

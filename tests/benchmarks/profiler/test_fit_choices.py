@@ -1,4 +1,4 @@
-"""What docs/guide/profile.md says of the ways to fit, on few engines."""
+"""What docs/design/profiling.md says of the ways to fit, on few engines."""
 
 from __future__ import annotations
 

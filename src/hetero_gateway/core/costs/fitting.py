@@ -18,7 +18,7 @@ The words used here:
 - The errors are of cells that the fit has not seen (``PartFit.validation``), outliers aside.
 - Intervals are a bootstrap over cells.
 
-Where a sample comes from, and files, are the profiler's business. docs/guide/profile.md has the
+Where a sample comes from, and files, are the profiler's business. docs/design/profiling.md has the
 reasons and the figures.
 """
 

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 FORGET_S = 120.0
 HOLD_S = 60.0
 # A quarter off is where the policies that do not correct themselves begin to lose (the second
-# table of docs/design/scheduling.md is of a factor of 2); nearer to 1 than 1.15 is a fit's noise.
+# table of docs/evidence/scheduling.md is of a factor of 2); nearer to 1 than 1.15 is a fit's noise.
 TOLERANCE = 1.25
 RECOVERED = 1.15
 # Of single rows around the fit: what seconds of few streams over HTTP show by themselves, plus

@@ -11,7 +11,7 @@ without traffic nothing is observed: it would stay for ever. So what was not see
 - the scheduler sends it a request now and then (``scheduling/probes.py``), which is how it is
   observed long before it looks good again.
 
-An instance that really is that slow costs one request in a while; see docs/design/scheduling.md.
+An instance that really is that slow costs one request in a while; see docs/design/corrections.md.
 Nothing here reads a clock.
 """
 

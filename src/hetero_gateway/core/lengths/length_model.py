@@ -4,7 +4,7 @@ A tree splits by prompt length and by the client's limit (``max_tokens``; none c
 where that lowers the squared error most, and says the mean of each leaf. The squared error, because
 a placement's cost is close to linear in the output length, for which the mean is what is needed.
 How many leaves: by the error on the last quarter of the rows, so that a trace whose lengths depend
-on nothing gets one leaf. docs/design/predictors.md has the errors, and why not log2 buckets.
+on nothing gets one leaf. docs/evidence/predictors.md has the errors, and why not log2 buckets.
 
 Files are the shell's work (``files/length_model_file.py``); here is the document in them.
 """
