@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from importlib import resources
 from pathlib import Path
@@ -22,11 +22,11 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from hetero_gateway import __version__
-from hetero_gateway.engines.vllm import work_of_path
+from hetero_gateway.engines.vllm import ENGINE_CALLS, Work, asked_at, work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import Exposure, GatewayConfig
 from hetero_gateway.gateway.admission.clients import Client
-from hetero_gateway.gateway.control import admin, responses
+from hetero_gateway.gateway.control import admin
 from hetero_gateway.gateway.control.access import check_exposed
 from hetero_gateway.gateway.control.docs_page import docs_page
 from hetero_gateway.gateway.dataplane.application import DataPlane
@@ -106,9 +106,16 @@ async def route(
     if work is not None and method == "POST":
         await dataplane.serve(scope, receive, send, work)
         return
-    if work is not None:
-        refusal = Refusal(405, "method_not_allowed", f"{path} takes POST.")
-        await _error(refusal, path, {"allow": "POST"})(scope, receive, send)
+    asked = None if work is not None else asked_at(path)
+    if asked is not None and (method if method != "HEAD" else "GET") in asked.methods:
+        await dataplane.serve(scope, receive, send, Work.LIGHT)
+        return
+    if work is not None or asked is not None:
+        allowed = ("POST",) if asked is None else asked.methods
+        await _wrong_method(path, allowed)(scope, receive, send)
+        return
+    if path in ENGINE_CALLS:
+        await _error(_engine_call(path), path)(scope, receive, send)
         return
     if not _PATH.fullmatch(path) or _DOTS.search(path):
         await _error(_nothing_at(path), path)(scope, receive, send)
@@ -197,6 +204,21 @@ async def _render_bug(request: Request, error: Exception) -> Response:
     return _error(refusal, request.url.path)
 
 
+def _wrong_method(path: str, allowed: Iterable[str]) -> Response:
+    names = ", ".join(allowed)
+    refusal = Refusal(405, "method_not_allowed", f"{path[:200]} takes {names}.")
+    return _error(refusal, path, {"allow": names})
+
+
+def _engine_call(path: str) -> Refusal:
+    detail = (
+        f"{path} concerns an engine and not a request. Who may use /admin asks for it at "
+        f"/admin/instances/ID/engine{path}, or of all that serve a model at "
+        f"/admin/models/MODEL/engine{path}."
+    )
+    return Refusal(403, "engine_call", detail)
+
+
 def _nothing_at(path: str) -> Refusal:
     return Refusal(404, "not_found", f"There is nothing at {path[:200]}.")
 
@@ -232,6 +254,8 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
 
     @control.get("/health", tags=["health"])
     @control.get("/livez", tags=["health"])
+    @control.get("/ping", include_in_schema=False)
+    @control.post("/ping", include_in_schema=False)
     async def live() -> dict[str, str]:
         """The process is alive; says nothing of the instances."""
         return {"status": "ok"}
@@ -271,12 +295,6 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
             message = f"The model `{model}` does not exist."
             raise Refusal(404, "model_not_found", message, param="model")
         return _card(model, served[model])
-
-    @control.get("/v1/responses/{response_id}", tags=["openai"])
-    @control.post("/v1/responses/{response_id}/cancel", tags=["openai"])
-    async def response(request: Request, response_id: str) -> Response:
-        """Asked of the instance that made it."""
-        return await responses.pass_on(gateway, request, response_id)
 
     @control.get("/dashboard", tags=["dashboard"], response_class=HTMLResponse)
     async def dashboard(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -76,6 +77,16 @@ async def test_what_continues_a_response_goes_where_it_was_made(workers: int, st
             assert [instance_of(answer) for answer in latest] == homes
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_forty_of_forty_follow_ups_reach_their_instance(workers: int) -> None:
+    async with gateway(workers) as running:
+        first = await asyncio.gather(*(ask(running, f"{i} {LONG}") for i in range(40)))
+        homes = [instance_of(answer) for answer in first]
+        assert set(homes) == {"i0", "i1"}
+        then = await asyncio.gather(*(ask(running, "and then?", id_of(a)) for a in first))
+        assert [instance_of(answer) for answer in then] == homes
+
+
 async def test_its_prompt_is_as_long_as_all_in_front_of_it_and_is_cached_there() -> None:
     async with gateway() as running:
         decisions = running.gateway.dataplane.decisions
@@ -116,6 +127,13 @@ async def test_a_response_whose_instance_is_gone_is_not_found() -> None:
         assert error["code"] == "previous_response_not_found"
         assert error["param"] == "previous_response_id"
         assert error["type"] == "invalid_request_error"
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            for path in (name, f"{name}/input_items"):
+                asked = await client.get(f"{PATH}/{path}")
+                assert asked.status_code == 404
+                error = asked.json()["error"]
+                assert (error["code"], error["param"]) == ("response_not_found", "response_id")
+                assert "the instance that made it is gone" in error["message"]
         # An id that nobody has seen is the engine's to judge.
         never = await ask(running, "and then?", "resp_0")
         assert never.status_code == 404

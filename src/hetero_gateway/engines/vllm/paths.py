@@ -6,6 +6,8 @@ Seen on vLLM 0.32. ``--api-key`` guards those under /v1/ and no other.
 from __future__ import annotations
 
 import enum
+import re
+from typing import NamedTuple
 
 # What it says of itself: GET.
 # 200 with an empty body while the engine lives, also while it drains; 503 once its core has died.
@@ -26,8 +28,55 @@ INVOCATIONS = "/invocations"  # a chat or a completion, by its body
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 
-# What concerns an engine and no request. Only with VLLM_SERVER_DEV_MODE=1.
+TOKENIZER_INFO = "/tokenizer_info"  # GET; only with --enable-tokenizer-info-endpoint
+
+# What concerns an engine and no request: most of it only with VLLM_SERVER_DEV_MODE=1.
 RESET_PREFIX_CACHE = "/reset_prefix_cache"
+LOAD_LORA_ADAPTER = "/v1/load_lora_adapter"  # with VLLM_ALLOW_RUNTIME_LORA_UPDATING
+UNLOAD_LORA_ADAPTER = "/v1/unload_lora_adapter"
+SLEEP = "/sleep"  # with --enable-sleep-mode, and ?level=1 (the default) or 2
+WAKE_UP = "/wake_up"
+IS_SLEEPING = "/is_sleeping"
+PAUSE = "/pause"
+RESUME = "/resume"
+IS_PAUSED = "/is_paused"
+
+# Those calls, each with its method: none of them is passed on for a client.
+ENGINE_CALLS = {
+    LOAD_LORA_ADAPTER: "POST",
+    UNLOAD_LORA_ADAPTER: "POST",
+    SLEEP: "POST",
+    WAKE_UP: "POST",
+    IS_SLEEPING: "GET",
+    PAUSE: "POST",
+    RESUME: "POST",
+    IS_PAUSED: "GET",
+    RESET_PREFIX_CACHE: "POST",
+    "/reset_mm_cache": "POST",
+    "/reset_encoder_cache": "POST",
+    "/release_kv_cache_memory": "POST",
+    "/abort_requests": "POST",
+    "/start_profile": "POST",
+    "/stop_profile": "POST",
+    LOAD: "GET",
+    "/server_info": "GET",
+    "/kv_event_sources": "GET",
+    "/collective_rpc": "POST",
+    "/scale_elastic_ep": "POST",
+    "/is_scaling_elastic_ep": "POST",
+    "/fault_tolerance/apply": "POST",
+    "/fault_tolerance/status": "GET",
+    "/init_weight_transfer_engine": "POST",
+    "/shutdown_weight_transfer_engine": "POST",
+    "/start_weight_update": "POST",
+    "/start_draft_weight_update": "POST",
+    "/update_weights": "POST",
+    "/finish_weight_update": "POST",
+    "/update_weight_version": "POST",
+    "/weight_info": "GET",
+    "/weight_checker": "POST",
+    "/get_world_size": "GET",
+}
 
 
 class Work(enum.Enum):
@@ -52,7 +101,14 @@ WORK_BY_PATH = {
     "/v1/messages/count_tokens": Work.LIGHT,
     "/v1/completions/render": Work.LIGHT,
     "/v1/chat/completions/render": Work.LIGHT,
+    "/v1/messages/render": Work.LIGHT,
+    "/v1/responses/render": Work.LIGHT,
+    "/v1/completions/derender": Work.LIGHT,
+    "/v1/chat/completions/derender": Work.LIGHT,
+    "/cohere/v2/chat": Work.GENERATE,
+    "/v1/systemone": Work.GENERATE,
     EMBEDDINGS: Work.PREFILL,
+    "/v2/embed": Work.PREFILL,
     "/pooling": Work.PREFILL,
     "/classify": Work.PREFILL,
     "/score": Work.PREFILL,
@@ -75,6 +131,37 @@ def work_of_path(path: str) -> Work | None:
     it gets, and end up at /sleep or at what changes one engine's state.
     """
     return WORK_BY_PATH.get(path)
+
+
+class Asked(NamedTuple):
+    """What is asked of an instance about what it has: no step of its engine comes of it.
+
+    Args:
+        methods: that it takes.
+        response_id: which response it is about; "": about none, and any instance can say.
+    """
+
+    methods: tuple[str, ...]
+    response_id: str = ""
+
+
+_OF_A_TOKENIZER = Asked(("GET",))
+# No escape, no slash and no dot segment: an engine must not read another path out of it. Items and
+# deletion are OpenAI's; vLLM 0.32 says that it has none.
+_OF_A_RESPONSE = re.compile(
+    RESPONSES + r"/(?!\.{1,2}(?:/|\Z))([0-9A-Za-z._~!$&'()*+,=:@-]{1,256})(/cancel|/input_items)?"
+)
+_RESPONSE_METHODS = {None: ("GET", "DELETE"), "/cancel": ("POST",), "/input_items": ("GET",)}
+
+
+def asked_at(path: str) -> Asked | None:
+    """What is asked at this path, or None when it is none of these."""
+    if path == TOKENIZER_INFO:
+        return _OF_A_TOKENIZER
+    found = _OF_A_RESPONSE.fullmatch(path)
+    if found is None or path in WORK_BY_PATH:
+        return None
+    return Asked(_RESPONSE_METHODS[found[2]], found[1])
 
 
 # The fields that limit an answer's tokens, the first one ahead of the next, each with the least

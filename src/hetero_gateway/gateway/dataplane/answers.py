@@ -6,6 +6,7 @@ What an instance answers passes unchanged and is none of this.
 from __future__ import annotations
 
 from hetero_gateway.core.types import Reject, RejectReason
+from hetero_gateway.engines.vllm import RESPONSES
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
@@ -22,6 +23,13 @@ def too_large(limit: int) -> Refusal:
     return Refusal(413, "request_too_large", f"The request body is larger than {limit} bytes.")
 
 
+def no_response(path: str, detail: str = "") -> Refusal:
+    """There is nothing to say about the response that a path names. ``detail``: why."""
+    name = path.removeprefix(RESPONSES + "/").partition("/")[0]
+    message = f"Response with id '{name[:256]}' not found{detail}."
+    return Refusal(404, "response_not_found", message, param="response_id")
+
+
 def rejection(
     reject: Reject, error: InstanceError | None, path: str, *, spent: bool = False
 ) -> Refusal:
@@ -32,6 +40,8 @@ def rejection(
     if reject.reason is RejectReason.UNKNOWN_MODEL:
         return Refusal(404, "model_not_found", reject.detail, param="model")
     if reject.reason is RejectReason.CONTINUES_NOTHING:
+        if path != RESPONSES:
+            return no_response(path, ": the instance that made it is gone")
         param = "previous_response_id"
         return Refusal(404, "previous_response_not_found", reject.detail, param=param)
     if reject.reason is RejectReason.FITS_NO_INSTANCE:

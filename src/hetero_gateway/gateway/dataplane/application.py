@@ -48,6 +48,7 @@ from hetero_gateway.gateway.wire.downstream import (
     Scope,
     Send,
 )
+from hetero_gateway.gateway.wire.headers import named_by_connection
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer, tokenizer_of
 
@@ -199,7 +200,11 @@ class DataPlane:
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         downstream = AsgiDownstream(receive, send)
-        inbound = Inbound(scope["path"], target, work, scope["headers"])
+        headers, method = scope["headers"], scope["method"].encode()
+        if method == b"HEAD":
+            method = b"GET"  # the server leaves the body out
+        inbound = Inbound(scope["path"], target, work, headers, method=method)
+        inbound.dropped = named_by_connection(headers)
         attempts = self.open(inbound, downstream)
         try:
             await downstream.read_body(attempts, inbound, self.body_limits)

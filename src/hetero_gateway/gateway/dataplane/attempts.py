@@ -395,7 +395,8 @@ class Attempts:
     def _upstream_request(self, instance: Instance) -> bytes:
         inbound, pool = self._inbound, instance.pool
         parts = [
-            b"POST ", pool.path_prefix, inbound.target, b" HTTP/1.1\r\nhost: ", pool.host_header,
+            inbound.method, b" ", pool.path_prefix, inbound.target,
+            b" HTTP/1.1\r\nhost: ", pool.host_header,
             b"\r\nx-request-id: ", inbound.request_id,
             b"\r\ncontent-length: %d\r\n" % len(inbound.body),
         ]  # fmt: skip

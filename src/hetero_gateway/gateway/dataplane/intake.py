@@ -11,17 +11,19 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from urllib.parse import parse_qs
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.limits.accounts import Charge, Standing
 from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.types import InstanceId, Request
-from hetero_gateway.engines.vllm import Work, starts_with_a_token
+from hetero_gateway.engines.vllm import Work, asked_at, starts_with_a_token
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig, SchedulerConfig
 from hetero_gateway.gateway.admission.clients import CLASS_HEADER, Client
 from hetero_gateway.gateway.admission.tenants import Tenants
+from hetero_gateway.gateway.dataplane.answers import no_response
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.bodies import BodyLimits
@@ -36,6 +38,7 @@ from hetero_gateway.gateway.wire.openai import (
 )
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
 
+_MOST_QUERY_FIELDS = 64
 # How long the reading of a body may hold the event loop at a time.
 _STEP_S = 0.001
 # Of each end of a long body, once it is not needed any more.
@@ -181,6 +184,8 @@ class Intake:
 
     def read(self, inbound: Inbound) -> ParsedRequest:
         """What the body says, its model filled in. Raises Refusal: 400 for an unusable one."""
+        if inbound.work is Work.LIGHT and (asked := self._asked(inbound)) is not None:
+            return asked
         parsed = parse_body(
             inbound.body, inbound.content_type, inbound.path, self._seed_for(inbound)
         )
@@ -188,10 +193,29 @@ class Intake:
 
     def read_in_steps(self, inbound: Inbound) -> Steps[ParsedRequest]:
         """``read`` for a long body, for which the event loop cannot stand still."""
+        if inbound.work is Work.LIGHT and (asked := self._asked(inbound)) is not None:
+            return asked
         parsed = yield from parse_in_steps(
             inbound.body, inbound.content_type, inbound.path, self._seed_for(inbound)
         )
         return self._named(parsed, inbound)
+
+    def _asked(self, inbound: Inbound) -> ParsedRequest | None:
+        """What is asked of an instance about what it has; None: it is another request.
+
+        It has a model, or a response whose model whoever schedules knows.
+        """
+        asked = asked_at(inbound.path)
+        if asked is None:
+            return None
+        parsed = ParsedRequest("", False, None, 1, 0, 0, None, 1)
+        if asked.response_id:
+            parsed.previous = self.response_name(inbound, asked.response_id.encode())
+        else:
+            query = inbound.target.partition(b"?")[2].decode("latin-1")
+            named = parse_qs(query, max_num_fields=_MOST_QUERY_FIELDS).get("model")
+            parsed.model = named[-1] if named else self._default_model()
+        return parsed
 
     def _seed_for(self, inbound: Inbound) -> int | None:
         """What the keys of its prompt begin with; None: it has none that are of use."""
@@ -256,7 +280,8 @@ class Intake:
         Raises:
             Refusal: 403 for a model or a class that is not its client's.
         """
-        assert parsed.model is not None
+        if not parsed.model:
+            return self._about_a_response(inbound, client, parsed)
         # What is kept of a request shares its model's name with the others.
         model = sys.intern(parsed.model)
         client.check_model(model)
@@ -310,15 +335,21 @@ class Intake:
             only=before.instance_id,
         )
 
-    def where_is(self, inbound: Inbound, response_id: bytes) -> InstanceId | None:
-        """Which instance made a response; None: nobody knows. ``inbound``: who asks."""
-        found = self.responses.find(self.response_name(inbound, response_id), time.monotonic())
-        return None if found is None else found.instance_id
+    def _about_a_response(self, inbound: Inbound, client: Client, parsed: ParsedRequest) -> Job:
+        """It is asked of the instance that made the response. Raises Refusal: 404, 403."""
+        found = self.responses.find(parsed.previous, time.monotonic())
+        if found is None:
+            raise no_response(inbound.path)
+        client.check_model(found.model)
+        request = Request(
+            found.model, 1, 0.0, streams=False, client=client.party, only=found.instance_id
+        )
+        return Job(inbound, client, parsed, request, None)
 
     def note_response(self, job: Job, instance_id: InstanceId, name: bytes) -> None:
         """A request is answered with a response of this name (``response_name``)."""
         request, parsed = job.request, job.parsed
         job.response = response = Response(
-            name, instance_id, request.prompt_tokens, request.prefix, parsed.head
+            name, instance_id, request.prompt_tokens, request.prefix, parsed.head, request.model
         )
         self.responses.note(response, time.monotonic())

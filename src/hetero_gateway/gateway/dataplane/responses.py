@@ -37,20 +37,28 @@ class Response:
 
     Attributes:
         tokens: of its prompt and, once it is complete, of its answer.
+        model: that made it.
         keys: of the same; None: nobody asked for any.
         head: what another one must have, too, to begin with it.
     """
 
-    __slots__ = ("head", "instance_id", "keys", "name", "noted_s", "tokens")
+    __slots__ = ("head", "instance_id", "keys", "model", "name", "noted_s", "tokens")
 
     def __init__(
-        self, name: bytes, instance_id: InstanceId, tokens: int, keys: PrefixKeys | None, head: int
+        self,
+        name: bytes,
+        instance_id: InstanceId,
+        tokens: int,
+        keys: PrefixKeys | None,
+        head: int,
+        model: str = "",
     ) -> None:
         self.name = name
         self.instance_id = instance_id
         self.tokens = tokens
         self.keys = keys
         self.head = head
+        self.model = model
         self.noted_s = 0.0
 
     def __repr__(self) -> str:

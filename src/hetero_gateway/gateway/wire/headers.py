@@ -36,3 +36,13 @@ NOT_TO_INSTANCES = _HOP_BY_HOP | {
 NOT_TO_INSTANCES_NOR_CREDENTIALS = NOT_TO_INSTANCES | CREDENTIALS
 # Besides: replaced by the gateway's own.
 NOT_TO_CLIENTS = _HOP_BY_HOP | {b"x-request-id", b"x-hetero-gateway-instance"}
+
+
+def named_by_connection(headers: Headers) -> frozenset[bytes]:
+    """The fields that Connection names: they end here."""
+    return frozenset(
+        option.strip(b" \t").lower()
+        for name, value in headers
+        if name == b"connection"
+        for option in value.split(b",")
+    )

@@ -10,9 +10,10 @@ from hetero_gateway.gateway.wire.headers import Headers
 
 
 class Inbound:
-    """A POST on an engine path.
+    """A request on an engine path.
 
     Attributes:
+        method: POST, but for what only asks.
         path: decoded, without the query.
         target: path and query as they are to be sent on.
         work: what the path makes an engine do.
@@ -35,6 +36,7 @@ class Inbound:
         "content_type",
         "dropped",
         "headers",
+        "method",
         "path",
         "received_s",
         "request_id",
@@ -49,8 +51,10 @@ class Inbound:
         work: Work,
         headers: Headers,
         by_name: Mapping[bytes, bytes] | None = None,
+        method: bytes = b"POST",
     ) -> None:
         """``by_name``: the last of each name among the headers, where that is known already."""
+        self.method = method
         self.path = path
         self.target = target
         self.work = work
@@ -67,4 +71,4 @@ class Inbound:
 
     def __repr__(self) -> str:
         name = self.request_id.decode("ascii", "replace")
-        return f"<Inbound {name} POST {self.path}, {len(self.body)} bytes>"
+        return f"<Inbound {name} {self.method.decode()} {self.path}, {len(self.body)} bytes>"

@@ -17,7 +17,7 @@ from typing import Any
 
 from hetero_gateway import __version__
 from hetero_gateway.core.types import InstanceId, Reject, Usage
-from hetero_gateway.engines.vllm import WORK_BY_PATH
+from hetero_gateway.engines.vllm import Work, work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
@@ -259,7 +259,7 @@ class Session:
 
     def _job_of(self, facts: messages.Facts, describe: _Describe) -> Job:
         """Raises Refusal."""
-        inbound = Inbound(facts.path, b"", WORK_BY_PATH[facts.path], facts.headers)
+        inbound = Inbound(facts.path, b"", work_of_path(facts.path) or Work.LIGHT, facts.headers)
         inbound.request_id = facts.request_id
         inbound.received_s = facts.received_s
         inbound.body = facts.body

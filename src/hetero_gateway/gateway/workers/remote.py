@@ -412,10 +412,8 @@ class RemoteDispatcher:
         if ask is None:
             return  # its owner has left, and the scheduler process hears of it
         job, lengths = ask.job, said.lengths
-        model = job.parsed.model
-        assert model is not None
         job.request = Request(
-            model,
+            job.parsed.model or "",
             lengths.prompt_tokens,
             lengths.output_tokens,
             lengths.sequences,
