@@ -18,7 +18,7 @@ from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
 
 # The module of a command has its name.
 COMMANDS = (
-    *("serve", "validate", "emulate", "profile", "demo", "plan", "simulate", "bench"),
+    *("init", "serve", "validate", "emulate", "profile", "demo", "plan", "simulate", "bench"),
     *("predictor", "status", "explain", "picker", "key"),
 )
 

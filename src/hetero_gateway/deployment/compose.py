@@ -10,10 +10,11 @@ profile of the machine's name, and gateway, Prometheus and Grafana the profile `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
+from urllib.parse import urlsplit
 
 from hetero_gateway.deployment.command import emulate_arguments, serve_arguments
 from hetero_gateway.deployment.gateway_files import dumped
@@ -26,7 +27,7 @@ from hetero_gateway.deployment.instances import (
 GATEWAY_FILE = "gateway.compose.yaml"
 GATEWAY_IMAGE = "${HETERO_GATEWAY_IMAGE:-hetero-gateway:local}"
 # The gateway's own shutdown_timeout_s is 30.
-_GATEWAY_GRACE = "40s"
+GATEWAY_GRACE = "40s"
 _GRACE_MARGIN_S = 20
 _CONTAINER_PORT = 8000
 _CACHE = "huggingface-cache"
@@ -54,7 +55,7 @@ def compose_text(
             service["profiles"] = [instance.machine_name]
             service["ports"] = [f"{instance.port}:{instance.port}"]
         services[instance.id] = service
-    services |= {"prometheus": _prometheus(), "grafana": _grafana()}
+    services |= {"prometheus": prometheus_service(), "grafana": grafana_service()}
     if not one_host:
         for name in ("gateway", "prometheus", "grafana"):
             services[name]["profiles"] = ["gateway"]
@@ -72,20 +73,29 @@ def monitoring_files(
 ) -> dict[str, str]:
     """Path to text of what Prometheus and Grafana read."""
     one_host = on_one_host(instances, options)
-    targets = [
-        {
-            "targets": [compose_address(i, options, one_host).removeprefix("http://")],
-            "labels": {"instance": i.id},
-        }
-        for i in instances
-    ]
+    return scraped_files({i.id: compose_address(i, options, one_host) for i in instances})
+
+
+def scraped_files(urls: Mapping[str, str]) -> dict[str, str]:
+    """The same, for the instances at these URLs, by id."""
     packed = resources.files("hetero_gateway.deployment").joinpath("monitoring")
     files = _tree(packed, "monitoring")
     files["monitoring/prometheus/instances.yml"] = (
         "# `instance` is the id in the gateway's configuration, so that panels overlay.\n"
-        + dumped(targets)
+        + dumped([_target(instance_id, url) for instance_id, url in urls.items()])
     )
     return files
+
+
+def _target(instance_id: str, url: str) -> dict[str, Any]:
+    """An entry of Prometheus' file_sd_configs."""
+    parts = urlsplit(url)
+    labels = {"instance": instance_id}
+    if parts.scheme != "http":
+        labels["__scheme__"] = parts.scheme
+    if parts.path.strip("/"):
+        labels["__metrics_path__"] = parts.path.rstrip("/") + "/metrics"
+    return {"targets": [parts.netloc], "labels": labels}
 
 
 def _tree(folder: Traversable, path: str) -> dict[str, str]:
@@ -101,17 +111,17 @@ def _tree(folder: Traversable, path: str) -> dict[str, str]:
 
 def _gateway(options: DeploymentOptions) -> dict[str, Any]:
     return {
-        **_hardened(),
+        **hardened_service(),
         "ports": [f"127.0.0.1:{options.gateway_port}:{_CONTAINER_PORT}"],
         "volumes": [
             f"./{GATEWAY_FILE}:{_ETC}/gateway.yaml:ro",
             f"./profiles:{_ETC}/profiles:ro",
         ],
-        "stop_grace_period": _GATEWAY_GRACE,
+        "stop_grace_period": GATEWAY_GRACE,
     }
 
 
-def _hardened() -> dict[str, Any]:
+def hardened_service() -> dict[str, Any]:
     """A container of the gateway's own image."""
     return {
         "image": GATEWAY_IMAGE,
@@ -129,11 +139,11 @@ def _emulated(instance: DeployedInstance, options: DeploymentOptions) -> dict[st
     words = ["emulate", "--profile", f"{_ETC}/{instance.profile_file}"]
     words += [*emulate_arguments(instance, options), "--host", "0.0.0.0"]
     return {
-        **_hardened(),
+        **hardened_service(),
         "command": [*words, "--port", str(instance.port)],
         "volumes": [f"./profiles:{_ETC}/profiles:ro"],
         "stop_grace_period": f"{options.shutdown_timeout_s + _GRACE_MARGIN_S}s",
-        "healthcheck": _health_check("python", instance.port, "20s"),
+        "healthcheck": health_check("python", instance.port, "20s"),
     }
 
 
@@ -158,7 +168,7 @@ def _vllm(instance: DeployedInstance, options: DeploymentOptions) -> dict[str, A
         "shm_size": "8gb",
         "stop_grace_period": f"{options.shutdown_timeout_s + _GRACE_MARGIN_S}s",
         # The first start downloads the weights.
-        "healthcheck": _health_check("python3", instance.port, "30m"),
+        "healthcheck": health_check("python3", instance.port, "30m"),
         **vendor_keys,
     }
 
@@ -171,11 +181,14 @@ def _model_variable(options: DeploymentOptions) -> str:
     return f"${{MODEL:-{_escaped(options.model)}}}"
 
 
-def _health_check(python: str, port: int, start_period: str) -> dict[str, Any]:
+def health_check(
+    python: str, port: int, start_period: str, path: str = "/health"
+) -> dict[str, Any]:
+    """Asks a server for a path, with the Python of its own image."""
     # http.client and not urllib, which would go through a proxy named in the environment.
     code = (
         f"import http.client as h, sys; c = h.HTTPConnection('127.0.0.1', {port}, timeout=3); "
-        "c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"
+        f"c.request('GET', '{path}'); sys.exit(c.getresponse().status != 200)"
     )
     return {
         "test": ["CMD", python, "-c", code],
@@ -186,7 +199,8 @@ def _health_check(python: str, port: int, start_period: str) -> dict[str, Any]:
     }
 
 
-def _prometheus() -> dict[str, Any]:
+def prometheus_service() -> dict[str, Any]:
+    """Prometheus, with the files under monitoring/."""
     etc, ours = "/etc/prometheus", "./monitoring/prometheus"
     return {
         "image": _PROMETHEUS_IMAGE,
@@ -205,7 +219,8 @@ def _prometheus() -> dict[str, Any]:
     }
 
 
-def _grafana() -> dict[str, Any]:
+def grafana_service() -> dict[str, Any]:
+    """Grafana, with the files under monitoring/."""
     dashboards = f"{_ETC}/dashboards"
     return {
         "image": _GRAFANA_IMAGE,

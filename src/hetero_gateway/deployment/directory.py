@@ -38,6 +38,7 @@ from hetero_gateway.files.whole_file import write_whole
 from hetero_gateway.planner.plan import Candidate, Plan
 
 _DOCUMENT = "plan.json"
+_MOST_NAMED = 3
 
 
 def write_deployment(
@@ -79,6 +80,30 @@ def check_directory(directory: Path, *, force: bool) -> None:
         raise ConfigError(f"-o: {directory}: cannot be read: {error.strerror}") from error
     if not_empty and not force:
         raise ConfigError(f"-o: {directory} is not empty; name another, or give --force")
+
+
+def write_beside(files: Mapping[str, str], directory: Path, *, force: bool = False) -> list[Path]:
+    """Write files into a directory that may have others; returns their paths, sorted.
+
+    Args:
+        force: replace those that exist.
+
+    Raises:
+        ConfigError: some exist already; nothing was written.
+        HeteroGatewayError: one cannot be written.
+    """
+    existing = sorted(name for name in files if (directory / name).exists())
+    if existing and not force:
+        which = ", ".join(existing[:_MOST_NAMED]) + (", …" if len(existing) > _MOST_NAMED else "")
+        raise ConfigError(f"{directory}: has {which} already; name another with -o, or --force")
+    try:
+        for name, text in files.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, text, mode=_mode(path))
+    except OSError as error:
+        raise HeteroGatewayError(f"{directory}: cannot be written: {error.strerror}") from error
+    return sorted(directory / name for name in files)
 
 
 def render_deployment(

@@ -1,7 +1,8 @@
 """What a live engine says of itself: its model, its limits, its counters.
 
-``read_engine`` asks once, before anything is measured; ``EngineClient.counters`` before and after
-every batch. What the answers mean is in engines/vllm.
+``look_at`` asks for what it says of itself, and ``read_engine`` for all that measuring needs, once,
+before anything is measured; ``EngineClient.counters`` asks before and after every batch. What the
+answers mean is in engines/vllm.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
-from hetero_gateway.engines.vllm import EngineMetrics, paths, read_metrics, read_models
+from hetero_gateway.engines.vllm import CacheFacts, EngineMetrics, paths, read_metrics, read_models
 from hetero_gateway.engines.vllm.metrics import PREFIX
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.load.client import Target
@@ -64,6 +65,22 @@ class EngineFacts:
     has_metrics: bool
     utilisation: float | None = None
     kv_dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLook:
+    """What an engine says of itself.
+
+    Args:
+        served: the models that it lists, in its order, with their context windows in tokens.
+        version: what /version answers, or "unknown".
+        has_metrics: whether it has vLLM's metrics; ``cache`` is of them.
+    """
+
+    served: dict[str, int | None]
+    version: str
+    has_metrics: bool
+    cache: CacheFacts
 
 
 class EngineClient:
@@ -129,6 +146,20 @@ class EngineClient:
         await self._client.aclose()
 
 
+async def look_at(client: EngineClient, target: Target) -> EngineLook:
+    """Ask the engine for its models, its metrics and its version.
+
+    Raises:
+        ConfigError: it wants another key.
+        HeteroGatewayError: no engine answers there.
+    """
+    served = await _served(client, target)
+    metrics = await client.get(paths.METRICS)
+    has_metrics = metrics.status_code == 200 and PREFIX in metrics.text
+    cache = read_metrics(metrics.text if has_metrics else "").cache
+    return EngineLook(served, await _version(client), has_metrics, cache)
+
+
 async def read_engine(client: EngineClient, target: Target, given: Overrides) -> EngineFacts:
     """Ask the engine for what was not given.
 
@@ -136,14 +167,12 @@ async def read_engine(client: EngineClient, target: Target, given: Overrides) ->
         ConfigError: a wrong model name or key, or a limit that it does not tell and no flag gives.
         HeteroGatewayError: no engine answers there.
     """
-    served = await _served(client, target)
+    look = await look_at(client, target)
+    served, cache = look.served, look.cache
     model = _chosen(given.model, tuple(served), target)
-    metrics = await client.get(paths.METRICS)
-    has_metrics = metrics.status_code == 200 and PREFIX in metrics.text
-    cache = read_metrics(metrics.text if has_metrics else "").cache
     capacity = given.kv_capacity_tokens or cache.capacity_tokens
     if capacity is None:
-        what = "does not tell the KV capacity" if has_metrics else "has no vLLM metrics"
+        what = "does not tell the KV capacity" if look.has_metrics else "has no vLLM metrics"
         raise ConfigError(
             f"{target.base_url}{paths.METRICS} {what}: give --kv-capacity-tokens (vLLM logs it "
             'when it starts, as "GPU KV cache size: N tokens")'
@@ -156,8 +185,8 @@ async def read_engine(client: EngineClient, target: Target, given: Overrides) ->
         block_tokens=given.block_tokens or cache.block_tokens or _DEFAULT_BLOCK_TOKENS,
         max_num_seqs=given.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
         max_num_seqs_known=given.max_num_seqs is not None,
-        version=await _version(client),
-        has_metrics=has_metrics,
+        version=look.version,
+        has_metrics=look.has_metrics,
         utilisation=cache.utilisation,
         kv_dtype=cache.dtype,
     )

@@ -1,0 +1,107 @@
+"""``init``: the files to begin with, filled in from what servers say of themselves."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_gateway.deployment.starter import Server
+    from hetero_gateway.load.client import Target
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "init",
+        help="write a gateway.yaml, a compose file and monitoring to begin with",
+        description="Write a commented gateway.yaml, and a compose file with Prometheus and "
+        "Grafana, to begin with. No file is replaced without --force.",
+        epilog="example: hetero-gateway init --probe http://10.0.0.5:8000 http://10.0.0.6:8000",
+    )
+    parser.add_argument(
+        "--probe",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="URL",
+        help="vLLM servers that are running: asked what they serve, and made the instances",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path(), metavar="DIR", help="default: this folder"
+    )
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the servers' API key"
+    )
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from hetero_gateway.deployment.directory import write_beside
+    from hetero_gateway.deployment.starter import GATEWAY_FILE, starter_files
+    from hetero_gateway.files.gateway_config import load_gateway_config, secret
+    from hetero_gateway.files.profile_file import builtin_profiles
+    from hetero_gateway.load.client import parse_target
+
+    key = secret(args.api_key_env, "--api-key-env")
+    targets = [parse_target(url, key) for url in args.probe]
+    servers = asyncio.run(_ask(targets))
+    files = starter_files(servers, builtin_profiles(), args.api_key_env)
+    paths = write_beside(files, args.output, force=args.force)
+    configuration = args.output / GATEWAY_FILE
+    load_gateway_config(configuration)
+    for server in servers:
+        if server.problem:
+            print(f"hetero-gateway: warning: {server.problem}", file=sys.stderr)
+    if args.json:
+        asked = [
+            {
+                "base_url": server.base_url,
+                "models": list(server.served),
+                "version": server.version,
+                "problem": server.problem or None,
+            }
+            for server in servers
+        ]
+        print(json.dumps({"files": [str(path) for path in paths], "probed": asked}))
+        return 0
+    for server in servers:
+        if not server.problem:
+            print(f"{server.base_url}: vLLM {server.version}, serves {', '.join(server.served)}")
+    print(f"{len(paths)} files written to {args.output.absolute()}. Next:")
+    print(f"  hetero-gateway validate -c {configuration}")
+    print(f"  hetero-gateway serve -c {configuration}")
+    return 0
+
+
+async def _ask(targets: Sequence[Target]) -> list[Server]:
+    return await asyncio.gather(*map(_ask_one, targets))
+
+
+async def _ask_one(target: Target) -> Server:
+    """What a server says; a server that says nothing is written down all the same."""
+    from hetero_gateway.deployment.starter import Server
+    from hetero_gateway.errors import HeteroGatewayError
+    from hetero_gateway.profiler.engine import EngineClient, look_at
+
+    client = EngineClient(target)
+    try:
+        look = await look_at(client, target)
+    except HeteroGatewayError as error:
+        return Server(target.base_url, problem=str(error))
+    finally:
+        await client.aclose()
+    return Server(
+        target.base_url,
+        served=look.served,
+        version=look.version,
+        has_metrics=look.has_metrics,
+        kv_capacity_tokens=look.cache.capacity_tokens,
+        prefix_caching=look.cache.prefix_caching,
+    )
