@@ -53,8 +53,8 @@ class Cluster:
         """One metric of the gateway by instance, summed over its other labels."""
         values: dict[str, float] = {}
         for name, labels, value in samples(self.http.get(f"{self.url}/metrics").text):
-            if name == metric and "instance" in labels:
-                key = labels["instance"]
+            if name == metric and "backend" in labels:
+                key = labels["backend"]
                 values[key] = values.get(key, 0.0) + value
         return values
 

@@ -60,7 +60,7 @@ async def test_sighup_reloads_and_sigterm_drains(tmp_path: Path, workers: int) -
             write(path, fakes, scheduler={"policy": "round-robin"}, **drains)
             os.kill(gateway.process.pid, signal.SIGHUP)
             await until(
-                lambda: shows('reloads_total{outcome="applied"} 1.0', 'up{instance="i1"} 1.0')
+                lambda: shows('reloads_total{outcome="applied"} 1.0', 'up{backend="i1"} 1.0')
             )
             path.write_text("instances: [")
             os.kill(gateway.process.pid, signal.SIGHUP)

@@ -280,7 +280,7 @@ def test_prometheus_scrapes_every_instance_under_its_id():
         files = render_deployment(planned, options())
         targets = yaml.safe_load(files["monitoring/prometheus/instances.yml"])
         config = yaml.safe_load(files["gateway.compose.yaml"])
-        assert {(t["labels"]["instance"], f"http://{t['targets'][0]}") for t in targets} == {
+        assert {(t["labels"]["backend"], f"http://{t['targets'][0]}") for t in targets} == {
             (i["id"], i["base_url"]) for i in config["instances"]
         }
 

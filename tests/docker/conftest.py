@@ -68,7 +68,7 @@ class ContainerFiles:
 
     def dashboard_expressions(self) -> list[str]:
         """Every query of the dashboard, with Grafana's variables as Grafana would fill them in."""
-        values = {"$__rate_interval": "20s", "$model": ".*", "$instance": ".*"}
+        values = {"$__rate_interval": "20s", "$model": ".*", "$backend": ".*"}
         expressions = []
         for panel in self.panels():
             for target in panel["targets"]:
@@ -98,38 +98,40 @@ def compose_name(request: pytest.FixtureRequest) -> str:
 def metrics() -> dict[str, tuple[str, set[str]]]:
     """The gateway's metrics: name to kind and labels. What docs and dashboards may rely on."""
     listed: dict[str, tuple[str, str]] = {
-        "requests_total": ("counter", "model instance outcome"),
-        "request_duration_seconds": ("histogram", "model instance"),
-        "time_to_first_token_seconds": ("histogram", "model instance"),
-        "time_per_output_token_seconds": ("histogram", "model instance"),
-        "input_tokens_total": ("counter", "model instance"),
-        "output_tokens_total": ("counter", "model instance"),
-        "in_flight_requests": ("gauge", "instance"),
-        "instance_workload": ("gauge", "instance"),
-        "instance_kv_usage_ratio": ("gauge", "instance source"),
-        "instance_up": ("gauge", "instance"),
-        "instance_ejected": ("gauge", "instance"),
-        "instance_ejections_total": ("counter", "instance reason"),
-        "routing_decisions_total": ("counter", "policy instance"),
+        "requests_total": ("counter", "model backend outcome"),
+        "request_duration_seconds": ("histogram", "model backend"),
+        "time_to_first_token_seconds": ("histogram", "model backend"),
+        "time_per_output_token_seconds": ("histogram", "model backend"),
+        "input_tokens_total": ("counter", "model backend"),
+        "output_tokens_total": ("counter", "model backend"),
+        "in_flight_requests": ("gauge", "backend"),
+        "instance_workload": ("gauge", "backend"),
+        "instance_kv_usage_ratio": ("gauge", "backend source"),
+        "instance_up": ("gauge", "backend"),
+        "instance_ejected": ("gauge", "backend"),
+        "instance_ejections_total": ("counter", "backend reason"),
+        "routing_decisions_total": ("counter", "policy backend"),
         "scheduler_decision_seconds": ("histogram", ""),
         "prediction_error": ("histogram", "quantity"),
         "retries_total": ("counter", "reason"),
-        "upstream_errors_total": ("counter", "instance reason"),
-        "client_disconnects_total": ("counter", "instance"),
+        "upstream_errors_total": ("counter", "backend reason"),
+        "client_disconnects_total": ("counter", "backend"),
         "overhead_seconds": ("histogram", ""),
         "queue_depth": ("gauge", ""),
         "predictor_failures_total": ("counter", "reason"),
         "queue_wait_seconds": ("histogram", ""),
         "queue_rejections_total": ("counter", "reason"),
-        "instance_speed_factor": ("gauge", "instance"),
-        "instance_waiting_first_token": ("gauge", "instance"),
-        "profile_drift_ratio": ("gauge", "instance phase"),
-        "profile_age_seconds": ("gauge", "instance"),
+        "instance_speed_factor": ("gauge", "backend"),
+        "instance_waiting_first_token": ("gauge", "backend"),
+        "profile_drift_ratio": ("gauge", "backend phase"),
+        "profile_age_seconds": ("gauge", "backend"),
         "build_info": ("gauge", "version"),
         "event_loop_tasks": ("gauge", ""),
         "client_connections": ("gauge", ""),
         "client_timeouts_total": ("counter", "phase"),
         "client_refusals_total": ("counter", "status"),
+        "responses_total": ("counter", "status"),
+        "class_requests_total": ("counter", "class outcome"),
     }
     return {
         f"hetero_gateway_{n}": (kind, set(labels.split())) for n, (kind, labels) in listed.items()

@@ -18,20 +18,23 @@ import yaml
 PANEL_WIDTH = 24
 # The engine's series and labels that panels may overlay (vLLM's own, at /metrics).
 VLLM_METRICS = {
-    "vllm:num_requests_running": {"instance", "model_name"},
-    "vllm:num_requests_waiting": {"instance", "model_name"},
-    "vllm:num_preemptions_total": {"instance", "model_name"},
-    "vllm:time_to_first_token_seconds_bucket": {"instance", "model_name", "le"},
-    "vllm:request_time_per_output_token_seconds_bucket": {"instance", "model_name", "le"},
-    "vllm:e2e_request_latency_seconds_bucket": {"instance", "model_name", "le"},
+    "vllm:num_requests_running": {"backend", "model_name"},
+    "vllm:num_requests_waiting": {"backend", "model_name"},
+    "vllm:num_preemptions_total": {"backend", "model_name"},
+    "vllm:time_to_first_token_seconds_bucket": {"backend", "model_name", "le"},
+    "vllm:request_time_per_output_token_seconds_bucket": {"backend", "model_name", "le"},
+    "vllm:e2e_request_latency_seconds_bucket": {"backend", "model_name", "le"},
 }
-PROMETHEUS_METRICS = {"up": {"instance", "job"}}
+# What Prometheus adds to each series: which target it was scraped from.
+PROMETHEUS_LABELS = {"instance", "job"}
+PROMETHEUS_METRICS = {"up": PROMETHEUS_LABELS}
 
 
 def known_series(metrics: dict[str, tuple[str, set[str]]]) -> dict[str, set[str]]:
     """Series name to label names, histograms expanded."""
     series = dict(VLLM_METRICS) | PROMETHEUS_METRICS
     for name, (kind, labels) in metrics.items():
+        labels = labels | PROMETHEUS_LABELS
         if kind == "histogram":
             series[f"{name}_bucket"] = labels | {"le"}
             series[f"{name}_sum"] = series[f"{name}_count"] = labels
@@ -46,10 +49,7 @@ def alert_rules(files) -> list[dict[str, Any]]:
 
 
 def selectors(expression: str) -> list[tuple[str, set[str], set[str]]]:
-    """(metric, labels it is matched by, labels grouped by around it) of each selector.
-
-    Grouping labels are taken from the whole expression: every operand here has the same ones.
-    """
+    """(metric, labels it is matched by, labels grouped by in the whole expression), each."""
     found: list[tuple[str, set[str], set[str]]] = []
     grouped = {
         label.strip()
@@ -74,7 +74,9 @@ def test_every_expression_parses_and_names_metrics_and_labels_that_exist(files, 
         assert found, expression
         for name, matched, grouped in found:
             assert name in series, f"{name} in {expression}"
-            assert matched | grouped <= series[name], f"labels of {name} in {expression}"
+            assert matched <= series[name], f"labels of {name} in {expression}"
+            there = set().union(*(series[other] for other, _, _ in found))
+            assert grouped <= there, f"labels of {expression}"
 
 
 def test_a_counter_is_read_as_a_rate_and_a_gauge_is_not(files, metrics):
@@ -147,8 +149,8 @@ def test_the_rows_ask_the_questions_in_order(files):
 
 def test_model_and_instance_can_be_chosen(files, metrics):
     variables = {v["name"]: v for v in files.dashboard()["templating"]["list"]}
-    assert set(variables) == {"datasource", "model", "instance"}
-    for name in ("model", "instance"):
+    assert set(variables) == {"datasource", "model", "backend"}
+    for name in ("model", "backend"):
         query = variables[name]["query"]["query"]
         metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", query).groups()
         assert label == name

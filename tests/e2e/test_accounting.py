@@ -131,7 +131,7 @@ async def test_two_thousand_mixed_requests_leave_nothing_behind(
     if scheduler["policy"] == "finish-time":
         for reason in ("queue_full", "queue_timeout"):
             assert f'queue_rejections_total{{reason="{reason}"}}' in text
-        assert 'instance="",model="m",outcome="client_disconnected"' in text
+        assert 'backend="",model="m",outcome="client_disconnected"' in text
         assert "hetero_gateway_queue_depth 0.0" in text
     assert "internal_error" not in text
     for outcome in ("completed", "upstream_error", "client_disconnected", "timed_out", "rejected"):

@@ -172,3 +172,9 @@ async def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> N
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - any state may be asked about, not only events
             await asyncio.sleep(0.01)
+
+
+def counted(text: str, counter: str) -> float:
+    """The sum over all labels of a counter (without its prefix) in an exposition."""
+    lines = [line for line in text.splitlines() if line.startswith(f"hetero_gateway_{counter}{{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)

@@ -81,7 +81,7 @@ def scraped_files(urls: Mapping[str, str]) -> dict[str, str]:
     packed = resources.files("hetero_gateway.deployment").joinpath("monitoring")
     files = _tree(packed, "monitoring")
     files["monitoring/prometheus/instances.yml"] = (
-        "# `instance` is the id in the gateway's configuration, so that panels overlay.\n"
+        "# `backend` is the id in the gateway's configuration, so that panels overlay.\n"
         + dumped([_target(instance_id, url) for instance_id, url in urls.items()])
     )
     return files
@@ -90,7 +90,7 @@ def scraped_files(urls: Mapping[str, str]) -> dict[str, str]:
 def _target(instance_id: str, url: str) -> dict[str, Any]:
     """An entry of Prometheus' file_sd_configs."""
     parts = urlsplit(url)
-    labels = {"instance": instance_id}
+    labels = {"backend": instance_id}
     if parts.scheme != "http":
         labels["__scheme__"] = parts.scheme
     if parts.path.strip("/"):

@@ -178,14 +178,14 @@ async def test_a_removed_instance_leaves_no_series_and_its_stream_ends_well() ->
         await client.post(CHAT, json=chat(die="before_head"))
         stream = asyncio.create_task(client.post(CHAT, json=chat(events=5, delay_s=0.1)))
         await eventually(lambda: fakes[0].open == 1)
-        assert 'instance="i0"' in await running.metrics()
+        assert 'backend="i0"' in await running.metrics()
         removed = await client.delete("/admin/instances/i0")
         assert removed.json() == {"id": "i0", "open_requests": 1}
-        assert 'instance="i0"' not in await running.metrics()
+        assert 'backend="i0"' not in await running.metrics()
         assert (await stream).text.rstrip().endswith("[DONE]")
         # Nothing that ends afterwards brings them back.
-        assert 'instance="i0"' not in await running.metrics()
-        assert 'instance="i1"' in await running.metrics()
+        assert 'backend="i0"' not in await running.metrics()
+        assert 'backend="i1"' in await running.metrics()
         assert running.settled()
         assert error_of(await client.delete("/admin/instances/i0"))[0] == 404
 
@@ -352,7 +352,7 @@ async def test_a_reload_brings_the_instances_in_line_with_the_file(tmp_path: Pat
             assert (document["added"], document["removed"]) == (["i2"], ["i1"])
             assert document["changed"] == []
             assert list(running.gateway.fleet.instances) == ["i0", "i2"]
-            assert 'instance="i1"' not in await running.metrics()
+            assert 'backend="i1"' not in await running.metrics()
             assert (await client.post(CHAT, json=chat())).status_code == 200
 
 

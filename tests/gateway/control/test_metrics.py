@@ -15,7 +15,8 @@ from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.control.metrics import Histogram, InstanceGauges, Metrics
+from hetero_gateway.gateway.control.families import InstanceGauges
+from hetero_gateway.gateway.control.metrics import Histogram, Metrics
 from hetero_gateway.gateway.fleet.instances import Fleet
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
@@ -37,7 +38,7 @@ EXPECTED = {
     "instance_workload", "instance_kv_usage_ratio", "instance_up", "routing_decisions",
     "scheduler_decision_seconds", "prediction_error", "retries", "upstream_errors",
     "client_disconnects", "overhead_seconds", "build_info", "event_loop_tasks", "queue_depth",
-    "queue_wait_seconds",
+    "queue_wait_seconds", "responses", "class_requests",
     "queue_rejections", "instance_speed_factor", "instance_waiting_first_token",
     "predictor_failures", "client_connections", "client_timeouts", "client_refusals",
 }  # fmt: skip
@@ -66,25 +67,25 @@ async def test_one_request_is_counted_everywhere_once() -> None:
         await eventually(running.settled)
         text = await running.metrics()
     found = samples(text)
-    where = {"model": "m", "instance": "i0"}
+    where = {"model": "m", "backend": "i0"}
     assert found[key("requests_total", outcome="completed", **where)] == 1
     assert found[key("request_duration_seconds_count", **where)] == 1
     assert found[key("time_to_first_token_seconds_count", **where)] == 1
     assert found[key("time_per_output_token_seconds_count", **where)] == 1
     assert found[key("input_tokens_total", **where)] == 10
     assert found[key("output_tokens_total", **where)] == 4
-    assert found[key("routing_decisions_total", policy="finish-time", instance="i0")] == 1
+    assert found[key("routing_decisions_total", policy="finish-time", backend="i0")] == 1
     assert found[key("scheduler_decision_seconds_count")] == 1
     assert found[key("overhead_seconds_count")] == 1
     assert found[key("prediction_error_count", quantity="output_tokens")] == 1
     assert found[key("prediction_error_count", quantity="latency")] == 1
-    assert found[key("in_flight_requests", instance="i0")] == 0
-    assert found[key("instance_workload", instance="i0")] == 0
-    assert found[key("instance_up", instance="i0")] == 1
+    assert found[key("in_flight_requests", backend="i0")] == 0
+    assert found[key("instance_workload", backend="i0")] == 0
+    assert found[key("instance_up", backend="i0")] == 1
     assert found[key("queue_depth")] == 0
     assert found[key("queue_wait_seconds_count")] == 1
-    assert found[key("instance_speed_factor", instance="i0")] == 1
-    assert found[key("instance_waiting_first_token", instance="i0")] == 0
+    assert found[key("instance_speed_factor", backend="i0")] == 1
+    assert found[key("instance_waiting_first_token", backend="i0")] == 0
     names = {
         family.name.removeprefix("hetero_gateway_")
         for family in text_string_to_metric_families(text)
@@ -101,7 +102,7 @@ async def test_labels_stay_bounded_whatever_clients_ask_for() -> None:
         text = await running.metrics()
     assert "made-up" not in text
     assert (
-        samples(text)[key("requests_total", model="unknown", instance="", outcome="rejected")] == 50
+        samples(text)[key("requests_total", model="unknown", backend="", outcome="rejected")] == 50
     )
 
 
@@ -169,9 +170,9 @@ async def test_what_we_cannot_serve_and_what_clients_get_wrong_are_told_apart() 
             await client.post(CHAT, json={"model": "m", "messages": []})
         found = samples(await running.metrics())
     requests = "requests_total"
-    assert found[key(requests, model="unknown", instance="", outcome="rejected")] == 1
-    assert found[key(requests, model="m", instance="", outcome="rejected")] == 1
-    assert found[key(requests, model="m", instance="", outcome="unavailable")] == 1
+    assert found[key(requests, model="unknown", backend="", outcome="rejected")] == 1
+    assert found[key(requests, model="m", backend="", outcome="rejected")] == 1
+    assert found[key(requests, model="m", backend="", outcome="unavailable")] == 1
 
 
 async def test_a_figure_that_cannot_be_written_hides_no_other() -> None:
@@ -182,9 +183,9 @@ async def test_a_figure_that_cannot_be_written_hides_no_other() -> None:
     metrics.series('a "quoted" \\ name\n# TYPE evil counter\nevil 1', "i0").input_tokens = 5
     metrics.series("n", "i0").input_tokens = 4
     found = samples((await metrics.exposition())[0].decode())
-    assert found[key("output_tokens_total", model="m", instance="i0")] == 7
-    assert found[key("input_tokens_total", model="n", instance="i0")] == 4
-    assert key("input_tokens_total", model="m", instance="i0") not in found
+    assert found[key("output_tokens_total", model="m", backend="i0")] == 7
+    assert found[key("input_tokens_total", model="n", backend="i0")] == 4
+    assert key("input_tokens_total", model="m", backend="i0") not in found
     assert not any(name == "evil" for name, _ in found)
     assert key("queue_depth") in found
 
@@ -220,7 +221,7 @@ async def test_a_scrape_of_many_instances_lets_others_have_their_turns() -> None
         beside.cancel()
     assert turns >= 10
     found = samples(text)
-    assert [found[key("instance_up", instance=f"i{i}")] for i in range(39)] == [0.0] * 39
+    assert [found[key("instance_up", backend=f"i{i}")] for i in range(39)] == [0.0] * 39
     assert key("instance_up", instance="i39") not in found
     completed = [v for (name, _), v in found.items() if name == "requests_total"]
     assert sum(completed) == 40

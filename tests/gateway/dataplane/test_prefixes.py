@@ -256,13 +256,13 @@ async def test_what_is_known_of_caches_is_shown(fakes: list[FakeInstance]) -> No
     assert row["prefix_trust"] == 1.0
     assert 8900 < row["prefix_bytes"] < 9100
     assert row["prefix_capacity_bytes"] > 1_000_000
-    assert 'hetero_gateway_instance_prefix_trust{instance="i0"} 1.0' in text
+    assert 'hetero_gateway_instance_prefix_trust{backend="i0"} 1.0' in text
     shown = {
         line.split()[0]: float(line.split()[1])
         for line in text.splitlines()
         if line.startswith("hetero_gateway_") and "prefix" in line
     }
-    assert shown['hetero_gateway_instance_prefix_bytes{instance="i0"}'] == row["prefix_bytes"]
+    assert shown['hetero_gateway_instance_prefix_bytes{backend="i0"}'] == row["prefix_bytes"]
     assert 5 < shown["hetero_gateway_prefix_index_keys"] < 20
     assert 100 < shown["hetero_gateway_prefix_index_memory_bytes"] < 10_000
 

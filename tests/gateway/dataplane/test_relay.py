@@ -183,7 +183,7 @@ async def test_a_disconnect_in_mid_stream_closes_the_instances_connection_and_se
                 assert not running.settled()
         await eventually(lambda: fakes[0].aborted == 1 and fakes[0].open == 0)
         await eventually(running.settled)
-        assert 'client_disconnects_total{instance="i0"} 1.0' in await running.metrics()
+        assert 'client_disconnects_total{backend="i0"} 1.0' in await running.metrics()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -244,7 +244,7 @@ async def test_done_does_not_prove_success(end: str) -> None:
         assert response.text.endswith("data: [DONE]\n\n")  # passed unchanged
         text = await running.metrics()
         assert 'outcome="upstream_error"} 1.0' in text
-        assert 'upstream_errors_total{instance="i0",reason="engine"} 1.0' in text
+        assert 'upstream_errors_total{backend="i0",reason="engine"} 1.0' in text
 
 
 async def test_bytes_after_the_end_of_a_response_never_reach_a_client() -> None:
@@ -523,7 +523,7 @@ async def test_without_usage_the_events_are_counted() -> None:
         async with httpx.AsyncClient(base_url=running.url) as client:
             await client.post(CHAT, json=chat(stream=True, events=7, usage=False))
         # role, 7 deltas, finish, [DONE]: the finish event of the fake carries no token
-        assert 'output_tokens_total{instance="i0",model="m"} 8.0' in await running.metrics()
+        assert 'output_tokens_total{backend="i0",model="m"} 8.0' in await running.metrics()
 
 
 async def test_the_union_of_models_is_served_and_routed_by_name() -> None:
@@ -550,7 +550,7 @@ async def test_the_engines_kv_pool_and_usage_are_read() -> None:
             assert spec.profile is not None
             assert spec.profile.kv_capacity_tokens == 1600
             text = await running.metrics()
-            assert 'instance_kv_usage_ratio{instance="i0",source="engine"} 0.25' in text
+            assert 'instance_kv_usage_ratio{backend="i0",source="engine"} 0.25' in text
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:

@@ -125,7 +125,7 @@ async def test_drift_is_logged_once_and_shown(
         assert row["drift"]["drifted"]
         assert row["drift"]["decode"] > 2
         assert row["drift"]["since"] is not None
-        assert 'profile_drift_ratio{instance="i0",phase="decode"}' in text
+        assert 'profile_drift_ratio{backend="i0",phase="decode"}' in text
         assert await asyncio.to_thread(main, ["status", running.url]) == 0
     told = [r.getMessage() for r in caplog.records if "drifted" in r.getMessage()]
     assert len(told) == 1
@@ -151,7 +151,7 @@ async def test_the_age_of_a_profile_is_shown_where_it_has_a_date(tmp_path: Path)
     assert rows[1]["profile_age_s"] is None
     ages = [line for line in text.splitlines() if line.startswith("hetero_gateway_profile_age")]
     assert len(ages) == 1
-    assert 'instance="i0"' in ages[0]
+    assert 'backend="i0"' in ages[0]
 
 
 async def test_nothing_is_recalibrated_unless_it_is_on(quick: None) -> None:

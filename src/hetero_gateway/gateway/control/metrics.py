@@ -16,9 +16,8 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -38,14 +37,39 @@ from prometheus_client.samples import Sample
 
 from hetero_gateway import __version__
 from hetero_gateway.core.histogram import Histogram
-from hetero_gateway.core.instances.snapshot import InstanceSnapshot
-from hetero_gateway.core.sharing.exchange import Mode
+from hetero_gateway.core.types import DEFAULT_CLASS
+from hetero_gateway.gateway.control.families import (
+    PREFIX,
+    InstanceGauges,
+    SharedView,
+    counter,
+    histogram,
+    instance_families,
+    sharing_families,
+)
+from hetero_gateway.gateway.failures import Blame, Failure
 
 _log = logging.getLogger(__name__)
 
-PREFIX = "hetero_gateway_"
 # Instances of which series are written at a time: some milliseconds.
 _PART = 4
+# Counters are there, at 0, before anything is counted: of one that appears with its first event
+# Prometheus shows no rate for that event. Of an instance that serves many names (a base and its
+# adapters) the first few; the others appear as they are asked for.
+_MOST_MODELS_AT_ZERO = 4
+_OUTCOMES = ("completed", "client_error", "client_disconnected", "timed_out", "upstream_error")
+_UNPLACED = (
+    ("unknown", "rejected"),
+    ("", "internal_error"),
+)
+_BLAMED = tuple(
+    str(failure.value) for failure in Failure if failure.blame in (Blame.FAULT, Blame.SILENCE)
+)
+_RETRIED = tuple(str(failure.value) for failure in Failure if failure.retryable)
+_FAILURES = tuple(str(failure.value) for failure in Failure)
+_PHASES = ("idle", "head", "body", "closing")
+_QUEUE_REJECTIONS = ("queue_full", "queue_timeout")
+_RELOAD_OUTCOMES = ("applied", "unchanged", "refused")
 
 _T = TypeVar("_T")
 
@@ -103,35 +127,6 @@ class Series:
         self.output_tokens = 0
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceGauges:
-    """An instance as a scrape sees it; None: unknown, and no series is shown."""
-
-    snapshot: InstanceSnapshot
-    up: bool
-    kv_usage_engine: float | None
-    profile_age_s: float | None
-    ejected: bool = False
-    prefix_trust: float | None = None
-    prefix_bytes: int | None = None
-
-
-class SharedView(Protocol):
-    """The view of other gateways, as a scrape sees it."""
-
-    outcomes: Counter[str]
-    news: Counter[str]
-    exchange_s: Histogram
-
-    @property
-    def mode(self) -> Mode: ...
-    @property
-    def replicas(self) -> int: ...
-    @property
-    def unmatched(self) -> int: ...
-    def age_s(self) -> float | None: ...
-
-
 class Metrics:
     """All of the gateway's own series.
 
@@ -170,6 +165,10 @@ class Metrics:
         self.upstream_errors: Counter[tuple[str, str]] = Counter()
         self.ejections: Counter[tuple[str, str]] = Counter()
         self.client_disconnects: Counter[str] = Counter()
+        # By what clients got: an HTTP status; 499: they left in front of an answer.
+        self.statuses: Counter[int] = Counter()
+        # Requests that reached an instance, by (class, outcome).
+        self.classes: Counter[tuple[str, str]] = Counter()
         # Set and counted by the server, where there is one.
         self.client_connections: Callable[[], int] = lambda: 0
         # The processes that serve clients, where it is not this one.
@@ -210,7 +209,7 @@ class Metrics:
         self.catch_up()
         taken = []
         for key, series in self._series.items():
-            taken += [(*key, outcome, number) for outcome, number in series.outcomes.items()]
+            taken += [(*key, outcome, n) for outcome, n in series.outcomes.items() if n]
             series.outcomes.clear()
         return taken
 
@@ -218,9 +217,9 @@ class Metrics:
         """Drop every series of a removed instance."""
         for key in [key for key in self._series if key[1] == instance_id]:
             del self._series[key]
-        for counter in (self.upstream_errors, self.ejections):
-            for pair in [pair for pair in counter if pair[0] == instance_id]:
-                del counter[pair]
+        for counts in (self.upstream_errors, self.ejections):
+            for pair in [pair for pair in counts if pair[0] == instance_id]:
+                del counts[pair]
         self.decisions.pop(instance_id, None)
         self.client_disconnects.pop(instance_id, None)
 
@@ -229,17 +228,54 @@ class Metrics:
 
         Between two parts the instances and their series may change.
         """
+        known = self._begin_at_zero()
         for entries in _batches(lambda: tuple(self._series.items())):
             yield _made(self._request_families(entries))
         for gauges in _batches(self._gauges):
-            yield _made(self._instance_families(gauges))
+            yield _made(instance_families(gauges))
+        yield _made(self._instance_counters(known))
         yield _made(self._gateway_families())
         yield _made(self.clients())
+
+    def _begin_at_zero(self) -> list[str]:
+        """Have the series that there will be; returns the ids of the instances."""
+        for model, outcome in _UNPLACED:
+            self.counts(model, "").outcomes.setdefault(outcome, 0)
+        known = []
+        try:
+            for gauges in self._gauges():
+                instance_id = gauges.snapshot.instance_id
+                known.append(str(instance_id))
+                for model in sorted(gauges.models)[:_MOST_MODELS_AT_ZERO]:
+                    outcomes = self.counts(model, instance_id).outcomes
+                    for outcome in _OUTCOMES:
+                        outcomes.setdefault(outcome, 0)
+        except Exception:
+            _log.exception("some series cannot be shown")
+        return known
+
+    def _instance_counters(self, known: Sequence[str]) -> Iterator[Metric]:
+        policy = self._policy
+        decisions = {(policy, k): 0 for k in known} | {
+            (policy, k): v for k, v in self.decisions.items()
+        }
+        yield counter(
+            "routing_decisions", "Requests sent, by policy.", ("policy", "backend"), decisions
+        )
+        errors = dict.fromkeys(itertools.product(known, _FAILURES), 0) | self.upstream_errors
+        yield counter("upstream_errors", "Failed attempts.", ("backend", "reason"), errors)
+        ejections = dict.fromkeys(itertools.product(known, _BLAMED), 0) | self.ejections
+        yield counter(
+            "instance_ejections", "Ejections of instances whose requests failed.",
+            ("backend", "reason"), ejections,
+        )  # fmt: skip
+        gone = dict.fromkeys(known, 0) | self.client_disconnects
+        yield counter("client_disconnects", "Clients that left early.", ("backend",), _keyed(gone))
 
     def _request_families(
         self, entries: Iterable[tuple[tuple[str, str], Series]]
     ) -> Iterator[Metric]:
-        labels = ("model", "instance")
+        labels = ("model", "backend")
         requests = CounterMetricFamily(
             PREFIX + "requests", "Finished requests by outcome.", labels=(*labels, "outcome")
         )
@@ -278,89 +314,6 @@ class Metrics:
             tokens_out.add_metric(key, series.output_tokens)
         yield from (requests, duration, ttft, tpot, tokens_in, tokens_cached, tokens_out)
 
-    def _instance_families(self, every: Iterable[InstanceGauges]) -> Iterator[Metric]:
-        up = GaugeMetricFamily(
-            PREFIX + "instance_up", "1 while it gets requests.", labels=["instance"]
-        )
-        ejected = GaugeMetricFamily(
-            PREFIX + "instance_ejected",
-            "1 while it gets no requests, or one that tries it, because its requests failed.",
-            labels=["instance"],
-        )
-        in_flight = GaugeMetricFamily(
-            PREFIX + "in_flight_requests", "Outstanding requests.", labels=["instance"]
-        )
-        load = GaugeMetricFamily(
-            PREFIX + "instance_workload",
-            "Outstanding workload, in the policy's unit.",
-            labels=["instance"],
-        )
-        kv = GaugeMetricFamily(
-            PREFIX + "instance_kv_usage_ratio",
-            "KV-cache usage: estimated from outstanding requests, or told by the engine.",
-            labels=("instance", "source"),
-        )
-        speed = GaugeMetricFamily(
-            PREFIX + "instance_speed_factor",
-            "Observed over modelled time of a decode step; above 1 it is slower than modelled.",
-            labels=["instance"],
-        )
-        unseen = GaugeMetricFamily(
-            PREFIX + "instance_waiting_first_token",
-            "Sequences that were sent and have no first token yet.",
-            labels=["instance"],
-        )
-        drift = GaugeMetricFamily(
-            PREFIX + "profile_drift_ratio",
-            "Observed over modelled time, over minutes of traffic; 1: the profile is right.",
-            labels=("instance", "phase"),
-        )
-        age = GaugeMetricFamily(
-            PREFIX + "profile_age_seconds",
-            "Since the day that the instance's profile names.",
-            labels=["instance"],
-        )
-        cached = CounterMetricFamily(
-            PREFIX + "prompt_cached_tokens",
-            "Tokens of completed prompts that were in the engine's prefix cache: as predicted when "
-            "they were sent, and as the engine told.",
-            labels=("instance", "source"),
-        )
-        trust = GaugeMetricFamily(
-            PREFIX + "instance_prefix_trust",
-            "Of the tokens that it should have cached, the share that its engine finds; 1: all.",
-            labels=["instance"],
-        )
-        known = GaugeMetricFamily(
-            PREFIX + "instance_prefix_bytes",
-            "Text of prompts that it should have cached, by the gateway's index.",
-            labels=["instance"],
-        )
-        for gauges in every:
-            seen = gauges.snapshot
-            name = seen.instance_id
-            up.add_metric([name], float(gauges.up))
-            ejected.add_metric([name], float(gauges.ejected))
-            in_flight.add_metric([name], seen.in_flight)
-            load.add_metric([name], seen.load_s)
-            cached.add_metric((name, "predicted"), seen.predicted_cached_tokens)
-            cached.add_metric((name, "engine"), seen.cached_tokens)
-            for family, labels, value in (
-                (kv, (name, "estimated"), seen.kv_usage),
-                (kv, (name, "engine"), gauges.kv_usage_engine),
-                (speed, (name,), seen.speed_factor),
-                (unseen, (name,), seen.waiting_first_token),
-                (drift, (name, "decode"), seen.drift.decode),
-                (drift, (name, "prefill"), seen.drift.prefill),
-                (age, (name,), gauges.profile_age_s),
-                (trust, (name,), gauges.prefix_trust),
-                (known, (name,), gauges.prefix_bytes),
-            ):
-                if value is not None:
-                    family.add_metric(labels, value)
-        yield from (up, ejected, in_flight, load, kv, speed, unseen, drift, age, cached)
-        yield from (trust, known)
-
     def _gateway_families(self) -> Iterator[Metric]:
         if self.prefix_index is not None:
             keys, memory_bytes = self.prefix_index()
@@ -371,47 +324,46 @@ class Metrics:
                 family = GaugeMetricFamily(PREFIX + name, told)
                 family.add_metric([], value)
                 yield family
-        yield _counter("routing_decisions", "Requests sent, by policy.", ("policy", "instance"),
-                       {(self._policy, k): v for k, v in self.decisions.items()})  # fmt: skip
-        yield _counter("retries", "Attempts after a failed one.", ("reason",),
-                       {(k,): v for k, v in self.retries.items()})  # fmt: skip
-        yield _counter("upstream_errors", "Failed attempts.", ("instance", "reason"),
-                       self.upstream_errors)  # fmt: skip
-        yield _counter("instance_ejections", "Ejections of instances whose requests failed.",
-                       ("instance", "reason"), self.ejections)  # fmt: skip
-        yield _counter("client_disconnects", "Clients that left early.", ("instance",),
-                       {(k,): v for k, v in self.client_disconnects.items()})  # fmt: skip
+        yield counter("retries", "Attempts after a failed one.", ("reason",),
+                      _keyed(dict.fromkeys(_RETRIED, 0) | self.retries))  # fmt: skip
+        yield counter("responses", "Requests on an engine's paths that were answered, by the HTTP "
+                      "status that the client got; 499: it left in front of one.", ("status",),
+                      _keyed({200: 0} | self.statuses))  # fmt: skip
+        yield counter("class_requests", "Requests that reached an instance and are over, by the "
+                      "class of the queue that they stood in.", ("class", "outcome"),
+                      {(DEFAULT_CLASS, "completed"): 0} | self.classes)  # fmt: skip
         clients = GaugeMetricFamily(
             PREFIX + "client_connections", "Connections of clients that are served."
         )
         clients.add_metric([], self.client_connections())
         yield clients
-        yield _counter("client_timeouts", "Clients' connections that ended by a time-out, by what "
+        yield counter("client_timeouts", "Clients' connections that ended by a time-out, by what "
                        "was waited for.", ("phase",),
-                       {(k,): v for k, v in self.client_timeouts.items()})  # fmt: skip
-        yield _counter("client_refusals", "Requests whose head or framing was refused, and "
+                      _keyed(dict.fromkeys(_PHASES, 0) | self.client_timeouts))  # fmt: skip
+        yield counter("client_refusals", "Requests whose head or framing was refused, and "
                        "connections above the limit (503).", ("status",),
-                       {(str(k),): v for k, v in self.client_refusals.items()})  # fmt: skip
+                      _keyed({400: 0, 503: 0} | self.client_refusals))  # fmt: skip
         depth = GaugeMetricFamily(PREFIX + "queue_depth", "Requests that wait for an instance.")
         depth.add_metric([], self._queued())
         yield depth
-        yield _counter("queue_rejections", "Requests that the queue turned away.", ("reason",),
-                       {(k,): v for k, v in self.queue_rejections.items()})  # fmt: skip
-        yield _histogram(
+        yield counter("queue_rejections", "Requests that the queue turned away.", ("reason",),
+                      _keyed(dict.fromkeys(_QUEUE_REJECTIONS, 0) | self.queue_rejections),
+                      )  # fmt: skip
+        yield histogram(
             "queue_wait_seconds", "From the request to its place on an instance, per attempt.", (),
             {(): self.queue_wait_s},
         )  # fmt: skip
-        yield _histogram("scheduler_decision_seconds", "One decision.", (), {(): self.decision_s})
-        yield _histogram(
+        yield histogram("scheduler_decision_seconds", "One decision.", (), {(): self.decision_s})
+        yield histogram(
             "overhead_seconds",
             "From the request's last byte in to sending it on, less its wait in the queue.", (),
             {(): self.overhead_s},
         )  # fmt: skip
-        yield _histogram(
+        yield histogram(
             "prediction_error", "Actual over predicted; 1 is right.", ("quantity",),
             {("output_tokens",): self.output_prediction, ("latency",): self.latency_prediction},
         )  # fmt: skip
-        yield _counter(
+        yield counter(
             "predictor_failures", "What an installed length predictor failed to do.",
             ("reason",), {(k,): v for k, v in self.predictor_failures.items()},
         )  # fmt: skip
@@ -420,10 +372,11 @@ class Metrics:
         )
         tasks.add_metric([], _task_count())
         yield tasks
-        yield _counter("probes_late", "Probes that say nothing, as the gateway was short of CPU.",
+        yield counter("probes_late", "Probes that say nothing, as the gateway was short of CPU.",
                        (), {(): self.late_probes()})  # fmt: skip
-        yield _counter("config_reloads", "Looks at the configuration's file, by what came of them.",
-                       ("outcome",), {(k,): v for k, v in self.reloads.items()})  # fmt: skip
+        yield counter("config_reloads", "Looks at the configuration's file, by what came of them.",
+                      ("outcome",),
+                      _keyed(dict.fromkeys(_RELOAD_OUTCOMES, 0) | self.reloads))  # fmt: skip
         found = GaugeMetricFamily(
             PREFIX + "source_instances", "Instances that a source has named.", labels=["source"]
         )
@@ -441,14 +394,14 @@ class Metrics:
             family.add_metric([], float(figure))
             yield family
         if self.sharing is not None:
-            yield from _sharing_families(self.sharing)
+            yield from sharing_families(self.sharing)
         if self.workers is not None:
             workers = GaugeMetricFamily(
                 PREFIX + "workers", "Processes that serve clients and are connected."
             )
             workers.add_metric([], self.workers())
             yield workers
-            yield _histogram(
+            yield histogram(
                 "worker_round_trip_seconds",
                 "From a worker's question to the answer that places its request at once.", (),
                 {(): self.round_trip_s},
@@ -489,6 +442,10 @@ def _batches(make: Callable[[], Iterable[_T]]) -> Iterator[list[_T]]:
         _log.exception("some series cannot be shown")
 
 
+def _keyed(values: Mapping[Any, int]) -> dict[tuple[str], int]:
+    return {(str(k),): v for k, v in values.items()}
+
+
 def _made(families: Iterable[Metric]) -> list[Metric]:
     try:
         return list(families)
@@ -502,41 +459,6 @@ def _task_count() -> int:
         return len(asyncio.all_tasks())
     except RuntimeError:  # no event loop runs: nothing is being served
         return 0
-
-
-def _sharing_families(sharing: SharedView) -> Iterator[Metric]:
-    mode = GaugeMetricFamily(
-        PREFIX + "sharing_mode",
-        "1 for what the view of other gateways is: shared, stale (kept) or local (none).",
-        labels=["mode"],
-    )
-    for each in Mode:
-        mode.add_metric([each.value], float(sharing.mode is each))
-    yield mode
-    replicas = GaugeMetricFamily(
-        PREFIX + "sharing_replicas", "Other gateways that were heard of within the lease."
-    )
-    replicas.add_metric([], sharing.replicas)
-    yield replicas
-    age = GaugeMetricFamily(
-        PREFIX + "sharing_age_seconds", "Since the oldest message of them was new."
-    )
-    if (age_s := sharing.age_s()) is not None:
-        age.add_metric([], age_s)
-    yield age
-    unmatched = GaugeMetricFamily(
-        PREFIX + "sharing_unmatched_instances",
-        "Instances with load of others that are not here by the same id and base_url.",
-    )
-    unmatched.add_metric([], sharing.unmatched)
-    yield unmatched
-    yield _counter("sharing_exchanges", "Exchanges with the store, and messages rejected.",
-                   ("outcome",), {(k,): v for k, v in sharing.outcomes.items()})  # fmt: skip
-    yield _counter("sharing_news", "News of where requests went: told, and heard of others.",
-                   ("direction",), {(k,): v for k, v in sharing.news.items()})  # fmt: skip
-    yield _histogram(
-        "sharing_exchange_seconds", "One exchange with the store.", (), {(): sharing.exchange_s}
-    )
 
 
 class _One:
@@ -567,19 +489,3 @@ def _can_be_shown(family: Metric, sample: Sample) -> bool:
     except Exception:
         return False
     return True
-
-
-def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, int]) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, value)
-    return family
-
-
-def _histogram(
-    name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], Histogram]
-) -> Metric:
-    family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
-    for key, histogram in values.items():
-        family.add_metric(key, histogram.buckets(), histogram.sum)
-    return family

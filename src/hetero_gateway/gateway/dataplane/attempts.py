@@ -74,6 +74,8 @@ from hetero_gateway.gateway.wire.upstream import UpstreamConnection
 _log = logging.getLogger(__name__)
 
 _RETRY_WINDOW_S = 10.0
+# As nginx counts a client that left in front of an answer.
+CLIENT_GONE = 499
 
 
 class RetryBudget:
@@ -160,6 +162,7 @@ class Attempts:
         "_kept",
         "_placed",
         "_rooms",
+        "_status",
         "_task",
         "_tried",
         "_wait",
@@ -180,6 +183,7 @@ class Attempts:
         self._exchange: Exchange | None = None  # of that one
         self._task: asyncio.Task[None] | None = None
         self._deadline_s = 0.0
+        self._status = CLIENT_GONE  # that the client got
         self.over = False
         rooms.open.add(self)
 
@@ -516,6 +520,7 @@ class Attempts:
             # meanwhile the gateway spares them, so that it costs one attempt and not several.
             spent = len(self._tried) > 1 and exchange.status in (500, 502)
             exchange.let_pass([NO_RETRY] if spent else None)
+            self._status = exchange.status
         self._end()
 
     # Ends
@@ -532,6 +537,8 @@ class Attempts:
         assert placed is not None
         assert exchange is not None
         self._placed = self._exchange = None
+        if exchange.head_sent:
+            self._status = exchange.status
         rooms = self._rooms
         rooms.deadlines.discard(exchange)
         rooms.dispatcher.settle(job, placed, exchange, outcome, final=final)
@@ -558,12 +565,14 @@ class Attempts:
         self._rooms.dispatcher.note(self._job, outcome)
 
     def _answer(self, refusal: Refusal) -> None:
+        self._status = refusal.status
         answer(self._downstream, refusal, self._inbound.path, self._inbound.request_id)
         self._end()
 
     def _end(self) -> None:
         self.over = True
         self._rooms.open.discard(self)
+        self._rooms.metrics.statuses[self._status] += 1
         if self._job is not None and self._job.charge is not None:
             self._job.charge.end()
 

@@ -188,7 +188,9 @@ class Recorder:
         if self._fleet.instances.get(instance.id) is not instance:
             return
         series = metrics.counts(job.request.model, instance.id)
-        series.outcomes[label_of(outcome, exchange)] += 1
+        label = label_of(outcome, exchange)
+        series.outcomes[label] += 1
+        metrics.classes[job.request.request_class, label] += 1
         if outcome is Outcome.CLIENT_DISCONNECTED:
             metrics.client_disconnects[instance.id] += 1
         duration_s = now_s - job.inbound.received_s

@@ -39,7 +39,7 @@ from hetero_gateway.files.gateway_config import (
     instance_profile,
     secret,
 )
-from hetero_gateway.gateway.control.metrics import InstanceGauges
+from hetero_gateway.gateway.control.families import InstanceGauges
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.tls import ClientContexts, ClientTls
 from hetero_gateway.gateway.wire.upstream import InstancePool
@@ -377,6 +377,7 @@ class Fleet:
                 yield InstanceGauges(
                     snapshot=self.scheduler.snapshot(instance.id),
                     up=instance.up,
+                    models=instance.models,
                     kv_usage_engine=instance.engine_kv_usage,
                     profile_age_s=instance.profile_age_s(),
                     ejected=instance.outcomes.ejected,

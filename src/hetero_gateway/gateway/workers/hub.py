@@ -346,6 +346,7 @@ class Session:
             metrics.counts(model, instance_id).outcomes[outcome] += number
         metrics.client_timeouts.update(said.timeouts)
         metrics.client_refusals.update(said.refusals)
+        metrics.statuses.update(said.statuses)
         metrics.overhead_s.add(*said.overhead)
         metrics.round_trip_s.add(*said.round_trip)
         self._hub.admission.usage.add(said.usage)

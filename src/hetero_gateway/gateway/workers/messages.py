@@ -166,9 +166,9 @@ class Speed(_Message, tag=10):
 class Counts(_Message, tag=11):
     """What has come to a worker's own counts since the last time.
 
-    ``outcomes``: (model, instance, outcome, number); ``refusals``: by status; ``connections``: now;
-    ``pools``: open connections to each instance, now. ``overhead``, ``round_trip``: (number in each
-    bin, sum) of the histograms. ``usage``: ``Usage.take``'s.
+    ``outcomes``: (model, instance, outcome, number); ``refusals``, ``statuses``: by HTTP status;
+    ``connections``: now; ``pools``: open connections to each instance, now. ``overhead``,
+    ``round_trip``: (number in each bin, sum) of the histograms. ``usage``: ``Usage.take``'s.
     """
 
     draining: bool
@@ -177,6 +177,7 @@ class Counts(_Message, tag=11):
     outcomes: list[tuple[str, str, str, int]]
     timeouts: dict[str, int]
     refusals: dict[int, int]
+    statuses: dict[int, int]
     overhead: tuple[list[int], float]
     round_trip: tuple[list[int], float]
     usage: list[tuple[int, str, str, tuple[int, int, int, int]]]

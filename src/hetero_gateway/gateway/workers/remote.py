@@ -566,6 +566,7 @@ class RemoteDispatcher:
                 metrics.take_outcomes(),
                 _taken(metrics.client_timeouts),
                 _taken(metrics.client_refusals),
+                _taken(metrics.statuses),
                 metrics.overhead_s.take(),
                 metrics.round_trip_s.take(),
                 self._admission.usage.take(),
