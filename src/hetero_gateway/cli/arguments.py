@@ -41,7 +41,10 @@ def share(text: str) -> float:
 def add_log_level(parser: argparse.ArgumentParser) -> None:
     """The option of a command that serves; see ``start_logging``."""
     parser.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error")
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="the least severe lines to log (default: %(default)s)",
     )
 
 

@@ -22,7 +22,14 @@ def add_parser(subparsers: Any) -> None:
         "HTTP port of the configuration's server section.",
         epilog="example: hetero-gateway picker -c configs/gateway.yaml --port 9002",
     )
-    parser.add_argument("-c", "--config", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "-c",
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the gateway's configuration",
+    )
     parser.add_argument("--host", help="address of ext_proc (default: the file's picker.host)")
     parser.add_argument(
         "--port", type=int, help="port of ext_proc (default: the file's picker.port); 0: a free one"

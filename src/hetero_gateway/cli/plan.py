@@ -37,7 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-c", "--config", type=Path, required=True, metavar="CLUSTER.yaml")
+    parser.add_argument(
+        "-c", "--config", type=Path, required=True, metavar="CLUSTER.yaml", help="the cluster"
+    )
     parser.add_argument("--requests", type=Path, metavar="TRACE.csv", help="lengths of requests")
     parser.add_argument(
         "--goal",

@@ -23,7 +23,14 @@ def add_parser(subparsers: Any) -> None:
         description="Run the gateway.",
         epilog="example: hetero-gateway serve -c configs/gateway.yaml --port 8000",
     )
-    parser.add_argument("-c", "--config", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "-c",
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the gateway's configuration",
+    )
     parser.add_argument("--host", help="address to listen on (default: the file's)")
     parser.add_argument("--port", type=int, help="port; 0 takes a free one and prints it")
     parser.add_argument("--policy", choices=POLICY_NAMES, help="the policy (default: the file's)")

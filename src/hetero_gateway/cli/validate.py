@@ -25,7 +25,9 @@ def add_parser(subparsers: Any) -> None:
         "profiles included, without serving.",
         epilog="example: hetero-gateway validate -c configs/gateway.yaml",
     )
-    parser.add_argument("-c", "--config", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "-c", "--config", type=Path, required=True, metavar="FILE", help="the file to check"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 

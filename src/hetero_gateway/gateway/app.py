@@ -271,6 +271,7 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
 
     @control.get("/version", tags=["health"])
     async def version() -> dict[str, str]:
+        """The gateway's own version."""
         return {"version": __version__}
 
     @control.get("/metrics", tags=["health"])
@@ -288,6 +289,7 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
 
     @control.get("/v1/models/{model:path}", tags=["openai"])
     async def model(request: Request, model: str) -> dict[str, Any]:
+        """One of these names."""
         client = gateway.admission.client_of(request.headers.raw)
         served = gateway.fleet.models()
         client.check_model(model)
