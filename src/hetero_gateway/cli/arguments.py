@@ -6,8 +6,10 @@ Each type raises what argparse reports in one line.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
+from datetime import UTC, datetime
 
 
 def rate(text: str) -> float:
@@ -48,9 +50,27 @@ def add_log_level(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def start_logging(level: str) -> None:
+def start_logging(level: str, *, as_json: bool = False) -> None:
     """Log to standard error, from ``level`` on."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(JsonLines() if as_json else logging.Formatter(form))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+class JsonLines(logging.Formatter):
+    """Each record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC)
+        document = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "kind": "log",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            document["exception"] = self.formatException(record.exc_info)
+        return json.dumps(document, ensure_ascii=False)

@@ -6,7 +6,8 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from hetero_gateway.cli.arguments import add_log_level, start_logging
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
+
+_STDOUT = 1
 
 
 def add_parser(subparsers: Any) -> None:
@@ -64,11 +67,10 @@ def run(args: argparse.Namespace) -> int:
         "scheduler.policy": args.policy,
     }
     if args.role is not None:
-        start_logging(args.log_level)
         _run_process(args, flags)
         return 0
     config = load_gateway_config(args.config, flags)
-    start_logging(args.log_level)
+    start_logging(args.log_level, as_json=config.log.format == "json")
 
     def announce(url: str) -> None:
         workers = config.server.workers
@@ -89,8 +91,28 @@ def run(args: argparse.Namespace) -> int:
     from hetero_gateway.gateway.app import create_app
 
     app = create_app(config, args.config, record=args.record, flags=flags)
-    server.run(app, app.gateway, announce)
+    with _access_log(config) as app.gateway.access:
+        server.run(app, app.gateway, announce)
     return 0
+
+
+@contextmanager
+def _access_log(config: GatewayConfig) -> Iterator[Callable[[list[bytes]], None] | None]:
+    """What takes the access log's lines; None: it is off."""
+    if not config.log.access:
+        yield None
+        return
+    from hetero_gateway.gateway.dataplane.access_log import LineWriter
+
+    try:
+        writer = LineWriter(_STDOUT)
+    except OSError:  # it is closed: nobody reads
+        yield None
+        return
+    try:
+        yield writer.write
+    finally:
+        writer.close()
 
 
 def _check_new(record: Path) -> None:
@@ -129,6 +151,7 @@ def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     role = msgspec.json.decode(args.role, type=Role)
     role.die_with_supervisor()
     config = role.config()
+    start_logging(args.log_level, as_json=config.log.format == "json")
 
     def ready(_: str) -> None:
         role.serves()
@@ -141,4 +164,5 @@ def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     else:
         (clients,) = role.sockets()
         worker = Worker(config, args.config, role.worker, role.hub_path, role.control_path)
-        server.run(worker, worker, ready, clients)
+        with _access_log(config) as worker.access:
+            server.run(worker, worker, ready, clients)

@@ -100,6 +100,8 @@ class Gateway:
         self.hub: Hub | None = None
         # Where there are workers: remembers the configuration for processes that start.
         self.keep_config: Callable[[GatewayConfig], None] | None = None
+        # Takes the lines of the access log; None: nobody does.
+        self.access: Callable[[list[bytes]], None] | None = None
         # None is one of them: an instance without a key.
         self.known_key_names = _key_names(config)
         self.known_tls_files = _tls_files(config)
@@ -180,6 +182,7 @@ class Gateway:
             self._prefix_secret,
             run,
         )
+        self.dataplane.write_about(self.config.log, self.access)
         self._stack.callback(self.dataplane.close)
         self.metrics.late_probes = lambda: self.health.late
         self.metrics.sources = lambda: [

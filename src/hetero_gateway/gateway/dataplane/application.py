@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken
@@ -20,12 +21,15 @@ from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.engines.vllm import Work
 from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.log_config import LogConfig
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.admission.limits import Limiter
 from hetero_gateway.gateway.control.history import RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.access_log import AccessLog
 from hetero_gateway.gateway.dataplane.attempts import AnsweredRequests, Attempts, RetryBudget, Rooms
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
+from hetero_gateway.gateway.dataplane.ended import EndedRequests, Take
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
@@ -170,6 +174,19 @@ class DataPlane:
 
         return Prepared(apply)
 
+    def write_about(self, log: LogConfig, access: Callable[[list[bytes]], None] | None) -> None:
+        """Have something written of each request that is over.
+
+        Args:
+            access: takes the access log's lines; None: nobody does.
+        """
+        takers: list[Take] = []
+        if access is not None and log.access:
+            knows = self.dispatcher.placement.knows
+            takers.append(AccessLog(access, as_json=log.format == "json", knows=knows))
+        if takers:
+            self.rooms.ended = EndedRequests(takers)
+
     def __len__(self) -> int:
         """Requests that are not over."""
         return len(self.rooms.open)
@@ -224,4 +241,6 @@ class DataPlane:
         """Answer what is not done: the gateway ends."""
         for attempts in list(self.rooms.open):
             attempts.shut_down()
+        if self.rooms.ended is not None:
+            self.rooms.ended.pass_on()
         self.recorder.close()

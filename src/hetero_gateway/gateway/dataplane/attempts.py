@@ -57,6 +57,7 @@ from hetero_gateway.gateway.dataplane.answers import (
     shutting_down,
 )
 from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher, Place, Waiting
+from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
 from hetero_gateway.gateway.dataplane.intake import Intake, Job, LongBodies, shorten_body
 from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
 from hetero_gateway.gateway.failures import Failure, InstanceError
@@ -134,7 +135,10 @@ class AnsweredRequests:
 
 @dataclass(slots=True)
 class Rooms:
-    """What every request passes through. ``open``: the requests that are not over."""
+    """What every request passes through.
+
+    ``open``: the requests that are not over; ``ended``: hears of those that are, if anybody does.
+    """
 
     admission: Admission
     intake: Intake
@@ -146,6 +150,7 @@ class Rooms:
     open: set[Attempts]
     reading: LongBodies
     answered: AnsweredRequests
+    ended: EndedRequests | None = None
 
 
 class Attempts:
@@ -160,11 +165,14 @@ class Attempts:
         "_inbound",
         "_job",
         "_kept",
+        "_last",
+        "_overhead_s",
         "_placed",
         "_rooms",
         "_status",
         "_task",
         "_tried",
+        "_verdict",
         "_wait",
         "over",
     )
@@ -184,6 +192,10 @@ class Attempts:
         self._task: asyncio.Task[None] | None = None
         self._deadline_s = 0.0
         self._status = CLIENT_GONE  # that the client got
+        # What came of it, for whoever writes about it.
+        self._last: tuple[Place, Exchange, Outcome] | None = None
+        self._verdict = ""
+        self._overhead_s: float | None = None
         self.over = False
         rooms.open.add(self)
 
@@ -387,8 +399,8 @@ class Attempts:
         inbound, placed = self._inbound, self._placed
         assert placed is not None
         if first:
-            overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
-            self._rooms.metrics.overhead_s.observe(overhead_s)
+            self._overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
+            self._rooms.metrics.overhead_s.observe(self._overhead_s)
         head, body = self._upstream_request(instance), inbound.body
         if len(body) < LEAST_BYTES:
             # One write is cheapest while it is small.
@@ -466,7 +478,14 @@ class Attempts:
         if error is None:
             if exchange.held is not None:
                 exchange.let_pass()
-            failed = exchange.engine_failed() or self._lacks_body(exchange)
+            broke_off = exchange.engine_failed()
+            failed = broke_off or self._lacks_body(exchange)
+            if broke_off:
+                _log.warning(
+                    "request %s: the engine of %s broke its answer off",
+                    self._inbound.request_id.decode(),
+                    placed.instance.id,
+                )
             self._settle(Outcome.UPSTREAM_ERROR if failed else Outcome.COMPLETED, final=True)
             self._end()
             return
@@ -492,6 +511,12 @@ class Attempts:
         elif answered:
             self._pass_on(exchange)
         elif exchange.head_sent:
+            _log.warning(
+                "request %s: its answer from %s broke off: %s",
+                self._inbound.request_id.decode(),
+                instance.id,
+                error,
+            )
             exchange.break_off(refusal_of(error, instance))
             self._end()
         else:
@@ -537,6 +562,7 @@ class Attempts:
         assert placed is not None
         assert exchange is not None
         self._placed = self._exchange = None
+        self._last = placed, exchange, outcome
         if exchange.head_sent:
             self._status = exchange.status
         rooms = self._rooms
@@ -545,6 +571,7 @@ class Attempts:
 
     def _reject(self, refusal: Refusal) -> None:
         """Answer a request before it was understood."""
+        self._verdict = "rejected"
         self._rooms.dispatcher.note(None, "rejected")
         self._answer(refusal)
 
@@ -554,6 +581,7 @@ class Attempts:
             placed, exchange = self._kept
             assert self._job is not None
             self._rooms.dispatcher.pass_on(self._job, placed, exchange)
+            self._last = placed, exchange, Outcome.COMPLETED
             self._pass_on(exchange)
             return
         self._note(outcome)
@@ -562,6 +590,7 @@ class Attempts:
     def _note(self, outcome: str) -> None:
         """Count a request that reached no instance."""
         assert self._job is not None
+        self._verdict = outcome
         self._rooms.dispatcher.note(self._job, outcome)
 
     def _answer(self, refusal: Refusal) -> None:
@@ -572,9 +601,29 @@ class Attempts:
     def _end(self) -> None:
         self.over = True
         self._rooms.open.discard(self)
-        self._rooms.metrics.statuses[self._status] += 1
+        rooms = self._rooms
+        rooms.metrics.statuses[self._status] += 1
         if self._job is not None and self._job.charge is not None:
             self._job.charge.end()
+        if rooms.ended is not None:
+            self._report(rooms.ended)
+
+    def _report(self, ended: EndedRequests) -> None:
+        client, last = self._client, self._last
+        failed = last is None or last[1].error is not None
+        ended.add(
+            Ended(
+                self._inbound,
+                "" if client is None else client.name,
+                self._job,
+                last,
+                self._verdict,
+                self._status,
+                len(self._tried) + (not failed),
+                self._overhead_s,
+                time.monotonic(),
+            )
+        )
 
     def broke(self, error: Exception) -> None:
         """The boundary of a request: a bug costs the one that met it, and is logged and counted."""
@@ -583,6 +632,7 @@ class Attempts:
             return
         request_id = self._inbound.request_id.decode()
         _log.error("request %s failed inside the gateway", request_id, exc_info=error)
+        self._verdict = "internal_error"
         self._rooms.metrics.counts("", "").outcomes["internal_error"] += 1
         try:
             self._give_up()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -91,6 +92,8 @@ class Worker:
         self.number = number
         self.draining = False
         self.has_admin = False
+        # Takes the lines of the access log; None: nobody does.
+        self.access: Callable[[list[bytes]], None] | None = None
         base_dir = config_path.parent if config_path else Path()
         self._base_dir = base_dir
         self.tls = server_tls(config.server, base_dir)
@@ -183,6 +186,7 @@ class Worker:
         self.fleet.settings(self.settings)
         placement.settings(self.settings)
         self.dataplane.settings(self.settings, self._base_dir, self.metrics.predictor_failures)
+        self.dataplane.write_about(self.config.log, self.access)
         self._stack.callback(self.dataplane.close)
         for work in (self._keep_connected(), self.fleet.close_idle_connections()):
             task = tasks.create_task(work)

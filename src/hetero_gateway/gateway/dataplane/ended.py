@@ -1,0 +1,132 @@
+"""Requests that are over, for whoever writes about each of them: the access log, traces.
+
+Noted one by one and passed on some at a time, so that what is written of a request holds up no
+other one. Where nobody writes, there is none of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from hetero_gateway.core.types import Outcome, Usage
+from hetero_gateway.engines.vllm import tokens_of_events
+from hetero_gateway.gateway.dataplane.dispatcher import Place, Seen
+from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.records import LATER_S, label_of
+from hetero_gateway.gateway.wire.inbound import Inbound
+
+_log = logging.getLogger(__name__)
+
+_MOST_LATER = 64
+_NOTHING = Usage(None, None, None)
+
+
+class Ended(NamedTuple):
+    """One request that is over.
+
+    Args:
+        client: the name of its key; "" without one.
+        job: None: it was not understood.
+        last: its last attempt: where, what was seen of it, and what came of it; None: it had none.
+        verdict: what came of it where no attempt says so.
+        status: that the client got; 499: it left in front of an answer.
+        attempts: how many there were.
+        overhead_s: from its last byte in to sending it on, less its wait; None: it was not sent.
+        ended_s: monotonic.
+    """
+
+    inbound: Inbound
+    client: str
+    job: Job | None
+    last: tuple[Place, Seen, Outcome] | None
+    verdict: str
+    status: int
+    attempts: int
+    overhead_s: float | None
+    ended_s: float
+
+    @property
+    def outcome(self) -> str:
+        """As it is counted in ``hetero_gateway_requests_total``."""
+        if self.verdict or self.last is None:
+            return self.verdict or Outcome.CLIENT_DISCONNECTED.value
+        _, seen, outcome = self.last
+        return label_of(outcome, seen)
+
+    @property
+    def reason(self) -> str:
+        """What the last attempt failed of; "" where it did not."""
+        error = None if self.last is None else self.last[1].error
+        return "" if error is None else error.reason
+
+    @property
+    def waited_s(self) -> float:
+        """In the queue, ahead of the last attempt; or until it was turned away."""
+        if self.last is not None:
+            return self.last[0].waited_s
+        return self.duration_s if self.job is not None else 0.0
+
+    @property
+    def duration_s(self) -> float:
+        """From its last byte in; 0 where that never came."""
+        received_s = self.inbound.received_s
+        return self.ended_s - received_s if received_s else 0.0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """To the first byte of the answer's body."""
+        first_s = None if self.last is None else self.last[1].first_body_at_s
+        return None if first_s is None else first_s - self.inbound.received_s
+
+    def usage(self) -> Usage:
+        """Tokens as the engine stated them, or as its events count."""
+        if self.last is None or self.status >= 400:
+            return _NOTHING
+        seen = self.last[1]
+        usage = seen.usage()
+        if usage.output_tokens is None and seen.events:
+            counted = tokens_of_events(self.inbound.path, seen.events)
+            return usage._replace(output_tokens=counted)
+        return usage
+
+
+Take: TypeAlias = Callable[[Sequence[Ended]], None]
+
+
+class EndedRequests:
+    """Passes requests that are over on to those that write about them. Needs a running event loop.
+
+    Args:
+        takers: each is called with some of them at a time.
+    """
+
+    def __init__(self, takers: Sequence[Take]) -> None:
+        self._takers = takers
+        self._loop = asyncio.get_running_loop()
+        self._later: list[Ended] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, ended: Ended) -> None:
+        """A request is over."""
+        later = self._later
+        later.append(ended)
+        if len(later) >= _MOST_LATER:
+            self.pass_on()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(LATER_S, self.pass_on)
+
+    def pass_on(self) -> None:
+        """Do not wait for others."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        later, self._later = self._later, []
+        for take in self._takers:
+            try:
+                take(later)
+            except Exception:
+                # The boundary of what is only told: no request fails of it.
+                _log.exception("%d requests that are over cannot be written about", len(later))

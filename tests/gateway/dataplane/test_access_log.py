@@ -1,0 +1,229 @@
+"""The access log: a line for each request, however it ended, and nothing of what clients wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from hetero_gateway.gateway.dataplane.access_log import LineWriter, pieces
+from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
+from tests.fakes.vllm import fake_instances
+
+CHAT = "/v1/chat/completions"
+PROMPT = "the-secret-of-this-prompt"
+KEY = "sk-the-key-of-a-client"
+ENGINE_KEY = "sk-the-key-of-an-engine"
+JSON = {"log": {"format": "json"}}
+
+
+def keep_lines(running: RunningGateway) -> list[bytes]:
+    """Where the lines of all processes go from now on."""
+    lines: list[bytes] = []
+    for process in [running.gateway, *running.workers]:
+        process.dataplane.write_about(process.config.log, lines.extend)
+    return lines
+
+
+async def lines_of(running: RunningGateway, lines: list[bytes], number: int) -> list[Any]:
+    await eventually(lambda: len(lines) >= number)
+    await eventually(running.settled)
+    assert len(lines) == number
+    return [json.loads(line) for line in lines]
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": PROMPT}], **more}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_request_leaves_one_line_with_its_figures(workers: int) -> None:
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes, **JSON), workers=workers) as running,
+    ):
+        lines = keep_lines(running)
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            body = chat(stream=True, fake={"events": 4})
+            answer = await client.post(CHAT, json=body, headers={"x-request-id": "mine"})
+            assert answer.status_code == 200
+        (line,) = await lines_of(running, lines, 1)
+    figures = {key: line.pop(key) for key in ("duration_s", "ttft_s", "overhead_s", "time")}
+    assert line == {
+        "kind": "access", "request_id": "mine", "method": "POST", "path": CHAT, "status": 200,
+        "outcome": "completed", "reason": None, "key": None, "model": "m", "instance": "i0",
+        "attempts": 1, "queue_wait_s": 0.0, "input_tokens": 10, "output_tokens": 4,
+        "cached_tokens": None,
+    }  # fmt: skip
+    assert 0 < figures["overhead_s"] <= figures["ttft_s"] <= figures["duration_s"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_however_a_request_ends_it_leaves_a_line(workers: int) -> None:
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes, **JSON), workers=workers) as running,
+    ):
+        lines = keep_lines(running)
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            await client.post(CHAT, content=b"{")
+            await client.post(CHAT, json={"model": PROMPT, "messages": []})
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post(
+                    CHAT, json=chat(stream=True, fake={"events": 9, "die": "after_events"})
+                )
+            await client.post(CHAT, json=chat(fake={"status": 400}))
+            async with client.stream(
+                "POST", CHAT, json=chat(stream=True, fake={"events": 9, "delay_s": 5})
+            ) as answer:
+                await anext(answer.aiter_raw())
+        found = await lines_of(running, lines, 5)
+    assert [(line["status"], line["outcome"], line["reason"]) for line in found] == [
+        (400, "rejected", None),
+        (404, "rejected", None),
+        (200, "upstream_error", "reset"),
+        (400, "client_error", None),
+        (200, "client_disconnected", None),
+    ]
+    assert [line["model"] for line in found] == [None, "unknown", "m", "m", "m"]
+    assert [line["attempts"] for line in found] == [0, 0, 1, 1, 1]
+
+
+async def test_attempts_are_counted_and_the_last_instance_is_named() -> None:
+    retry = {"budget_min": 5, "max_attempts": 3}
+    async with (
+        fake_instances(2) as fakes,
+        running_gateway(config_for(fakes, retry=retry, **JSON)) as running,
+    ):
+        lines = keep_lines(running)
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            await client.post(CHAT, json=chat(fake={"die": "before_head"}))
+            # One dies, and the other answers.
+            await fakes[0].kill()
+            for _ in range(3):
+                await client.post(CHAT, json=chat())
+        found = await lines_of(running, lines, 4)
+    assert (found[0]["status"], found[0]["attempts"], found[0]["reason"]) == (502, 2, "reset")
+    assert {line["instance"] for line in found[1:]} == {"i1"}
+    assert {line["status"] for line in found[1:]} == {200}
+
+
+async def test_a_broken_stream_is_logged_also_without_an_access_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post(
+                    CHAT,
+                    json=chat(stream=True, fake={"events": 9, "die": "after_events"}),
+                    headers={"x-request-id": "broken-one"},
+                )
+        await eventually(running.settled)
+    (message,) = [r.getMessage() for r in caplog.records if "broken-one" in r.getMessage()]
+    assert "its answer from i0 broke off" in message
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_no_line_has_a_prompt_or_a_key(
+    form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="hetero_gateway")
+    monkeypatch.setenv("CLIENT_KEY", KEY)
+    monkeypatch.setenv("ENGINE_KEY", ENGINE_KEY)
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes, log={"format": form}, server={"api_key_env": "CLIENT_KEY"})
+        keyed = config.instances[0].model_copy(update={"api_key_env": "ENGINE_KEY"})
+        config = config.model_copy(update={"instances": [keyed]})
+        async with running_gateway(config) as running:
+            lines = keep_lines(running)
+            headers = {"authorization": f"Bearer {KEY}", "x-request-id": f"id {PROMPT}"}
+            async with httpx.AsyncClient(base_url=running.url) as client:
+                await client.post(CHAT, json=chat(), headers=headers)
+                await client.post(CHAT, json=chat(model=PROMPT), headers=headers)
+                await client.post(f"{CHAT}?key={KEY}", json=chat(), headers=headers)
+                await client.post(CHAT, content=PROMPT.encode(), headers=headers)
+                await client.post(CHAT, json=chat(), headers={"authorization": f"Bearer {KEY}x"})
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await client.post(
+                        CHAT,
+                        json=chat(stream=True, fake={"events": 9, "die": "after_events"}),
+                        headers=headers,
+                    )
+            await eventually(lambda: len(lines) >= 6)
+            await eventually(running.settled)
+    assert len(lines) == 6
+    written = b"".join(lines).decode() + caplog.text
+    for secret in (PROMPT, KEY, ENGINE_KEY):
+        assert secret not in written
+
+
+async def test_a_line_for_people_is_one_line_of_words() -> None:
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        lines = keep_lines(running)
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            await client.post(CHAT, json=chat(), headers={"x-request-id": "mine"})
+        await eventually(lambda: len(lines) == 1)
+    words = lines[0].decode().split()
+    assert words[1:7] == ["access", "POST", CHAT, "200", "completed", "id=mine"]
+    assert "instance=i0" in words
+    assert lines[0].endswith(b"\n")
+    assert lines[0].count(b"\n") == 1
+
+
+async def test_switched_off_it_costs_no_object() -> None:
+    config = {"log": {"access": False}}
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes, **config)) as running:
+        assert keep_lines(running) == []
+        assert running.gateway.dataplane.rooms.ended is None
+
+
+async def test_a_reader_that_is_too_slow_holds_nobody_up() -> None:
+    reading, writing = os.pipe()
+    writer = LineWriter(writing)
+    line = b"x" * 1000 + b"\n"
+    try:
+        for _ in range(2000):
+            writer.write([line] * 10)
+            await asyncio.sleep(0)
+        assert writer.dropped > 0
+    finally:
+        os.close(reading)
+        await asyncio.to_thread(writer.close)
+        os.close(writing)
+
+
+def test_lines_of_several_writers_come_whole() -> None:
+    reading, writing = os.pipe()
+    writers = [LineWriter(writing) for _ in range(4)]
+    read = bytearray()
+
+    def drain() -> None:
+        while part := os.read(reading, 65536):
+            read.extend(part)
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    for turn in range(50):
+        for number, writer in enumerate(writers):
+            writer.write([b"%d" % number * (50 + turn * 7) + b"\n" for _ in range(20)])
+    for writer in writers:
+        writer.close()
+    os.close(writing)
+    reader.join()
+    os.close(reading)
+    lines = bytes(read).splitlines()
+    assert len(lines) == 4 * 50 * 20 - sum(writer.dropped for writer in writers)
+    assert all(len(set(line)) == 1 for line in lines)
+
+
+def test_pieces_end_with_a_line_and_fit_into_a_pipe() -> None:
+    lines = [b"%d\n" % i * 100 for i in range(300)]
+    found = pieces(lines)
+    assert b"".join(found) == b"".join(lines)
+    assert all(piece.endswith(b"\n") and len(piece) <= 4096 for piece in found)
