@@ -192,7 +192,7 @@ def engine(id: str, directory: Path, python: Path, model: Path, core: int) -> Se
     port = free_port()
     argv = ["taskset", "-c", str(core), str(python), "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", str(model), "--served-model-name", SERVED_NAME, ALIASES[id]]
-    argv += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "4096"]
+    argv += ["--dtype", fast_dtype(), "--enforce-eager", "--max-model-len", "4096"]
     argv += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     argv += ["--enable-prompt-tokens-details"] if id in TELLS_CACHED else []
     # Else random weights, held to a JSON schema, write spaces for ever.
@@ -200,6 +200,14 @@ def engine(id: str, directory: Path, python: Path, model: Path, core: int) -> Se
     argv += ["--structured-outputs-config", grammar]
     argv += ["--distributed-executor-backend", "uni", "--host", "127.0.0.1", "--port", str(port)]
     return Server(id, argv, ENGINE_ENV, str(directory), f"http://127.0.0.1:{port}")
+
+
+def fast_dtype() -> str:
+    """What this CPU multiplies fast: without AVX-512, bfloat16 takes ten times as long as float32."""
+    with contextlib.suppress(OSError):
+        if "avx512" not in Path("/proc/cpuinfo").read_text():
+            return "float32"
+    return "bfloat16"
 
 
 def gateway(directory: Path, python: Path, package: Path, config: Path) -> Server:
