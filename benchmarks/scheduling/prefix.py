@@ -221,7 +221,7 @@ def main() -> None:
             run_cells(
                 cells, name, cluster, instances, workload, known["per_s"], loads, routers, args
             )
-    summarise_cells(cells, args.seed)
+    summarise_cells(cells, args.seed, routers)
 
 
 def run_cells(
@@ -270,13 +270,16 @@ def run_cells(
 FIGURES = (("mean latency", "latency_s"), ("mean TTFT", "ttft_s"), ("TTFT p99", "ttft_p99_s"))
 
 
-def summarise_cells(cells: Cells, seed: int) -> None:
-    """Ratios over all cells that every router has: to blind, and to the best peer of each cell."""
+def summarise_cells(cells: Cells, seed: int, routers: Sequence[str]) -> None:
+    """Ratios over the cells that have all of these: to blind, and to the best peer of each cell."""
+    peers = [name for name in routers if name in RULES]
+    if not {BLIND, AWARE} <= set(routers) or not peers:
+        return
     groups: dict[tuple[str, str, float], dict[str, dict[str, Any]]] = {}
     for key, cell in cells.by_key.items():
         if len(key) == 5 and key[3] == seed and isinstance(key[2], float):
             groups.setdefault((key[0], key[1], key[2]), {})[key[4]] = cell
-    whole = {where: cell for where, cell in groups.items() if set(ROUTERS) <= set(cell)}
+    whole = {where: cell for where, cell in groups.items() if set(routers) <= set(cell)}
     for equal in (False, True):
         for load in sorted({where[2] for where in whole}):
             here = {w: c for w, c in whole.items() if w[2] == load and (w[1] == "equal") == equal}
@@ -285,16 +288,18 @@ def summarise_cells(cells: Cells, seed: int) -> None:
             kind = "equal" if equal else "unequal"
             print(f"\n{kind} machines at {load:.0%}, {len(here)} cells, geometric means")
             for label, figure in FIGURES:
-                print(f"  {label}: " + ", ".join(ratios(here, figure)))
+                print(f"  {label}: " + ", ".join(ratios(here, figure, peers)))
 
 
-def ratios(here: dict[tuple[str, str, float], dict[str, dict[str, Any]]], figure: str) -> list[str]:
+def ratios(
+    here: dict[tuple[str, str, float], dict[str, dict[str, Any]]], figure: str, peers: Sequence[str]
+) -> list[str]:
     parts = []
-    for router in ROUTERS[1:]:
+    for router in (AWARE, *peers):
         mean = geometric_mean([c[router][figure] / c[BLIND][figure] for c in here.values()])
         parts.append(f"{router} {mean:.2f}")
     against = {
-        where: c[AWARE][figure] / min(c[name][figure] for name in RULES)
+        where: c[AWARE][figure] / min(c[name][figure] for name in peers)
         for where, c in here.items()
     }
     worst = max(against, key=lambda where: against[where])
