@@ -22,7 +22,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from hetero_gateway import __version__
-from hetero_gateway.engines.vllm import ENGINE_CALLS, Work, asked_at, work_of_path
+from hetero_gateway.engines.vllm import ENGINE_CALLS, ModelCard, Work, asked_at, work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import Exposure, GatewayConfig
 from hetero_gateway.gateway.admission.clients import Client
@@ -333,13 +333,15 @@ def model_list(gateway: Gateway, client: Client) -> dict[str, Any]:
     return {"object": "list", "data": cards}
 
 
-def _card(model: str, max_model_len: int | None) -> dict[str, Any]:
+def _card(model: str, card: ModelCard) -> dict[str, Any]:
+    """As its engine shows it: a base and its adapters can be told apart."""
     return {
         "id": model,
         "object": "model",
-        "created": 0,
-        "owned_by": "hetero-gateway",
-        "root": model,
-        "parent": None,
-        "max_model_len": max_model_len,
+        "created": card.created or 0,
+        "owned_by": card.owned_by or "hetero-gateway",
+        "root": card.root or model,
+        "parent": card.parent,
+        "max_model_len": card.max_model_len,
+        "permission": card.permission,
     }

@@ -210,7 +210,7 @@ async def _served(client: EngineClient, target: Target) -> dict[str, int | None]
         )
     if not models:
         raise HeteroGatewayError(f"{url}: lists no model")
-    return models
+    return {name: card.max_model_len for name, card in models.items()}
 
 
 def _chosen(wanted: str | None, served: tuple[str, ...], target: Target) -> str:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.engines.vllm import (
+    ModelCard,
     completion_counts_in,
     deltas_in,
     failed_in_tail,
@@ -117,8 +118,33 @@ def test_models_are_read_in_their_order_with_their_context_windows() -> None:
     ]
     models = read_models(json.dumps({"object": "list", "data": cards}).encode())
     assert models is not None
-    assert list(models.items()) == [("tiny", 4096), ("lora", None), ("odd", None)]
+    windows = [(name, card.max_model_len) for name, card in models.items()]
+    assert windows == [("tiny", 4096), ("lora", None), ("odd", None)]
     assert read_models(b'{"data": []}') == {}
+
+
+def test_a_card_is_kept_as_far_as_it_is_one() -> None:
+    permission = [{"id": "p", "allow_view": True, "group": None, "created": 1}]
+    whole = {
+        "id": "lora", "object": "model", "created": 1700000000, "owned_by": "vllm",
+        "root": "/models/lora", "parent": "base", "max_model_len": 9, "permission": permission,
+    }  # fmt: skip
+    odd = {
+        "id": "odd", "created": -1, "owned_by": ["x"], "root": "a" * 1025, "parent": "a\nb",
+        "max_model_len": "9", "permission": [{"id": {"deep": 1}}],
+    }  # fmt: skip
+    long = {
+        "id": "long",
+        "permission": [{"id": "x" * 2048}],
+        "owned_by": "\x1b[31m",
+        "created": 1.5,
+    }
+    models = read_models(json.dumps({"data": [whole, odd, long]}).encode())
+    assert models is not None
+    assert models["lora"] == ModelCard(
+        9, 1700000000, "vllm", "/models/lora", "base", tuple(permission)
+    )
+    assert models["odd"] == models["long"] == ModelCard()
 
 
 JSON = st.recursive(

@@ -539,6 +539,25 @@ async def test_the_union_of_models_is_served_and_routed_by_name() -> None:
                 assert (await client.get("/v1/models/zz")).status_code == 404
 
 
+async def test_a_models_card_is_its_engines() -> None:
+    permission = [{"id": "modelperm-1", "object": "model_permission", "allow_view": True}]
+    base: dict[str, object] = {
+        "id": "m", "object": "model", "created": 1700000000, "owned_by": "vllm", "root": "/m",
+        "parent": None, "max_model_len": 4096, "permission": permission,
+    }  # fmt: skip
+    lora = base | {"id": "lora", "root": "/adapters/lora", "parent": "m", "max_model_len": None}
+    async with fake_instances(2) as fakes:
+        for fake, window in zip(fakes, (4096, 8192), strict=True):
+            cards = [base | {"max_model_len": window}, lora]
+            fake.models_body = json.dumps({"object": "list", "data": cards}).encode()
+        async with running_gateway(config_for(fakes)) as running:
+            async with httpx.AsyncClient(base_url=running.url) as client:
+                shown = {c["id"]: c for c in (await client.get("/v1/models")).json()["data"]}
+                assert shown["m"] == base | {"max_model_len": 8192}
+                assert shown["lora"] == lora | {"max_model_len": 8192}
+                assert (await client.get("/v1/models/lora")).json() == shown["lora"]
+
+
 async def test_the_engines_kv_pool_and_usage_are_read() -> None:
     async with fake_instances(1) as fakes:
         fakes[0].metrics = (

@@ -29,6 +29,7 @@ from hetero_gateway.core.scheduling.disciplines import (
 )
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec
+from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import (
     GatewayConfig,
@@ -88,6 +89,7 @@ class Instance:
         self.models: frozenset[str] = config.models
         self.listed: frozenset[str] = frozenset()  # by its own /v1/models
         self.max_model_len: int | None = None
+        self.cards: Mapping[str, ModelCard] = {}  # of those models, where its engine lists them
         # Read from the engine's /metrics; seconds old, shown, and never decides alone.
         self.engine_kv_usage: float | None = None
         self.engine_kv_capacity_tokens: int | None = None
@@ -273,15 +275,16 @@ class Fleet:
         self._changed()
         return len(orphans)
 
-    def list_models(self, instance: Instance, models: Mapping[str, int | None]) -> None:
-        """Heed what an instance lists, each with its context window; to be published."""
+    def list_models(self, instance: Instance, models: Mapping[str, ModelCard]) -> None:
+        """Heed what an instance lists; to be published."""
         if (listed := frozenset(models)) != instance.listed:
             instance.listed = listed
             self.setups += 1
         if not instance.config.models:
             instance.models = listed
-        lengths = [length for name, length in models.items() if length and name in instance.models]
-        if lengths:
+        instance.cards = {n: card for n, card in models.items() if n in instance.models}
+        lengths = [card.max_model_len or 0 for card in instance.cards.values()]
+        if any(lengths):
             instance.max_model_len = max(lengths)
         if instance.on_models is not None:
             instance.on_models(instance)
@@ -353,13 +356,20 @@ class Fleet:
         else:
             _log.info("instance %s: its profile fits again: %s", instance_id, ratios)
 
-    def models(self) -> dict[str, int | None]:
-        """Names that live instances serve, with the longest context known for each."""
-        result: dict[str, int | None] = {}
+    def models(self) -> dict[str, ModelCard]:
+        """Names that live instances serve, each with a card and the longest context known."""
+        result: dict[str, ModelCard] = {}
         for instance in self._live():
             for model in sorted(instance.models):
+                card = instance.cards.get(model) or ModelCard()  # the configuration has named it
+                if card.max_model_len is None:  # an adapter has its base's
+                    card = card._replace(max_model_len=instance.max_model_len)
                 known = result.get(model)
-                result[model] = max(known or 0, instance.max_model_len or 0) or None
+                if known is not None:
+                    longest = max(known.max_model_len or 0, card.max_model_len or 0) or None
+                    best = known if known.root is not None else card
+                    card = best._replace(max_model_len=longest)
+                result[model] = card
         return result
 
     def ready(self) -> bool:
