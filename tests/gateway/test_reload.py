@@ -65,7 +65,7 @@ def in_effect(running: RunningGateway) -> dict[str, Any]:
         "theta": scheduler._theta,
         "recalibrates": instance.recalibrates,
         "max_requests": scheduler._max_queued,
-        "queue_timeout_s": gateway.placement._timeout_s,
+        "queue_timeout_s": gateway.placement.timeout_s,
         "predicted": gateway.predict_output_tokens("m", 100, None),
         "image_tokens": dataplane.intake._image_tokens,
         "max_attempts": dataplane.rooms.budget.config.max_attempts,

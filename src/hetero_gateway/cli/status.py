@@ -93,6 +93,8 @@ def _recalibrated(instance: dict[str, Any]) -> bool:
 def _state(instance: dict[str, Any]) -> str:
     if not instance["up"]:
         return "down"
+    if instance.get("asleep") or instance.get("paused"):
+        return "asleep" if instance.get("asleep") else "paused"
     if instance["draining"]:
         return "draining"
     return "ejected" if instance.get("ejected") else "up"

@@ -110,6 +110,7 @@ class InstanceSpec:
         available: False while unhealthy.
         draining: True while it finishes what it has and gets nothing new.
         kv_capacity_tokens: as its engine says it, for an instance without a profile; None: unknown.
+        absent_reason: why it is not available, where it is not.
     """
 
     instance_id: InstanceId
@@ -120,6 +121,7 @@ class InstanceSpec:
     available: bool = True
     draining: bool = False
     kv_capacity_tokens: int | None = None
+    absent_reason: str = "unhealthy"
 
 
 class Outcome(enum.Enum):

@@ -371,6 +371,10 @@ class SchedulerConfig(StrictModel):
         False,
         description="Let constants follow the traffic, within a factor of 4 of the profile's.",
     )
+    wake_on_demand: bool = Field(
+        False,
+        description="Wake an instance that sleeps (level 1) for a request that no other can take.",
+    )
     shared: Annotated[str, AfterValidator(_check_shared)] | None = Field(
         None,
         description="Redis or Valkey through which several gateways see each other's load; needs "

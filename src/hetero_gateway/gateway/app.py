@@ -67,7 +67,7 @@ _PAGE_FILES = {
 
 # Of the gateway's own paths only a model's name may be escaped: it may have a slash.
 _PATH = re.compile(
-    r"/v1/models/[0-9A-Za-z._~!$&'()*+,=:@/%-]+|/(?:[0-9A-Za-z._~!$&'()*+,=:@-]+(?:/(?!$))?)*"
+    r"/(?:v1|admin)/models/[0-9A-Za-z._~!$&'()*+,=:@/%-]+|/(?:[0-9A-Za-z._~!$&'()*+,=:@-]+(?:/(?!$))?)*"
 )
 _DOTS = re.compile(r"/\.{1,2}(?:/|$)")
 
@@ -225,6 +225,7 @@ def _nothing_at(path: str) -> Refusal:
 
 def _error(refusal: Refusal, path: str, headers: dict[str, str] | None = None) -> Response:
     headers = headers or {}
+    headers |= {name.decode(): value.decode() for name, value in refusal.headers}
     if refusal.retry_after_s is not None:
         headers["retry-after"] = str(refusal.retry_after_s)
     return Response(error_body(refusal, path), refusal.status, headers, "application/json")

@@ -26,6 +26,7 @@ from hetero_gateway.gateway.dataplane.predictor import make_predictor
 from hetero_gateway.gateway.dataplane.recording import RunFile
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
+from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import ADMIN, Fleet, Instance
 from hetero_gateway.gateway.fleet.setup import SetupWatch
@@ -135,6 +136,7 @@ class Gateway:
         self.dataplane: DataPlane
         self.placement: Placement
         self.health: HealthMonitor
+        self.engine_calls: EngineCalls
         self.outcomes: OutcomeWatch
 
     @property
@@ -147,6 +149,8 @@ class Gateway:
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self.health = HealthMonitor(self.fleet, self.config.health, tasks)
         self._stack.callback(self.health.stop)
+        self.engine_calls = EngineCalls(self.fleet, self.health)
+        self._stack.callback(self.engine_calls.close)
         self.outcomes = OutcomeWatch(self.fleet, self.metrics)
         self._stack.callback(self.outcomes.close)
         deadlines = Deadlines(self.config.timeouts)
@@ -184,6 +188,7 @@ class Gateway:
         )
         self.dataplane.write_about(self.config.log, self.access)
         self._stack.callback(self.dataplane.close)
+        self.dataplane.wakes_by(self.engine_calls, self.settings)
         self.metrics.late_probes = lambda: self.health.late
         self.metrics.sources = lambda: [
             (each.config.name, len(each.named), bool(each.problem))

@@ -156,7 +156,7 @@ class Members:
             if spec.draining:
                 absent.append((spec, "draining"))
             elif not spec.available:
-                absent.append((spec, "unhealthy"))
+                absent.append((spec, spec.absent_reason))
             else:
                 members.append(spec)
         return self._pool_of(members, absent)

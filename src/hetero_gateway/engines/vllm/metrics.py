@@ -106,6 +106,7 @@ class EngineMetrics:
         kv_usage: share of the KV cache in use, 0 to 1.
         started_s: when its server's process began, as Unix time.
         asleep: it sleeps, and has no KV cache.
+        wakeable: it sleeps, and has its weights in the host's memory.
         cache: what the cache was made with.
     """
 
@@ -119,6 +120,7 @@ class EngineMetrics:
     kv_usage: float | None = None
     started_s: float | None = None
     asleep: bool | None = None
+    wakeable: bool | None = None
     cache: CacheFacts = field(default_factory=CacheFacts)
 
 
@@ -184,6 +186,9 @@ def metrics_of(samples: Iterable[Sample]) -> EngineMetrics:
         kv_usage=_usage(next((usages[n] for n in _USAGES if n in usages), []), configs),
         started_s=totals.get(PROCESS_START),
         asleep=any(value and state != "awake" for state, value in sleeps) if sleeps else None,
+        wakeable=(
+            all(not value for state, value in sleeps if state == "discard_all") if sleeps else None
+        ),
         cache=_cache(configs),
     )
 

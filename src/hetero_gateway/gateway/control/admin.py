@@ -32,6 +32,7 @@ from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.admission.clients import describe_clients
 from hetero_gateway.gateway.admission.usage import as_csv
+from hetero_gateway.gateway.control import engine
 from hetero_gateway.gateway.control.access import (
     ADMIN_LISTENER,
     check_admin,
@@ -230,6 +231,22 @@ async def remove_instance(request: Request, instance_id: str) -> Response:
     instance = _known(gateway, instance_id)
     request.state.change = f"instance {instance.id} removed"
     return _json({"id": instance.id, "open_requests": gateway.remove_instance(instance.id)})
+
+
+@router.api_route("/instances/{instance_id}/engine/{call:path}", methods=["GET", "POST"])
+async def call_engine(request: Request, instance_id: str, call: str) -> Response:
+    """What concerns an engine: LoRA adapters, sleep and wake, pause, cache reset; its own answer.
+
+    ``call``: vLLM's path and query, as ``sleep?level=1``.
+    """
+    gateway = gateway_of(request)
+    return await engine.call_one(gateway, request, _known(gateway, instance_id), call)
+
+
+@router.api_route("/models/{model:path}/engine/{call:path}", methods=["GET", "POST"])
+async def call_engines(request: Request, model: str, call: str) -> Response:
+    """The same for all instances of a model; 502 unless all of them succeed."""
+    return await engine.call_all(gateway_of(request), request, model, call)
 
 
 @router.get("/explain")
@@ -433,7 +450,7 @@ def _refusals(gateway: Gateway, model: str) -> list[dict[str, Any]]:
         if model in spec.models:
             why = "the request does not fit"
             if spec.draining or not spec.available:
-                why = "draining" if spec.draining else "unhealthy"
+                why = "draining" if spec.draining else spec.absent_reason
             elif gateway.fleet.ejections[spec.instance_id].ejected:
                 why = "ejected"
             rows.append({"instance": spec.instance_id, **dict.fromkeys(figures), "excluded": why})
@@ -475,6 +492,8 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "up": instance.up,
         "draining": instance.draining,
         "leaving": instance.leaving,
+        "asleep": instance.asleep,
+        "paused": instance.paused,
         "down_reason": None if instance.up else _without_key(instance),
         **_describe_outcomes(instance),
         "scrape_problem": instance.scrape_problem or None,

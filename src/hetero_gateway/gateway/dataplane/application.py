@@ -41,6 +41,7 @@ from hetero_gateway.gateway.dataplane.recording import (
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
+from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.settings import Prepared, Settings
@@ -164,6 +165,20 @@ class DataPlane:
              "server.max_body_bytes", "server.max_buffered_bytes"),
             self._prepare,
         )  # fmt: skip
+
+    def wakes_by(self, calls: EngineCalls, settings: Settings) -> None:
+        """Have engines that sleep woken by demand, where the configuration has it."""
+
+        def prepare(fresh: GatewayConfig) -> Prepared:
+            wakes = fresh.scheduler.wake_on_demand
+
+            def apply() -> None:
+                self.dispatcher.engine_calls = calls if wakes else None
+
+            return Prepared(apply)
+
+        prepare(settings.config).apply()
+        settings.add(("scheduler.wake_on_demand",), prepare)
 
     def _prepare(self, fresh: GatewayConfig) -> Prepared:
         def apply() -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, Usage
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Usage
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.limits import Limiter
@@ -27,6 +27,7 @@ from hetero_gateway.gateway.dataplane.responses import Response
 from hetero_gateway.gateway.dataplane.speed import WatchedStream
 from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
+from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest
@@ -156,6 +157,8 @@ class LocalDispatcher:
         self._outcomes = outcomes
         self._metrics = metrics
         self._decisions = decisions
+        # By which engines that sleep are woken; None: they are not.
+        self.engine_calls: EngineCalls | None = None
 
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
@@ -187,6 +190,11 @@ class LocalDispatcher:
             return _LocalWait(self, job, failure, place, deadline_s, owner)
         if isinstance(place, Placed):
             self.note_place(job, failure, place)
+        elif self.engine_calls is not None and place.reason is _UNAVAILABLE:
+            request = job.request
+            waking = self.engine_calls.wake_for(request.model, request.only)
+            if waking is not None:
+                return _WakingWait(self, job, place, failure, waking, deadline_s, owner)
         return place
 
     def note_place(self, job: Job, failure: InstanceError | None, place: Placed) -> None:
@@ -246,6 +254,64 @@ class LocalDispatcher:
             if job.charge is not None:
                 job.charge.settle(0, time.monotonic())
         self._metrics.counts(model, "").outcomes[outcome] += 1
+
+
+_UNAVAILABLE = RejectReason.NO_AVAILABLE_INSTANCE
+
+
+class _WakingWait(Waiting):
+    """A request for which an engine is woken: it is asked for anew once that is awake."""
+
+    def __init__(
+        self,
+        dispatcher: LocalDispatcher,
+        job: Job,
+        reject: Reject,
+        failure: InstanceError | None,
+        waking: asyncio.Task[bool],
+        deadline_s: float,
+        owner: Owner,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._owner = owner
+        self._inner: Waiting | None = None
+        self._gone = False
+        self._task = asyncio.get_running_loop().create_task(
+            self._wait(job, reject, failure, waking, deadline_s)
+        )
+
+    def leave(self) -> None:
+        self._gone = True
+        if self._inner is not None:
+            self._inner.leave()
+
+    async def _wait(
+        self,
+        job: Job,
+        reject: Reject,
+        failure: InstanceError | None,
+        waking: asyncio.Task[bool],
+        deadline_s: float,
+    ) -> None:
+        dispatcher, owner = self._dispatcher, self._owner
+        limit_s = min(dispatcher.placement.timeout_s, deadline_s - time.monotonic())
+        await asyncio.wait({waking}, timeout=max(0.0, limit_s))
+        if self._gone:
+            return
+        try:
+            awake = waking.done() and not waking.cancelled() and waking.result()
+            place: Placed | Reject | Waiting = reject
+            if awake:
+                place = dispatcher.submit(job, (), failure, deadline_s, owner)
+        except Refusal as refusal:
+            owner.turned_away(refusal)
+        except Exception as error:
+            owner.broke(error)
+        else:
+            if isinstance(place, Waiting):
+                self._inner = place
+            else:
+                owner.placed(place)
 
 
 class _LocalWait(Waiting):

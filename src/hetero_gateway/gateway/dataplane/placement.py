@@ -110,7 +110,7 @@ class Placement:
         self._fleet = fleet
         self._scheduler = fleet.scheduler
         self._metrics = metrics
-        self._timeout_s = config.timeout_s
+        self.timeout_s = config.timeout_s
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Ticket, _Waiter] = {}
         self._recalibration = Recalibration(fleet)
@@ -131,7 +131,7 @@ class Placement:
     def _prepare(self, fresh: GatewayConfig) -> Prepared:
         def apply() -> None:
             self.queues = self._fleet.queues  # which has taken up the policy
-            self._timeout_s = fresh.scheduler.queue.timeout_s
+            self.timeout_s = fresh.scheduler.queue.timeout_s
             recalibrate = fresh.scheduler.recalibrate
             self._steps.on_look = self._recalibration.look if recalibrate else None
 
@@ -258,7 +258,7 @@ class Placement:
             Exception: placing it met a bug, which is this request's alone.
         """
         waiter = self._waiting[ticket]
-        limit_s = min(ticket.enqueued_s + self._timeout_s, deadline_s)
+        limit_s = min(ticket.enqueued_s + self.timeout_s, deadline_s)
         timer = self._loop.call_later(max(0.0, limit_s - time.monotonic()), waiter.expire)
         waiter.sleeper = sleeper
         served = False

@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 # A card has half a kilobyte, and a rank's metrics are 70 KB.
 _MOST_MODELS_BYTES = 1 << 20
 _MOST_METRICS_BYTES = 1 << 23
+_MOST_STATE_BYTES = 1 << 12
 # Metrics are read in parts of this size, with a turn of the event loop after each.
 _PART_BYTES = 1 << 16
 # What is late by so much is not put off any more: there are no streams to be looked at.
@@ -271,10 +272,21 @@ class HealthMonitor:
         self._fleet.list_models(instance, models)
         return "" if models else f"{paths.MODELS}: lists no model"
 
+    async def read_models(self, instance: Instance, probe: Probe) -> None:
+        """Ask an instance now which models it serves."""
+        try:
+            problem = await self._scrape_models(instance, probe)
+        except InstanceError as error:
+            problem = str(error)
+        if problem:
+            _log.warning("instance %s: its models cannot be read: %s", instance.id, problem)
+
     async def _scrape_metrics(self, instance: Instance, probe: Probe) -> str:
+        asked_s = time.monotonic()
         body, problem = await _body(probe, paths.METRICS, _MOST_METRICS_BYTES)
         told = None if body is None else await _read_metrics(body)
         self._tell_cache(instance, told)
+        await self._tell_rest(instance, told, probe, asked_s)
         if told is not None:
             instance.engine_kv_usage = told.kv_usage
             self._note_rest(instance.id, told)
@@ -297,6 +309,28 @@ class HealthMonitor:
                 counters = queries, hits
             self._tell_renewal(instance, told)
         self._fleet.scheduler.observe_cache(instance.id, caching, counters, time.monotonic())
+
+    async def _tell_rest(
+        self, instance: Instance, told: EngineMetrics | None, probe: Probe, asked_s: float
+    ) -> None:
+        """Whether it sleeps or pauses, as its metrics say; or as it says itself, where a call has
+        made it and they do not. Raises InstanceError: LOCAL.
+        """
+        asleep, paused = instance.asleep, instance.paused
+        if told is not None and told.asleep is not None:
+            asleep = told.asleep
+            if asleep and not instance.asleep:
+                instance.wakeable = bool(told.wakeable)
+        elif asleep:
+            asleep = await _still(probe, paths.IS_SLEEPING, b"is_sleeping")
+        if paused:
+            paused = await _still(probe, paths.IS_PAUSED, b"is_paused")
+        if asked_s > instance.rested_s and (asleep, paused) != (instance.asleep, instance.paused):
+            instance.asleep, instance.paused = asleep, paused
+            _log.info(
+                "instance %s %s", instance.id,
+                "is awake" if instance.awake else "sleeps" if asleep else "is paused",
+            )  # fmt: skip
 
     def _note_rest(self, instance_id: InstanceId, told: EngineMetrics) -> None:
         """It rests if it has nothing to do, and was asked nothing since it had nothing to do."""
@@ -339,6 +373,21 @@ async def _body(probe: Probe, path: str, most_bytes: int) -> tuple[bytes | None,
     if answer.problem:
         return None, f"{path}: {answer.problem}"
     return answer.body, ""
+
+
+async def _still(probe: Probe, path: str, name: bytes) -> bool:
+    """Whether an engine says that it is so; one that does not answer stays as it was, and one that
+    knows no such question is started anew. Raises InstanceError: LOCAL.
+    """
+    try:
+        answer = await probe.get(path, _MOST_STATE_BYTES)
+    except InstanceError as error:
+        if error.failure is Failure.LOCAL:
+            raise
+        return True
+    if answer.status == 404:
+        return False
+    return not answer.good or b'"%b":true' % name in answer.body.replace(b" ", b"")
 
 
 async def _read_metrics(body: bytes) -> EngineMetrics:

@@ -82,6 +82,10 @@ class Instance:
         # Told when its engine has said which models it serves.
         self.on_models: Callable[[Instance], None] | None = None
         self.leaving = False  # it goes once what it has is over
+        # Its engine sleeps or pauses, and gets no requests; ``wakeable``: it has its weights still.
+        self.asleep = self.paused = self.wakeable = False
+        self.rested_s = -math.inf  # when a call changed that: what was asked sooner is older
+        self.adapters: set[str] = set()  # that were loaded through the gateway
         self.up = False
         self.failed_probes = 0
         self.down_reason = "not probed yet"
@@ -116,10 +120,16 @@ class Instance:
             profile=self._effective_profile(),
             max_model_len=self.max_model_len,
             weight=self.weight,
-            available=self.up,
+            available=self.up and self.awake,
             draining=self.draining,
             kv_capacity_tokens=self.engine_kv_capacity_tokens,
+            absent_reason="asleep" if self.asleep else "paused" if self.paused else "unhealthy",
         )
+
+    @property
+    def awake(self) -> bool:
+        """Its engine would work on a request."""
+        return not (self.asleep or self.paused)
 
     @property
     def profile_name(self) -> str:
@@ -201,7 +211,7 @@ class Fleet:
         settings.files.append(lambda _: self.contexts.files())
         settings.add(
             ("scheduler.theta", "scheduler.queue.max_requests", "scheduler.recalibrate",
-             "health.ejection", "pool", "timeouts.connect_s"),
+             "scheduler.wake_on_demand", "health.ejection", "pool", "timeouts.connect_s"),
             self._prepare,
         )  # fmt: skip
 
@@ -280,8 +290,9 @@ class Fleet:
         if (listed := frozenset(models)) != instance.listed:
             instance.listed = listed
             self.setups += 1
-        if not instance.config.models:
-            instance.models = listed
+        configured = instance.config.models
+        instance.adapters &= listed
+        instance.models = configured | instance.adapters if configured else listed
         instance.cards = {n: card for n, card in models.items() if n in instance.models}
         lengths = [card.max_model_len or 0 for card in instance.cards.values()]
         if any(lengths):
@@ -297,7 +308,7 @@ class Fleet:
 
     def _pools_of(self, instance_id: InstanceId) -> Iterable[list[InstanceId]]:
         """For each model of an instance, who serves it and takes requests: for the panic rule."""
-        live = list(self._live())
+        live = [i for i in self._live() if i.awake]
         for model in self.instances[instance_id].models:
             yield [other.id for other in live if model in other.models]
 
@@ -374,7 +385,8 @@ class Fleet:
 
     def ready(self) -> bool:
         """Whether any instance can take requests."""
-        return any(True for _ in self._live())
+        wakes = self._config.scheduler.wake_on_demand
+        return any(i.awake or (wakes and i.wakeable) for i in self._live())
 
     def _live(self) -> Iterable[Instance]:
         return (i for i in self.instances.values() if i.up and not i.draining)

@@ -131,11 +131,20 @@ class Probe:
         """
         return await self.ask(b"GET", path.encode(), most_bytes)
 
-    async def ask(self, method: bytes, target: bytes, most_bytes: int) -> ProbeAnswer:
-        """The same for another method, with no body, and for a target as it stands on the wire."""
-        length = b"" if method == b"GET" else b"content-length: 0\r\n"
-        request = b"%b %b%b HTTP/1.1\r\n%b%b\r\n" % (
-            method, self._pool.path_prefix, target, self._fields, length
+    async def ask(
+        self,
+        method: bytes,
+        target: bytes,
+        most_bytes: int,
+        body: bytes = b"",
+        content_type: bytes = b"",
+    ) -> ProbeAnswer:
+        """The same for another method, with a body, and for a target as it stands on the wire."""
+        fields = b"" if method == b"GET" and not body else b"content-length: %d\r\n" % len(body)
+        if content_type:
+            fields += b"content-type: %b\r\n" % content_type
+        request = b"%b %b%b HTTP/1.1\r\n%b%b\r\n%b" % (
+            method, self._pool.path_prefix, target, self._fields, fields, body
         )  # fmt: skip
         behind_s = self._lag.behind_s
         try:

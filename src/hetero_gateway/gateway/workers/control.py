@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.control.access import PEER_HEADER
+from hetero_gateway.gateway.fleet.engine_calls import TIMEOUT_S as ENGINE_CALL_S
 from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
 from hetero_gateway.gateway.wire.openai import error_body
 from hetero_gateway.plain_httpx import httpx
@@ -14,6 +16,8 @@ from hetero_gateway.plain_httpx import httpx
 _MOST_BODY_BYTES = 2**20 + 1
 _TRIES, _PAUSE_S = 40, 0.05
 _TIMEOUT_S = 60.0
+_ENGINE_CALL = re.compile(rb"/admin/(?:instances|models)/.*/engine/")
+_ENGINE_CALL_S = 10.0 + ENGINE_CALL_S
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"content-length"))
 
 
@@ -77,9 +81,12 @@ class ControlRelay:
     ) -> httpx.Response:
         """Raises httpx.HTTPError."""
         url = httpx.URL("http://gateway").copy_with(raw_path=target)
+        timeout_s = _ENGINE_CALL_S if _ENGINE_CALL.match(target) else _TIMEOUT_S
         for tries_left in range(_TRIES, -1, -1):
             try:
-                return await self._client.request(method, url, headers=headers, content=body)
+                return await self._client.request(
+                    method, url, headers=headers, content=body, timeout=timeout_s
+                )
             except httpx.TransportError as error:
                 # What only reads may be asked again, wherever the process was when it ended.
                 again = isinstance(error, httpx.ConnectError) or method in ("GET", "HEAD")

@@ -463,7 +463,7 @@ class Hub:
                     instance.max_model_len,
                     instance.engine_kv_capacity_tokens,
                     instance.weight,
-                    instance.up and not instance.outcomes.ejected,
+                    instance.up and instance.awake and not instance.outcomes.ejected,
                     instance.draining,
                 )
             )

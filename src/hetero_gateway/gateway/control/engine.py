@@ -1,0 +1,130 @@
+"""/admin/…/engine/…: calls that concern an engine, to one instance or to all that serve a model.
+
+What an engine answers is passed on, whole and bounded; a broadcast reports each answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.engines.vllm import ENGINE_CALLS
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.dataplane.answers import refusal_of
+from hetero_gateway.gateway.failures import InstanceError
+from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.fleet.probe import ProbeAnswer
+from hetero_gateway.gateway.wiring import Gateway
+
+_MOST_BODY_BYTES = 2**20
+# Of a broadcast's answers, what is shown of each.
+_MOST_SHOWN_BYTES = 1 << 16
+_AT_ONCE = 16
+
+
+async def call_one(gateway: Gateway, request: Request, instance: Instance, call: str) -> Response:
+    """The engine's own answer.
+
+    Raises Refusal: 404 and 405 for what is no such call, 502 to 504 where none came.
+    """
+    path = _path_of(request, call)
+    body = await _body(request)
+    request.state.change = f"instance {instance.id}: {path}"
+    try:
+        answer = await _ask(gateway, request, instance, path, body)
+    except InstanceError as error:
+        raise refusal_of(error, instance) from error
+    if answer.problem:
+        raise Refusal(502, "upstream_error", f"instance {instance.id}: {answer.problem}")
+    kind = "application/json" if _json_in(answer.body) is not None else "text/plain"
+    headers = {"x-hetero-gateway-instance": instance.id, "cache-control": "no-store"}
+    return Response(answer.body, answer.status, headers, kind)
+
+
+async def call_all(gateway: Gateway, request: Request, model: str, call: str) -> Response:
+    """What each instance of a model answers: 200 where all of them succeeded, else 502.
+
+    Raises Refusal: 404 and 405 for what is no such call, and for a model that nobody serves.
+    """
+    path = _path_of(request, call)
+    body = await _body(request)
+    instances = [i for i in gateway.fleet.instances.values() if model in i.models]
+    if not instances:
+        raise Refusal(404, "model_not_found", f"no instance serves the model {model[:200]!r}")
+    request.state.change = f"{len(instances)} instances of {model[:200]}: {path}"
+    turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def answer_of(instance: Instance) -> dict[str, Any]:
+        async with turns:
+            try:
+                answer = await _ask(gateway, request, instance, path, body)
+            except InstanceError as error:
+                return _shown(instance.id, None, str(error))
+        if answer.problem:
+            return _shown(instance.id, answer.status, answer.problem)
+        return _shown(instance.id, answer.status, None, answer)
+
+    answers = await asyncio.gather(*map(answer_of, instances))
+    good = all(each["error"] is None and 200 <= each["status"] < 300 for each in answers)
+    document = {"model": model, "call": path, "answers": answers}
+    headers = {"cache-control": "no-store"}
+    content = msgspec.json.encode(document)
+    return Response(content, 200 if good else 502, headers, "application/json")
+
+
+def _shown(
+    instance_id: InstanceId,
+    status: int | None,
+    error: str | None,
+    answer: ProbeAnswer | None = None,
+) -> dict[str, Any]:
+    body: Any = None
+    if answer is not None and len(answer.body) <= _MOST_SHOWN_BYTES:
+        body = _json_in(answer.body) or answer.body.decode("utf-8", "replace")
+    return {"instance": instance_id, "status": status, "body": body, "error": error}
+
+
+def _path_of(request: Request, call: str) -> str:
+    path = "/" + call
+    method = ENGINE_CALLS.get(path)
+    if method is None:
+        known = ", ".join(sorted(ENGINE_CALLS))
+        raise Refusal(404, "not_found", f"{path[:200]} is no engine call; there are {known}")
+    if request.method != method and not (request.method == "HEAD" and method == "GET"):
+        raise Refusal(
+            405,
+            "method_not_allowed",
+            f"{path} takes {method}.",
+            headers=[(b"allow", method.encode())],
+        )
+    return path
+
+
+async def _ask(
+    gateway: Gateway, request: Request, instance: Instance, path: str, body: bytes
+) -> ProbeAnswer:
+    kind = request.headers.get("content-type", "").encode("latin-1")
+    query: bytes = request.scope["query_string"]
+    return await gateway.engine_calls.call(instance, path, query, body, kind)
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MOST_BODY_BYTES:
+            raise Refusal(413, "request_too_large", f"at most {_MOST_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def _json_in(body: bytes) -> msgspec.Raw | None:
+    """The body, if it is JSON."""
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return msgspec.Raw(body)

@@ -1,0 +1,205 @@
+"""Calls that concern an engine and not a request: LoRA adapters, sleep, pause, its caches.
+
+An operator asks for them (``control/engine``), and demand may wake an engine. What such a call
+changes is heeded at once, and not with the next scrape:
+
+    call                        heeded
+    --------------------------  ------------------------------------------------------------------
+    load, unload an adapter     its models are read again: what it lists now is routed to it
+    sleep, pause                it gets no request from the moment in front of the call; and
+                                again where the call fails
+    wake_up, resume             it gets requests again
+    sleep, reset of the cache,  the index forgets what it had cached
+    other weights
+
+What somebody asks of an engine directly shows in its metrics, where it has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from urllib.parse import parse_qs
+
+import msgspec
+
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.engines.vllm import is_model_name, paths
+from hetero_gateway.gateway.failures import InstanceError
+from hetero_gateway.gateway.fleet.health import HealthMonitor
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.fleet.probe import Probe, ProbeAnswer
+
+# Weights that come back from a disk take minutes.
+TIMEOUT_S = 300.0
+_MOST_ANSWER_BYTES = 1 << 20
+_MOST_QUERY_FIELDS = 64
+# After it could not be woken.
+_WAKE_PAUSE_S = 10.0
+_LISTS_MODELS = (paths.LOAD_LORA_ADAPTER, paths.UNLOAD_LORA_ADAPTER)
+_LOSES_ITS_CACHE = (
+    paths.RESET_PREFIX_CACHE,
+    paths.SLEEP,
+    "/release_kv_cache_memory",
+    "/update_weights",
+    "/finish_weight_update",
+)
+
+_log = logging.getLogger(__name__)
+
+
+class EngineCalls:
+    """Makes calls to engines, and heeds what they change.
+
+    Args:
+        fleet, health: of the gateway.
+    """
+
+    def __init__(self, fleet: Fleet, health: HealthMonitor) -> None:
+        self._fleet = fleet
+        self._health = health
+        self._waking: dict[InstanceId, asyncio.Task[bool]] = {}
+        self._failed_s: dict[InstanceId, float] = {}
+
+    async def call(
+        self,
+        instance: Instance,
+        path: str,
+        query: bytes = b"",
+        body: bytes = b"",
+        content_type: bytes = b"",
+    ) -> ProbeAnswer:
+        """What the engine answers, whole. ``path``: one of ``ENGINE_CALLS``.
+
+        Raises:
+            InstanceError: it did not answer.
+        """
+        away = path in (paths.SLEEP, paths.PAUSE)
+        before = instance.asleep, instance.paused, instance.wakeable
+        if away:
+            self._set_away(instance, path, query)
+        good = False
+        probe = Probe(instance.config.base_url, instance.api_key, TIMEOUT_S, instance.ssl_context)
+        try:
+            target = path.encode() + (b"?" + query if query else b"")
+            method = paths.ENGINE_CALLS[path].encode()
+            answer = await probe.ask(method, target, _MOST_ANSWER_BYTES, body, content_type)
+            good = answer.good
+            if good:
+                await self._heed(instance, path, body, answer, probe)
+            return answer
+        finally:
+            probe.close()
+            if away and not good:
+                instance.asleep, instance.paused, instance.wakeable = before
+                self._fleet.publish(instance)
+
+    def _set_away(self, instance: Instance, path: str, query: bytes) -> None:
+        if path == paths.PAUSE:
+            instance.paused = True
+        else:
+            fields = parse_qs(query.decode("latin-1"), max_num_fields=_MOST_QUERY_FIELDS)
+            instance.asleep = True
+            # At another level it has no weights to come back with.
+            instance.wakeable = fields.get("level", ["1"])[-1] == "1"
+        instance.rested_s = time.monotonic()
+        self._fleet.publish(instance)
+
+    async def _heed(
+        self, instance: Instance, path: str, body: bytes, answer: ProbeAnswer, probe: Probe
+    ) -> None:
+        fleet = self._fleet
+        if fleet.instances.get(instance.id) is not instance:
+            return
+        if path in _LISTS_MODELS:
+            if path == paths.LOAD_LORA_ADAPTER and (name := _adapter_in(body)):
+                instance.adapters.add(name)
+            await self._health.read_models(instance, probe)
+        elif path == paths.WAKE_UP:
+            # Of a part of it alone, it answers that it still sleeps.
+            instance.asleep = _status_in(answer.body) == "sleeping"
+        elif path == paths.RESUME:
+            instance.paused = False
+        else:
+            if path in _LOSES_ITS_CACHE:
+                fleet.scheduler.forget_cache(instance.id)
+            return
+        instance.rested_s = time.monotonic()
+        fleet.publish(instance)
+
+    # By demand
+
+    def wake_for(self, model: str, only: InstanceId | None) -> asyncio.Task[bool] | None:
+        """Begin to wake an instance of the model that sleeps; None: there is none.
+
+        The task returns whether it is awake; who waits for it must not cancel it.
+
+        Args:
+            only: the one instance that would do; None: any.
+        """
+        now_s = time.monotonic()
+        chosen = None
+        for instance in self._fleet.instances.values():
+            if model not in instance.models or only not in (None, instance.id):
+                continue
+            if not (instance.up and instance.asleep and instance.wakeable):
+                continue
+            if instance.draining or now_s < self._failed_s.get(instance.id, 0.0) + _WAKE_PAUSE_S:
+                continue
+            if (task := self._waking.get(instance.id)) is not None:
+                return task
+            chosen = chosen or instance
+        if chosen is None:
+            return None
+        task = asyncio.get_running_loop().create_task(self._wake(chosen))
+        self._waking[chosen.id] = task
+        return task
+
+    async def _wake(self, instance: Instance) -> bool:
+        _log.info("instance %s is woken by demand", instance.id)
+        why = ""
+        try:
+            answer = await self.call(instance, paths.WAKE_UP)
+            if not answer.good:
+                why = f"it answered {answer.status}"
+            elif instance.asleep:
+                why = "it says that it still sleeps"
+        except InstanceError as error:
+            why = str(error)
+        finally:
+            self._waking.pop(instance.id, None)
+        if why:
+            self._failed_s[instance.id] = time.monotonic()
+            _log.warning("instance %s cannot be woken: %s", instance.id, why)
+        else:
+            self._failed_s.pop(instance.id, None)
+        return not why
+
+    def close(self) -> None:
+        """Wake nobody any more."""
+        for task in list(self._waking.values()):
+            task.cancel()
+
+
+class _Adapter(msgspec.Struct):
+    lora_name: str = ""
+
+
+class _Status(msgspec.Struct):
+    status: str = ""
+
+
+def _adapter_in(body: bytes) -> str:
+    try:
+        name = msgspec.json.decode(body, type=_Adapter).lora_name
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+    return name if is_model_name(name) else ""
+
+
+def _status_in(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=_Status).status
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
