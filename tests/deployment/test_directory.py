@@ -36,7 +36,8 @@ def texts(directory) -> dict[str, str]:
 
 @pytest.mark.parametrize("emulate", [False, True])
 @pytest.mark.parametrize("planned", PLANS)
-def test_the_written_gateway_configurations_are_valid(planned, emulate, tmp_path, capsys):
+def test_the_written_gateway_configurations_are_valid(planned, emulate, tmp_path, monkeypatch):
+    monkeypatch.setenv("HETERO_GATEWAY_ADMIN_KEY", "secret")  # as compose.yaml passes it on
     wanted = options(emulate=emulate, time_scale=3.0, priors=(300.5, 120.25))
     write_deployment(planned, wanted, tmp_path / "plan")
     for name in ("gateway.yaml", "gateway.compose.yaml"):
@@ -247,7 +248,7 @@ def test_a_plan_of_one_machine_starts_whole_and_publishes_on_loopback_only():
     services = data["services"]
     assert not any("profiles" in service for service in services.values())
     published = [p for s in services.values() for p in s.get("ports", ())]
-    assert len(published) == 3
+    assert len(published) == 4
     assert all(p.startswith("127.0.0.1:") for p in published)
     config = yaml.safe_load(files["gateway.compose.yaml"])
     for instance in config["instances"]:

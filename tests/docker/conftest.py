@@ -37,8 +37,12 @@ class ContainerFiles:
         return [value for name, value in self.dockerfile() if name == instruction][-1]
 
     def compose(self, name: str) -> dict[str, Any]:
-        """A compose file with variables at their defaults and every ``extends`` resolved."""
+        """A compose file with variables at their defaults and every ``extends`` resolved.
+
+        One that has to be set is "secret".
+        """
         text = (self.docker / name).read_text(encoding="utf-8")
+        text = re.sub(r"\$\{\w+:\?[^}]*\}", "secret", text)
         data: dict[str, Any] = yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
         assert "${" not in yaml.safe_dump(data), "a variable without a default"
         for service_name, service in data["services"].items():

@@ -73,11 +73,14 @@ def run(args: argparse.Namespace) -> int:
     start_logging(args.log_level, as_json=config.log.format == "json")
 
     def announce(url: str) -> None:
-        workers = config.server.workers
+        workers, admin = config.server.workers, config.server.admin_listen
+        dashboard = f"dashboard {url}/dashboard"
+        if admin is not None:
+            dashboard = f"/admin and the dashboard on {admin}"
         print(
             f"hetero-gateway: serving on {url} (policy {config.scheduler.policy}, "
             f"{len(config.instances)} instances, "
-            f"{f'{workers} workers, ' if workers > 1 else ''}dashboard {url}/dashboard)",
+            f"{f'{workers} workers, ' if workers > 1 else ''}{dashboard})",
             file=sys.stderr,
             flush=True,
         )

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hetero_gateway.deployment.command import emulate_arguments, serve_arguments
-from hetero_gateway.deployment.gateway_files import dumped
+from hetero_gateway.deployment.gateway_files import ADMIN_KEY_ENV, dumped
 from hetero_gateway.deployment.instances import (
     DeployedInstance,
     DeploymentOptions,
@@ -29,7 +29,7 @@ GATEWAY_IMAGE = "${HETERO_GATEWAY_IMAGE:-hetero-gateway:local}"
 # The gateway's own shutdown_timeout_s is 30.
 GATEWAY_GRACE = "40s"
 _GRACE_MARGIN_S = 20
-_CONTAINER_PORT = 8000
+_CONTAINER_PORT, _ADMIN_PORT = 8000, 9001
 _CACHE = "huggingface-cache"
 # As docker/compose.yaml: the versions that the dashboard and the alerts were tried with.
 _PROMETHEUS_IMAGE, _GRAFANA_IMAGE = "prom/prometheus:v2.55.1", "grafana/grafana:11.3.0"
@@ -47,7 +47,7 @@ def compose_text(
 ) -> str:
     """compose.yaml."""
     one_host = on_one_host(instances, options)
-    services: dict[str, Any] = {"gateway": _gateway(options)}
+    services: dict[str, Any] = {"gateway": _gateway(options, one_host=one_host)}
     for instance in instances:
         make = _emulated if options.emulate else _vllm
         service = make(instance, options)
@@ -109,10 +109,27 @@ def _tree(folder: Traversable, path: str) -> dict[str, str]:
     return files
 
 
-def _gateway(options: DeploymentOptions) -> dict[str, Any]:
-    return {
-        **hardened_service(),
-        "ports": [f"127.0.0.1:{options.gateway_port}:{_CONTAINER_PORT}"],
+def server_section(options: DeploymentOptions) -> dict[str, Any]:
+    """Where the gateway listens in its container: for clients, and for /admin.
+
+    The engines' containers reach both ports, so where they are not ours /admin has a key.
+    """
+    section = {"host": "0.0.0.0", "port": _CONTAINER_PORT, "admin_listen": f"0.0.0.0:{_ADMIN_PORT}"}
+    return section if options.emulate else section | {"admin_key_env": ADMIN_KEY_ENV}
+
+
+def _gateway(options: DeploymentOptions, *, one_host: bool) -> dict[str, Any]:
+    service = hardened_service()
+    if not options.emulate:
+        # A variable of one service has to be set wherever the file is used, so a file of several
+        # hosts leaves it to the gateway to miss it.
+        missing = "?choose a key for /admin and the dashboard" if one_host else "-"
+        service["environment"] = {ADMIN_KEY_ENV: f"${{{ADMIN_KEY_ENV}:{missing}}}"}
+    return service | {
+        "ports": [
+            f"127.0.0.1:{options.gateway_port}:{_CONTAINER_PORT}",
+            f"127.0.0.1:{_ADMIN_PORT}:{_ADMIN_PORT}",
+        ],
         "volumes": [
             f"./{GATEWAY_FILE}:{_ETC}/gateway.yaml:ro",
             f"./profiles:{_ETC}/profiles:ro",

@@ -143,7 +143,7 @@ def _gateway_files(
         plan.policy,
         base_url=lambda instance: compose.compose_address(instance, options, one_host),
         comment="The gateway's configuration in compose.yaml.",
-        server={"host": "0.0.0.0", "port": 8000},
+        server=compose.server_section(options),
     )
     comment = (
         "Gateway, instances, Prometheus and Grafana. README.md says how to start them.\n"

@@ -12,6 +12,8 @@ from hetero_gateway.deployment.instances import DeployedInstance, DeploymentOpti
 from hetero_gateway.files import profile_file
 from hetero_gateway.planner.plan import InstanceType
 
+# The variables that hold its keys, where it has some.
+API_KEY_ENV, ADMIN_KEY_ENV = "HETERO_GATEWAY_API_KEY", "HETERO_GATEWAY_ADMIN_KEY"
 _SOURCE_KEYS = ("how", "date", "note", "engine", "quantization", "unidentified")
 # What a KV capacity was measured with: said only where the capacity is that one.
 _CAPACITY_KEYS = ("gpu_memory_utilization", "kv_cache_dtype")

@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from hetero_gateway.deployment.command import emulate_arguments, serve_arguments
+from hetero_gateway.deployment.gateway_files import ADMIN_KEY_ENV, API_KEY_ENV
 from hetero_gateway.deployment.instances import DeployedInstance, DeploymentOptions
 from hetero_gateway.engines.vllm import paths
 
 SECRET = "hetero-gateway-keys"
 HF_TOKEN_KEY, API_KEY_KEY, ADMIN_KEY_KEY = "hf-token", "gateway-api-key", "gateway-admin-key"
-API_KEY_ENV, ADMIN_KEY_ENV = "HETERO_GATEWAY_API_KEY", "HETERO_GATEWAY_ADMIN_KEY"
 GATEWAY_IMAGE = "hetero-gateway:local"
 _PART_OF = {"app.kubernetes.io/part-of": "hetero-gateway"}
 _PORT = 8000

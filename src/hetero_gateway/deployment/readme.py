@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hetero_gateway.deployment.gateway_files import ADMIN_KEY_ENV
 from hetero_gateway.deployment.instances import (
     DeployedInstance,
     DeploymentOptions,
@@ -144,13 +145,15 @@ def _compose(
         "    docker build -f docker/Dockerfile -t hetero-gateway:local .",
         "",
     ]
+    admin_key = "" if options.emulate else f"{ADMIN_KEY_ENV}=… "
     if one_host:
         lines += [
-            "Then gateway, instances, Prometheus (9090) and Grafana (3000) are started by:",
+            "Then the gateway (8000; /admin and the dashboard on 9001), the instances, Prometheus "
+            "(9090) and Grafana (3000) are started by:",
             "",
         ]
-        token = "" if options.emulate else "HF_TOKEN=… "
-        lines += [f"    {token}docker compose up -d"]
+        secrets = "" if options.emulate else f"HF_TOKEN=… {admin_key}"
+        lines += [f"    {secrets}docker compose up -d"]
     else:
         lines += [
             "Compose starts containers of one host. The file is the same on every host; each "
@@ -160,7 +163,7 @@ def _compose(
                 f"    HF_TOKEN=… docker compose --profile {name} up -d"
                 for name in _machine_names(instances)
             ),
-            "    docker compose --profile gateway up -d",
+            f"    {admin_key}docker compose --profile gateway up -d",
         ]
     return "\n".join([*lines, ""])
 
