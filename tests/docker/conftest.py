@@ -93,6 +93,12 @@ def files() -> ContainerFiles:
     return ContainerFiles()
 
 
+@pytest.fixture(autouse=True)
+def admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compose.vllm.yaml passes it on."""
+    monkeypatch.setenv("HETERO_GATEWAY_ADMIN_KEY", "secret")
+
+
 @pytest.fixture(params=COMPOSE_FILES)
 def compose_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)

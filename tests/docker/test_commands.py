@@ -52,11 +52,7 @@ def argv(files, command: list[str]) -> list[str]:
 
 
 def environment(files) -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": str(files.root / "src"),
-        "PYTHONUNBUFFERED": "1",
-        "HETERO_GATEWAY_ADMIN_KEY": "secret",  # as compose.vllm.yaml passes it on
-    }
+    return os.environ | {"PYTHONPATH": str(files.root / "src"), "PYTHONUNBUFFERED": "1"}
 
 
 class Running:
