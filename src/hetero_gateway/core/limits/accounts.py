@@ -56,7 +56,7 @@ class Denial(NamedTuple):
 class Standing(NamedTuple):
     """How a client stands once a request is charged: of its accounts, where least is left.
 
-    Whatever was used last was used now, so all of it counts for ``SLOTS`` seconds. None: no limit.
+    What was used last counts for ``SLOTS`` seconds from now. None: no limit.
     """
 
     limit_requests: int | None
@@ -104,14 +104,17 @@ class Account:
 
 
 class Charge:
-    """What one request was charged. ``tokens``: as estimated."""
+    """What one request was charged. ``tokens``: as estimated; ``standing``: with them."""
 
-    __slots__ = ("_accounts", "_ended", "_second", "_settled", "tokens")
+    __slots__ = ("_accounts", "_ended", "_second", "_settled", "standing", "tokens")
 
-    def __init__(self, accounts: Sequence[Account], tokens: int, second: int) -> None:
+    def __init__(
+        self, accounts: Sequence[Account], tokens: int, second: int, standing: Standing
+    ) -> None:
         self._accounts = accounts
         self._second = second
         self._settled = self._ended = False
+        self.standing = standing
         self.tokens = tokens
 
     def __repr__(self) -> str:
@@ -173,36 +176,46 @@ def adopt(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge:
 
 
 def _taken(accounts: Sequence[Account], tokens: int, second: int) -> Charge:
-    # Each ``Window.use`` is written out: this is done for every request.
+    # ``Window.use`` and ``standing``, written out: this is done for every request, and what it
+    # reads has to be fetched from memory.
     slot = second % SLOTS
+    requests_limit = tokens_limit = None
+    left_requests = left_tokens = 0
     for account in accounts:
         window = account.requests
         window.slots[slot] += 1
-        window.used += 1
-        window.last = second
+        window.used = used = window.used + 1
+        limit = window.limit
+        if limit is not None:
+            left = limit - used - window.others
+            if requests_limit is None or left < left_requests:
+                requests_limit, left_requests = limit, left
         window = account.tokens
         window.slots[slot] += tokens
-        window.used += tokens
-        window.last = second
+        window.used = used = window.used + tokens
+        limit = window.limit
+        if limit is not None:
+            left = limit - used - window.others
+            if tokens_limit is None or left < left_tokens:
+                tokens_limit, left_tokens = limit, left
         account.in_flight += 1
-    return Charge(accounts, tokens, second)
+    standing = Standing(
+        requests_limit,
+        left_requests if left_requests > 0 else 0,
+        tokens_limit,
+        left_tokens if left_tokens > 0 else 0,
+    )
+    return Charge(accounts, tokens, second, standing)
 
 
 def standing(accounts: Sequence[Account]) -> Standing:
     """How whoever has these accounts stands, as of the last request."""
-    requests = tokens = None
-    left_requests = left_tokens = 0
-    for account in accounts:
-        window = account.requests
-        limit = window.limit
-        if limit is not None:
-            left = limit - window.used - window.others
-            if requests is None or left < left_requests:
-                requests, left_requests = limit, left
-        window = account.tokens
-        limit = window.limit
-        if limit is not None:
-            left = limit - window.used - window.others
-            if tokens is None or left < left_tokens:
-                tokens, left_tokens = limit, left
-    return Standing(requests, max(0, left_requests), tokens, max(0, left_tokens))
+    requests, tokens = (
+        min(
+            ((w.remaining(), w.limit) for w in windows if w.limit is not None),
+            key=lambda left: left[0],
+            default=(0, None),
+        )
+        for windows in ([a.requests for a in accounts], [a.tokens for a in accounts])
+    )
+    return Standing(requests[1], requests[0], tokens[1], tokens[0])

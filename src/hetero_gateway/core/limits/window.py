@@ -17,11 +17,11 @@ class Window:
 
     ``limit``: per minute; None: nobody asks. ``used``: within the last minute, here; ``others``:
     the same of other gateways. ``second``: as of which that is, a whole one, of a clock that never
-    goes back; ``last``: when something was used last. ``slots``: of each second modulo 61; together
-    they are ``used``, and none of them is ever below 0.
+    goes back. ``slots``: of each second modulo 61; together they are ``used``, and none of them is
+    ever below 0.
     """
 
-    __slots__ = ("last", "limit", "others", "second", "slots", "used")
+    __slots__ = ("limit", "others", "second", "slots", "used")
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -29,7 +29,6 @@ class Window:
         self.others = 0
         self.slots = [0] * SLOTS
         self.second = 0
-        self.last = 0
 
     def __repr__(self) -> str:
         return f"<Window {self.used} + {self.others} of {self.limit}>"
@@ -60,7 +59,6 @@ class Window:
         """Use so much, now (``advance`` first), whatever the limit is."""
         self.slots[self.second % SLOTS] += amount
         self.used += amount
-        self.last = self.second
 
     def correct(self, charged_in: int, difference: int) -> None:
         """What was charged in that second turns out to be so much more, or less.

@@ -1,10 +1,12 @@
 """The client behind a request, by its key, and what that one may ask for.
 
 A key is looked up by its hash: what is compared is nothing that a client can choose, so that how
-long it takes says nothing. Who a client is, is found before a byte of the body is read
-(``Admission.admit``); which model and which class it may have, once the body is understood; how
-much, in ``limits``. The one key of ``server.api_key_env`` goes on as it was: a client without name
-and limits.
+long it takes says nothing. A field that was right once is remembered, since to hash it for each
+request costs as much as all else that is done for a client here; it is found again by Python's
+keyed hash (SipHash), which says nothing either. Who a client is, is found before a byte of the body
+is read (``Admission.admit``); which model and which class it may have, once the body is understood;
+how much, in ``limits``. The one key of ``server.api_key_env`` goes on as it was: a client without
+name and limits.
 """
 
 from __future__ import annotations
@@ -98,6 +100,9 @@ class Admission:
         self._hash_key = hash_key.encode() if hash_key else None
         self._clock = clock
         self._plain: dict[bytes, Client] = {}
+        # Fields that were right: at most two for each key, and one more. (The head's reader
+        # remembers fields, too, so this keeps no key in memory that would not be there.)
+        self._shown: dict[tuple[bytes, bytes], Client] = {}
         self._keyed: dict[bytes, Client] = {}
         self._by_name: dict[str, Client] = {}
         self._accounts: dict[str, Account] = {}
@@ -137,6 +142,7 @@ class Admission:
             client = by_name[key.name] = self._client(key, keys)
             (plain if key.scheme == "sha256" else keyed)[key.digest] = client
         self.keys, self._plain, self._keyed, self._by_name = keys, plain, keyed, by_name
+        self._shown = {}
 
     def _open_account(self, name: str, limits: ClientLimits, known: dict[str, Account]) -> None:
         if not any(limit is not None for limit in limits.limits):
@@ -175,31 +181,33 @@ class Admission:
         """Who sent these headers. Raises Refusal: 401 unless they carry a key that is known."""
         if self._key is None and self.keys is None:
             return EVERYBODY
-        plain = self._plain
         for name, value in headers:
-            if name == b"authorization":
-                value = value[7:] if value[:7].lower() == b"bearer " else b""
-            elif name != b"x-api-key":
+            if name != b"authorization" and name != b"x-api-key":
                 continue
-            client = plain.get(sha256(value[: MOST_KEY_BYTES + 1]).digest()) if plain else None
-            if client is None:
-                client = self._find(value)
+            client = self._shown.get((name, value)) or self._find(name, value)
             if client is not None:
                 if client.expires_s <= self._clock():
                     raise Refusal(401, "invalid_api_key", "The API key has expired.")
                 return client
         raise Refusal(401, "invalid_api_key", "Incorrect or missing API key.")
 
-    def _find(self, key: bytes) -> Client | None:
-        """Whose key that is which is not hashed without a secret."""
+    def _find(self, name: bytes, value: bytes) -> Client | None:
+        """Whose key a field shows; None: nobody's."""
+        key = value
+        if name == b"authorization":
+            key = value[7:] if value[:7].lower() == b"bearer " else b""
         if not key or len(key) > MOST_KEY_BYTES:
             return None
-        client = None
-        if self._keyed:
+        client = self._plain.get(sha256(key).digest()) if self._plain else None
+        if client is None and self._keyed:
             assert self._hash_key is not None
             client = self._keyed.get(hmac.digest(self._hash_key, key, "sha256"))
         if client is None and self._key is not None and hmac.compare_digest(key, self._key):
             client = EVERYBODY
+        if client is not None:
+            if len(self._shown) > 2 * len(self._by_name):
+                self._shown.clear()
+            self._shown[name, value] = client
         return client
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import lru_cache
 
 from hetero_gateway.core.limits import accounts
 from hetero_gateway.core.limits.accounts import Charge, Denial, Limit, Standing
@@ -16,7 +17,8 @@ from hetero_gateway.gateway.wire.headers import Headers
 
 # One of the client's own has to end first, and nobody knows when.
 _CONCURRENCY_RETRY_S = 1
-_RESET = b"%ds" % SLOTS
+_RESET_REQUESTS = (b"x-ratelimit-reset-requests", b"%ds" % SLOTS)
+_RESET_TOKENS = (b"x-ratelimit-reset-tokens", b"%ds" % SLOTS)
 _UNITS = {
     Limit.REQUESTS: "requests per minute (RPM)",
     Limit.TOKENS: "tokens per minute (TPM)",
@@ -36,7 +38,7 @@ class Limiter:
         self._denied = usage.denied
         self._catch_up = catch_up
 
-    def charge(self, client: Client, tokens: int) -> tuple[Charge, Standing]:
+    def charge(self, client: Client, tokens: int) -> Charge:
         """Charge a request of so many tokens, as estimated.
 
         Raises:
@@ -44,13 +46,15 @@ class Limiter:
         """
         now_s = time.monotonic()
         charge = accounts.admit(client.accounts, tokens, now_s)
-        if isinstance(charge, Denial) and charge.limit is Limit.TOKENS:
+        if isinstance(charge, Charge):
+            return charge
+        if charge.limit is Limit.TOKENS:
             self._catch_up()  # some may be given back
             charge = accounts.admit(client.accounts, tokens, now_s)
-        if isinstance(charge, Denial):
-            self._denied[client.name, charge.limit.value] += 1
-            raise _refusal(charge, accounts.standing(client.accounts))
-        return charge, accounts.standing(client.accounts)
+            if isinstance(charge, Charge):
+                return charge
+        self._denied[client.name, charge.limit.value] += 1
+        raise _refusal(charge, accounts.standing(client.accounts))
 
     def adopt(self, client: Client, tokens: int) -> Charge:
         """Charge a request that is being served already."""
@@ -62,21 +66,26 @@ def rate_limit_headers(standing: Standing) -> Headers:
 
     ``reset``: until all is free again, if nothing more is asked; what was asked last is new.
     """
+    requests, requests_left, tokens, tokens_left = standing
     headers: Headers = []
-    limit, remaining, token_limit, token_remaining = standing
-    if limit is not None:
+    if requests is not None:
         headers = [
-            (b"x-ratelimit-limit-requests", b"%d" % limit),
-            (b"x-ratelimit-remaining-requests", b"%d" % remaining),
-            (b"x-ratelimit-reset-requests", _RESET),
+            _limit_field(b"requests", requests),
+            (b"x-ratelimit-remaining-requests", b"%d" % requests_left),
+            _RESET_REQUESTS,
         ]
-    if token_limit is not None:
+    if tokens is not None:
         headers += [
-            (b"x-ratelimit-limit-tokens", b"%d" % token_limit),
-            (b"x-ratelimit-remaining-tokens", b"%d" % token_remaining),
-            (b"x-ratelimit-reset-tokens", _RESET),
+            _limit_field(b"tokens", tokens),
+            (b"x-ratelimit-remaining-tokens", b"%d" % tokens_left),
+            _RESET_TOKENS,
         ]
     return headers
+
+
+@lru_cache(256)
+def _limit_field(of: bytes, limit: int) -> tuple[bytes, bytes]:
+    return b"x-ratelimit-limit-" + of, b"%d" % limit
 
 
 def _refusal(denial: Denial, standing: Standing) -> Refusal:

@@ -165,7 +165,8 @@ class LocalDispatcher:
     ) -> Job:
         job = self._intake.describe(inbound, client, parsed, counted)
         if client.accounts:
-            job.charge, job.standing = self._limiter.charge(client, job.estimated_tokens)
+            charge = job.charge = self._limiter.charge(client, job.estimated_tokens)
+            job.standing = charge.standing
         return job
 
     def adopt(

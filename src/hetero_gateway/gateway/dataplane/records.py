@@ -132,7 +132,7 @@ class Recorder:
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
             if final:
-                self._bill(job, placed, exchange, outcome)
+                self._bill(job, placed, exchange, outcome, time.monotonic())
             return  # removed meanwhile: its series are gone for good
         now_s = time.monotonic()
         if outcome is Outcome.COMPLETED and exchange.error is None and exchange.status < 400:
@@ -184,7 +184,7 @@ class Recorder:
         self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
     ) -> None:
         metrics, instance = self._metrics, placed.instance
-        told_prompt, output = self._bill(job, placed, exchange, outcome)
+        told_prompt, output = self._bill(job, placed, exchange, outcome, now_s)
         if self._fleet.instances.get(instance.id) is not instance:
             return
         series = metrics.counts(job.request.model, instance.id)
@@ -200,7 +200,7 @@ class Recorder:
             self._record_tokens(series, job, placed, exchange, outcome, now_s, told)
 
     def _bill(
-        self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome
+        self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
     ) -> tuple[int | None, int]:
         """Settle with the request's client; returns (prompt tokens as told, output tokens).
 
@@ -220,7 +220,7 @@ class Recorder:
             prompt = told_prompt or request.prompt_tokens * job.parsed.prompt_count
             cached = min(exchange.usage().cached_tokens or 0, prompt) if answered else 0
         if charge is not None:
-            charge.settle(prompt + output, time.monotonic())
+            charge.settle(prompt + output, now_s)
         self._usage.count(client, job.request.model, prompt, cached, output)
         return told_prompt, output
 
