@@ -28,7 +28,7 @@ from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.health import HealthMonitor
-from hetero_gateway.gateway.fleet.instances import ADMIN, Fleet, Instance
+from hetero_gateway.gateway.fleet.instances import ADMIN, DISCIPLINE_FIELDS, Fleet, Instance
 from hetero_gateway.gateway.fleet.setup import SetupWatch
 from hetero_gateway.gateway.fleet.sources.discovery import Discovery
 from hetero_gateway.gateway.reload import Reloader
@@ -198,6 +198,8 @@ class Gateway:
             part.settings(self.settings)
         self.dataplane.settings(self.settings, self._base_dir, self.metrics.predictor_failures)
         self.settings.add(("scheduler.policy",), self._prepare_labels)
+        # After the fleet, which has the discipline.
+        self.settings.add(DISCIPLINE_FIELDS, lambda _: Prepared(self._share_out))
         if self.config.clients.wanted:
             self.settings.add(
                 ("clients.groups", "clients.most_labels"), self._prepare_keys, always=True

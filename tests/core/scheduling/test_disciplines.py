@@ -20,7 +20,7 @@ from hetero_gateway.core.scheduling.disciplines import (
 )
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, Outcome
+from hetero_gateway.core.types import InstanceId, Outcome, Usage
 from tests.core.builders import profile, request, spec
 
 DEPTH = 8
@@ -206,3 +206,137 @@ def test_who_was_away_has_not_saved_up() -> None:
             submitted(s, 2.0, client=client)
     went = [ticket.request.client for ticket in order(s, 3.0)][:10]
     assert went.count("back") <= 6
+
+
+def seats(discipline: QueueDiscipline, count: int) -> Scheduler:
+    """One instance of so many seats, all free."""
+    s = Scheduler(make_policy("finish-time"), np.random.default_rng(0), discipline=discipline)
+    s.add(spec("a", profile(max_num_seqs=count)))
+    return s
+
+
+def settle(s: Scheduler, ticket: Ticket, output_tokens: int, now_s: float) -> None:
+    assert ticket.dispatch is not None
+    s.settle(ticket.dispatch, Outcome.COMPLETED, now_s, Usage(100, output_tokens, 0))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_shares_are_of_what_answers_were_and_not_of_what_was_predicted(told: bool) -> None:
+    """Both are predicted alike; one's answers are four times as long."""
+    s = full(make_discipline("clients"))
+    for _ in range(300):
+        for client in ("long", "short"):
+            submitted(s, 0.0, client=client, prompt_tokens=100, predicted_output_tokens=100.0)
+    going = list(s.outstanding(InstanceId("a")))
+    tokens = {"long": 0, "short": 0, "": 0}
+    for i in range(200):
+        dispatch = going.pop(0)
+        output = 400 if dispatch.request.client == "long" else 100
+        tokens[dispatch.request.client] += output
+        usage = Usage(100, output if told else None, 0)
+        s.settle(dispatch, Outcome.COMPLETED, float(i), usage)
+        going += [t.dispatch for t in s.pump(float(i)) if t.dispatch is not None]
+    assert tokens["long"] / tokens["short"] == pytest.approx(1.0 if told else 4.0, rel=0.15)
+
+
+def test_who_leaves_early_is_counted_for_what_was_made() -> None:
+    discipline = Clients()
+    s = seats(discipline, 4)
+    ticket = submitted(s, 0.0, client="leaves", predicted_output_tokens=1000.0)
+    s.pump(0.0)
+    assert ticket.dispatch is not None
+    charged_s = discipline._counters_s["interactive\nleaves"]
+    s.first_token(ticket.dispatch, 1.0)
+    s.settle(ticket.dispatch, Outcome.CLIENT_DISCONNECTED, 1.1)
+    assert discipline._counters_s["interactive\nleaves"] < charged_s / 10
+
+
+def test_a_lie_of_an_instance_does_not_bar_a_client() -> None:
+    discipline = Clients()
+    s = seats(discipline, 4)
+    ticket = submitted(s, 0.0, client="one")
+    s.pump(0.0)
+    charged_s = discipline._counters_s["interactive\none"]
+    settle(s, ticket, 2**60, 1.0)
+    assert discipline._counters_s["interactive\none"] <= 32 * charged_s
+
+
+def test_a_backlog_leaves_a_seat_for_who_has_asked_lately() -> None:
+    s = seats(make_discipline("clients"), 32)
+    quiet = submitted(s, 0.0, client="quiet")
+    s.pump(0.0)
+    settle(s, quiet, 10, 0.1)
+    flood = [submitted(s, 1.0, client="flood") for _ in range(100)]
+    going: list[Ticket] = []
+    for step in range(200):
+        # Prompts are computed, and nobody ends.
+        went = s.pump(1.0 + step / 100)
+        going += went
+        for ticket in went:
+            assert ticket.dispatch is not None
+            s.first_token(ticket.dispatch, 1.0 + step / 100)
+    assert len(going) == 31
+    asked = submitted(s, 4.0, client="quiet")
+    assert s.pump(4.0) == [asked]
+    # Once it is long since anybody else has asked, all seats are the flood's.
+    settle(s, asked, 10, 4.1)
+    assert s.pump(30.0) == []
+    late = submitted(s, 65.0, client="flood")
+    assert flood[31] in s.pump(65.0)
+    assert late.waits
+
+
+def test_two_backlogs_fill_all_seats_half_and_half() -> None:
+    s = seats(make_discipline("clients"), 32)
+    for _ in range(100):
+        submitted(s, 0.0, client="one")
+        submitted(s, 0.0, client="two")
+    going: list[Ticket] = []
+    for step in range(200):
+        went = s.pump(step / 100)
+        going += went
+        for ticket in went:
+            assert ticket.dispatch is not None
+            s.first_token(ticket.dispatch, step / 100)
+    assert len(going) >= 32
+    clients = [ticket.request.client for ticket in going]
+    assert abs(clients.count("one") - clients.count("two")) <= 1
+
+
+def test_shares_end_at_nothing_whatever_becomes_of_instances() -> None:
+    discipline = Clients()
+    s = seats(discipline, 8)
+    tickets = [submitted(s, 0.0, client=str(i % 3)) for i in range(8)]
+    s.pump(0.0)
+    gone = s.remove(InstanceId("a"), 1.0)
+    for dispatch in gone:
+        s.settle(dispatch, Outcome.INSTANCE_REMOVED, 1.0)
+    for ticket in tickets:
+        s.cancel(ticket)
+    assert gone
+    assert (discipline._total, discipline._out) == (0, {})
+
+
+@pytest.mark.parametrize("before", ["fifo", "shortest", "classes", "clients"])
+def test_those_who_wait_stand_by_another_discipline_as_they_came(before: str) -> None:
+    s = full(make_discipline(before))  # type: ignore[arg-type]
+    tickets = [
+        submitted(s, 0.1 * i, prompt_tokens=1000 - 10 * i, client=str(i % 2)) for i in range(6)
+    ]
+    retry = submitted(s, 1.0, first=True)
+    s.set_discipline(make_discipline("fifo"))
+    assert order(s, 2.0) == [retry, *tickets]
+
+
+def test_shares_that_begin_while_requests_are_out_count_what_goes_from_then_on() -> None:
+    s = full(make_discipline("clients"))
+    discipline = Clients()
+    flood = [submitted(s, 0.0, client="flood") for _ in range(20)]
+    ticket = submitted(s, 1.0, client="quiet")
+    s.set_discipline(discipline)
+    went = order(s, 2.0)
+    assert went.index(ticket) <= 1
+    assert set(went) == {ticket, *flood}
+    for dispatch in s.outstanding(InstanceId("a")):
+        s.settle(dispatch, Outcome.COMPLETED, 3.0)
+    assert (discipline._total, discipline._out) == (0, {})

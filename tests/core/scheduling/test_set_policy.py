@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import POLICY_NAMES, make_policy
+from hetero_gateway.core.scheduling.disciplines import DisciplineName, make_discipline
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import Outcome
@@ -21,6 +22,7 @@ def sums(s: Scheduler) -> list[tuple[float, ...]]:
     ]
 
 
+DISCIPLINES: tuple[DisciplineName, ...] = ("fifo", "shortest", "classes", "clients")
 NOTHING = (0.0, 0, 0, 0, 0)
 
 
@@ -52,6 +54,7 @@ def test_whatever_policies_follow_each_other_every_sum_ends_at_zero(
             pump()
             if not s.policy.queues:
                 assert not s.queued
+            s.set_discipline(make_discipline(DISCIPLINES[int(rng.integers(len(DISCIPLINES)))]))
         elif open_ and event == "begin":
             s.first_token(open_[int(rng.integers(len(open_)))].dispatch, now_s)  # type: ignore[arg-type]
         elif open_:

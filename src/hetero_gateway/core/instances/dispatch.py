@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hetero_gateway.core.instances.observation import FirstTokenRow
     from hetero_gateway.core.instances.prefix_hits import Interval
     from hetero_gateway.core.instances.state import InstanceState
+    from hetero_gateway.core.scheduling.disciplines import Served
 
 # Loads are whole numbers of 2^-40 s: 0.9 ps, far below any workload that matters, and a power of
 # two keeps floats exact.
@@ -52,6 +53,7 @@ class Dispatch:
             None: it has not, or did not.
         interval: where its prefill is counted, until it is over.
         first_token: the row of it, as long as it is not known what was prefilled.
+        turn: as what it was counted by a discipline with shares for clients; None: by none.
     """
 
     __slots__ = (
@@ -75,6 +77,7 @@ class Dispatch:
         "state",
         "streaming",
         "tracked",
+        "turn",
         "units",
         "workload",
     )
@@ -121,6 +124,7 @@ class Dispatch:
         self.hit_tokens: float | None = None
         self.interval: Interval | None = None
         self.first_token: FirstTokenRow | None = None
+        self.turn: Served | None = None
 
     @property
     def instance_id(self) -> InstanceId:

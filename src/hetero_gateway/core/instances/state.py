@@ -384,6 +384,12 @@ class InstanceState:
             self.changed.append(self)
         return True
 
+    def made_tokens(self, entry: Dispatch, now_s: float) -> float:
+        """How many tokens one that is outstanding has made by now, by the step clock."""
+        if not entry.streaming:
+            return 0.0
+        return entry.request.sequences * (1.0 + self._read_clock(now_s) - entry.joined)
+
     def leave(self, now_s: float) -> list[Dispatch]:
         """The instance goes: settle everything; returns what was outstanding."""
         orphans = list(self._outstanding)

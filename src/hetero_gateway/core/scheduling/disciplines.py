@@ -6,7 +6,7 @@
     clients    the same, and within a class shares for clients, so that none's backlog is another's
 
 A discipline is one for all the queues of a scheduler, so that models that share instances share
-them by it, too. It orders; it refuses nobody and keeps no instance idle.
+them by it, too. It orders and refuses nobody; ``clients`` keeps a seat of each instance free.
 
 ``shortest`` is aged when a request comes: it stands in the row as if it had come later than it did,
 by ``patience_s`` times its work over four times the mean work, and by ``patience_s`` at most. So
@@ -21,13 +21,15 @@ class's ``max_wait_s`` goes ahead of them all.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from hetero_gateway.core.types import DEFAULT_CLASS, Request
+from hetero_gateway.core.types import DEFAULT_CLASS, Request, Usage
 
 if TYPE_CHECKING:
+    from hetero_gateway.core.instances.dispatch import Dispatch
     from hetero_gateway.core.scheduling.pool import Pool
     from hetero_gateway.core.scheduling.queue import Ticket
 
@@ -47,6 +49,10 @@ _MEAN_OVER_REQUESTS = 1000
 _LONG = 4.0
 # Clients that come and go leave nothing behind.
 _MOST_COUNTERS = 10_000
+# An answer is taken to be at most so many times the work that was predicted.
+_MOST_TIMES = 32.0
+# Who has not asked for so long needs no room kept free.
+_LATELY_S = 60.0
 
 
 class QueueDiscipline(Protocol):
@@ -192,19 +198,42 @@ class Clients(Classes):
 
     A client's weight is its share times its class's. As a virtual token counter (Sheng et al.,
     2024), it counts what was served and is lifted to the clock of all when a client comes back, so
-    that nobody saves up; it counts predicted work, and time on a machine instead of tokens.
+    that nobody saves up; it counts time on a machine instead of tokens. Predicted work is charged
+    as a request goes, and corrected by what its answer says that it was.
+
+    Who has more requests out than its part of all of them leaves room for another on each instance
+    (``leaves_room``, ``Pool.roomy``) while others have asked within a minute: what comes next from
+    somebody else finds a seat, as it would if the backlog were not there.
     """
 
-    __slots__ = ("_counters_s", "shares")
+    __slots__ = ("_asked_s", "_counters_s", "_out", "_total", "_weight", "shares")
 
     def __init__(self, classes: Mapping[str, ClassRule] = DEFAULT_CLASSES) -> None:
         super().__init__(classes)
         # Of clients, by ``Request.client``; who has none has 1. Above 0.
         self.shares: Mapping[str, float] = {}
         self._counters_s: dict[str, float] = {}
+        # Sequences that are on instances, by line and in all.
+        self._out: dict[str, int] = {}
+        self._total = 0
+        # Who has asked lately: (when last, weight), the longest ago first; and their weight.
+        self._asked_s: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._weight = 0.0
 
     def line(self, request: Request) -> str:
         return f"{super().line(request)}\n{request.client}"
+
+    def join(self, ticket: Ticket, *, first: bool) -> Turn:
+        asked, now_s, line = self._asked_s, ticket.enqueued_s, self.line(ticket.request)
+        weight = self._weight_of(ticket.request)
+        self._weight += weight - asked.pop(line, (0.0, 0.0))[1]
+        asked[line] = now_s, weight
+        while len(asked) > 1:
+            oldest = next(iter(asked))
+            if now_s - asked[oldest][0] < _LATELY_S and len(asked) <= _MOST_COUNTERS:
+                break
+            self._weight -= asked.pop(oldest)[1]
+        return super().join(ticket, first=first)
 
     def turn(self, ticket: Ticket, now_s: float) -> Turn:
         level, _, sequence = ticket.rank
@@ -215,17 +244,75 @@ class Clients(Classes):
         counter_s = self._counters_s.get(self.line(ticket.request), 0.0)
         return (0.0, max(self._clock_s, counter_s), sequence)
 
+    def leaves_room(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether it may take no instance's last room: its client has more than its part already,
+        and others have asked lately."""
+        if len(self._asked_s) < 2:
+            return False
+        request = ticket.request
+        out = self._out.get(self.line(request), 0)
+        return (
+            out * self._weight > self._total * self._weight_of(request)
+            and self.turn(ticket, now_s)[0] == 0
+        )
+
     def went(self, ticket: Ticket, now_s: float) -> None:
         request, name = ticket.request, self.line(ticket.request)
         counters = self._counters_s
         start_s = max(self._clock_s, counters.get(name, 0.0))
         if self.turn(ticket, now_s)[0] == 0:
             self._clock_s = start_s
-        weight = self._rules[super().line(request)].share * self.shares.get(request.client, 1.0)
-        counters[name] = start_s + work_of(request, ticket.eligible.pool) / weight
+        weight = self._weight_of(request)
+        work_s = work_of(request, ticket.eligible.pool) / weight
+        counters[name] = start_s + work_s
         if len(counters) > _MOST_COUNTERS:
             # What is behind the clock says nothing.
             self._counters_s = {n: c for n, c in counters.items() if c > self._clock_s}
+        if ticket.dispatch is not None:
+            ticket.dispatch.turn = Served(self, name, work_s, weight, ticket.eligible.pool)
+            self._out[name] = self._out.get(name, 0) + request.sequences
+            self._total += request.sequences
+
+    def settled(self, dispatch: Dispatch, usage: Usage | None, made_tokens: float | None) -> None:
+        """A request is over; later calls change nothing.
+
+        Args:
+            usage: as its answer told; None, or what is None in it: nobody knows.
+            made_tokens: what it had made when it was cut short; None: it came to its end.
+        """
+        served, dispatch.turn = dispatch.turn, None
+        if served is None or served.by is not self:
+            return
+        name, request = served.line, dispatch.request
+        sequences = request.sequences
+        self._total -= sequences
+        self._out[name] -= sequences
+        if not self._out[name]:
+            del self._out[name]
+        prompt, output = float(request.prompt_tokens), made_tokens
+        if usage is not None and usage.output_tokens is not None:
+            output = float(usage.output_tokens)
+            if usage.prompt_tokens is not None and sequences == 1:
+                prompt = float(usage.prompt_tokens)
+        if output is None:
+            return  # as predicted
+        real_s = sequences * served.pool.work_s(prompt, output / sequences) / served.weight
+        # An instance that says something absurd shall not bar a client for long.
+        real_s = min(real_s, _MOST_TIMES * served.work_s)
+        self._counters_s[name] = self._counters_s.get(name, self._clock_s) + real_s - served.work_s
+
+    def _weight_of(self, request: Request) -> float:
+        return self._rules[super().line(request)].share * self.shares.get(request.client, 1.0)
+
+
+class Served(NamedTuple):
+    """As what a request was counted when it went. ``work_s``: predicted, over the weight."""
+
+    by: Clients
+    line: str
+    work_s: float
+    weight: float
+    pool: Pool
 
 
 def work_of(request: Request, pool: Pool) -> float:

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.cost_model import FloatArray, ProfileTable, request_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Slots
 from hetero_gateway.core.policies.base import Member
-from hetero_gateway.core.policies.estimates import seats
+from hetero_gateway.core.policies.estimates import KV_ROOM, seats
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason, Request
 
 UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody knows
@@ -29,6 +30,9 @@ UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody
 # not known of a machine's speed is learnt by the speed factor; this only gives the proportions.
 _GENERIC = Constants(5e-5, 0, 0, 1e-2, 8e-8, 1e-4, 0, 1e-2)
 _TRIED = "tried already"
+# Of fewer seats none is kept free; and how many prompts may be in front of who comes next.
+_FEW_SEATS = 16
+_MOST_PROMPTS = 2
 
 
 class Eligible(NamedTuple):
@@ -60,6 +64,30 @@ class Eligible(NamedTuple):
             return None
         left_out = tuple((pool.specs[i], why) for i in self.positions() if i in reserved)
         return Eligible(pool, kept, excluded + left_out)
+
+    def roomy(self, request: Request) -> Eligible | None:
+        """Those that would have room for another one like it after it; None: nobody.
+
+        That is a seat, memory, and few prompts in front. Of an engine with few seats none is kept
+        free: it would cost more than it is worth.
+        """
+        pool, full = self.pool, set()
+        tokens = 2 * request.kv_tokens
+        for i in self.positions():
+            state, member = pool.states[i], pool.members[i]
+            if member.max_num_seqs < _FEW_SEATS:
+                continue
+            peers = NO_PEERS if state.peers is None else state.peers
+            waiting = state.waiting + peers.waiting
+            there = waiting + state.streaming + peers.streaming
+            held = state.context + peers.context + state.waiting_prompt + peers.waiting_prompt
+            if there and (
+                there + 2 * request.sequences > member.max_num_seqs
+                or waiting >= _MOST_PROMPTS
+                or held - state.shared_tokens + tokens > KV_ROOM * member.kv_limit_tokens
+            ):
+                full.add(i)
+        return self.without(full, "kept for other clients") if full else self
 
 
 class Columns(NamedTuple):

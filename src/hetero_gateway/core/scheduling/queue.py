@@ -324,6 +324,19 @@ class ModelQueue:
             self._take_off(ticket)
         return refused
 
+    def set_discipline(self, discipline: QueueDiscipline) -> None:
+        """Who is next is another's business from now on: everybody stands anew, as he came."""
+        tickets = sorted(
+            (t for line in self._lines.values() for t in line), key=lambda t: t.enqueued_s
+        )
+        retries = [t for line in self._lines.values() for t in line if t.first]
+        self._discipline = discipline
+        self._lines = {}
+        for ticket in [t for t in tickets if not t.first] + retries[::-1]:
+            ticket.rank = discipline.join(ticket, first=ticket.first)
+            ticket.line = self._line_of(ticket)
+            self.stand(ticket)
+
     def change(self, ticket: Ticket, request: Request) -> None:
         """What a ticket asks for is taken to be something else."""
         self.prompt_tokens += request.prompt_tokens - ticket.request.prompt_tokens

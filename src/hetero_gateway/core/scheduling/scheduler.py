@@ -43,7 +43,7 @@ from hetero_gateway.core.policies.base import Choice, Jit, SmallView, amount_at
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.scheduling.disciplines import Fifo, QueueDiscipline
+from hetero_gateway.core.scheduling.disciplines import Clients, Fifo, QueueDiscipline
 from hetero_gateway.core.scheduling.members import Members, constants_of
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
@@ -133,6 +133,7 @@ class Scheduler:
         self._max_queued = max_queued
         self._observes = observes
         self._discipline: QueueDiscipline = Fifo() if discipline is None else discipline
+        self._shares = discipline if isinstance(discipline, Clients) else None
         self._most_small = small_pool
         self._small_pool = small_pool if policy.has_small_form else 0
         self._queues: dict[str, ModelQueue] = {}
@@ -190,6 +191,16 @@ class Scheduler:
         self._theta = self._views.theta = theta
         self._max_queued = max_queued
 
+    def set_discipline(self, discipline: QueueDiscipline) -> None:
+        """Have another discipline say who is next, also of those that wait. Pump afterwards.
+
+        What clients were given before is not held against them.
+        """
+        self._discipline = discipline
+        self._shares = discipline if isinstance(discipline, Clients) else None
+        for queue in self._queues.values():
+            queue.set_discipline(discipline)
+
     # Membership
 
     def add(self, spec: InstanceSpec) -> None:
@@ -211,6 +222,9 @@ class Scheduler:
     def remove(self, instance_id: InstanceId, now_s: float = 0.0) -> list[Dispatch]:
         """An instance leaves; everything on it is settled and returned. KeyError: unknown."""
         self._restraints.by_id.pop(instance_id, None)
+        if self._shares is not None:
+            for dispatch in self._members.table[instance_id].outstanding():
+                self._shares.settled(dispatch, None, 0.0)
         orphans = self._members.leave(instance_id, now_s)
         if self.caches is not None:
             self.caches.leave(instance_id)
@@ -445,7 +459,17 @@ class Scheduler:
                 kept_free.update(ticket.eligible.positions())
 
     def _holds_back(self, ticket: Ticket, now_s: float) -> bool:
-        """A crowd waits, for a while, rather than take the last instance that others can use."""
+        """Whether it waits for others' sake, so that nothing has to be kept free for it.
+
+        A crowd does, for a while, rather than take the last instance that others can use; so does
+        whose client has more than its part of the seats.
+        """
+        if self._shares is not None and self._shares.leaves_room(ticket, now_s):
+            return True
+        return self._crowds(ticket, now_s)
+
+    def _crowds(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether it is a crowd, and would take the last instance that has room."""
         if ticket.line is None or not ticket.line[1] or now_s - ticket.enqueued_s >= _CROWD_WAITS_S:
             return False
         pool, free = ticket.eligible.pool, 0
@@ -488,9 +512,14 @@ class Scheduler:
     ) -> bool:
         """Decide on a ticket, among all that are eligible or only these. False: it has to wait."""
         try:
-            if ticket.line is not None and self._holds_back(ticket, now_s):
+            if ticket.line is not None and self._crowds(ticket, now_s):
                 return False
             takers, trial = eligible or ticket.eligible, None
+            if self._shares is not None and self._shares.leaves_room(ticket, now_s):
+                roomy = takers.roomy(ticket.request)
+                if roomy is None:
+                    return False
+                eligible = takers = roomy
             if self._restraints.by_id:
                 judged = self._judge_now(ticket, eligible, now_s)
                 if judged is None or isinstance(judged, Reject):
@@ -697,6 +726,10 @@ class Scheduler:
         if keys is not None and self.caches is not None and dispatch.outcome is None:
             self.caches.settled(dispatch, keys, outcome)
         state = dispatch.state
+        if self._shares is not None and dispatch.turn is not None:
+            cut = outcome is not Outcome.COMPLETED and dispatch.tracked
+            made_tokens = state.made_tokens(dispatch, now_s) if cut else None
+            self._shares.settled(dispatch, usage, made_tokens)
         if not state.settle(dispatch, outcome, now_s, usage):
             return False
         if keys is not None and self.caches is not None and outcome is Outcome.COMPLETED:

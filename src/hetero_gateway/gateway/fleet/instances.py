@@ -207,6 +207,7 @@ class Fleet:
     def settings(self, settings: Settings) -> None:
         """Have this part take up what can change of it."""
         settings.add(_POLICY_FIELDS, self._prepare_policy)
+        settings.add(DISCIPLINE_FIELDS, self._prepare_discipline)
         settings.add((), self._prepare_files, always=True)
         settings.files.append(lambda _: self.contexts.files())
         settings.add(
@@ -220,6 +221,16 @@ class Fleet:
             return None
         self.contexts.check()
         return Prepared(self.contexts.renew)
+
+    def _prepare_discipline(self, fresh: GatewayConfig) -> Prepared:
+        discipline = _discipline_of(fresh.scheduler.queue)
+
+        def apply() -> None:
+            self.discipline = discipline
+            self.scheduler.set_discipline(discipline)
+            self._changed()
+
+        return Prepared(apply)
 
     def _prepare_policy(self, fresh: GatewayConfig) -> Prepared:
         policy = _policy_of(fresh.scheduler)
@@ -419,6 +430,9 @@ class Fleet:
             instance.pool.close()
 
 
+DISCIPLINE_FIELDS = tuple(
+    f"scheduler.queue.{name}" for name in ("discipline", "patience_s", "classes")
+)
 _POLICY_FIELDS = tuple(
     f"scheduler.{name}"
     for name in (
