@@ -119,7 +119,7 @@ class Gateway:
         self.metrics.clients = lambda: client_families(
             self.admission, self.config.clients.most_labels
         )
-        self.sharing = make_sharing(config.scheduler, self.fleet, base_dir)
+        self.sharing = make_sharing(config.scheduler, self.fleet, base_dir, self.admission.accounts)
         self.metrics.sharing = self.sharing
         if (caches := scheduler.caches) is not None:
             index = caches.index

@@ -52,10 +52,10 @@ def section(kind: int, body: bytes, width: int = 0) -> bytes:
 
 
 def test_what_is_shared_later_is_skipped_by_readers_of_today() -> None:
-    """Limits by key and prefix entries will be sections of their own, in the same version."""
+    """Prefix entries, say, will be sections of their own, in the same version."""
     told = message(5)
     data = pack(told)
-    limits = section(3, bytes(range(256)) * 64, width=2)
+    limits = section(5, bytes(range(256)) * 64, width=2)
     prefixes = section(4, b"\xff" * 2**20, width=16)  # as a row it would be nonsense
     nothing = section(2**16 - 1, b"")
     sections = (nothing, limits, data[HEADER_BYTES:], prefixes, nothing)

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.sharing.limits import SharedLimits
 from hetero_gateway.core.sharing.message import FIELDS, Keys, Message, Rows, instance_key
 from hetero_gateway.core.types import InstanceId
 
@@ -131,10 +132,19 @@ class Exchange:
         scheduler: whose rows are told.
         ttl_s: the lease, above 0.
         interval_s: shortest time between two exchanges.
+        limits: what clients have used; None: nobody has limits.
     """
 
-    def __init__(self, scheduler: Scheduler, *, ttl_s: float, interval_s: float) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        ttl_s: float,
+        interval_s: float,
+        limits: SharedLimits | None = None,
+    ) -> None:
         self._scheduler = scheduler
+        self._limits = limits
         self._ttl_s = ttl_s
         self._recent_s = max(_RECENT_S, _RECENT_INTERVALS * interval_s)
         self._ids: tuple[InstanceId, ...] = ()
@@ -182,12 +192,13 @@ class Exchange:
         """
         rows = self._own_rows(np.arange(len(self._ids)), now_s)
         young = now_s - self._said_s < self._ttl_s / SAYS_PER_LEASE
-        if young and self._said is not None and np.array_equal(rows, self._said):
+        changed = self._limits is not None and self._limits.changed(now_s)
+        if not changed and young and self._said is not None and np.array_equal(rows, self._said):
             return None
         self._sequence += 1
         self._pending = (rows, now_s)
         told = rows.any(axis=1)
-        return Message(self._sequence, self._keys[told], rows[told])
+        return self._with_limits(Message(self._sequence, self._keys[told], rows[told]), now_s)
 
     def say_news(self, ids: Collection[InstanceId], now_s: float) -> Message | None:
         """The rows of these instances now; None: none of them is known.
@@ -202,7 +213,14 @@ class Exchange:
         self._said = None
         self._sequence += 1
         rows = self._own_rows(positions, now_s)
-        return Message(self._sequence, self._keys[positions], rows, whole=False)
+        message = Message(self._sequence, self._keys[positions], rows, whole=False)
+        return self._with_limits(message, now_s)
+
+    def _with_limits(self, message: Message, now_s: float) -> Message:
+        if self._limits is None:
+            return message
+        keys, accounts = self._limits.say(now_s, whole=message.whole)
+        return message._replace(account_keys=keys, accounts=accounts)
 
     def said(self) -> None:
         """The last message has arrived."""
@@ -231,6 +249,8 @@ class Exchange:
 
     def hear(self, replica: str, message: Message, now_s: float) -> None:
         """What a replica says now; what is not newer than before counts for nothing."""
+        if self._limits is not None:
+            self._limits.hear(replica, message, now_s)
         known = self._replicas.get(replica)
         if known is None:
             known = self._replicas[replica] = _Replica()
@@ -254,6 +274,8 @@ class Exchange:
     def forget(self, replica: str) -> None:
         """A replica is gone; unknown ones are ignored."""
         self._replicas.pop(replica, None)
+        if self._limits is not None:
+            self._limits.forget(replica)
 
     def _match(self, replica: _Replica) -> None:
         """Whose rows they are here. Where nobody is named so, they are not counted."""
@@ -277,7 +299,9 @@ class Exchange:
             if now_s - replica.heard_s >= self._ttl_s
         ]
         for name in expired:
-            del self._replicas[name]
+            self.forget(name)
+        if self._limits is not None:
+            self._limits.apply(now_s)
         total = np.zeros((len(self._ids), FIELDS))
         for replica in self._replicas.values():
             total[replica.positions] += replica.rows

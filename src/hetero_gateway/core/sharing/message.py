@@ -2,13 +2,15 @@
 
     header     "<4sBxHQ"  magic, version, sections, sequence (grows with every message of a replica)
     section    "<HHI"     kind, width, bytes that follow; kinds that a reader does not know are
-                          skipped, so that what is shared later (limits per key, prefix entries)
-                          needs no new version
+                          skipped, so that what is shared later (prefix entries) needs no new
+                          version
     kind 1     rows       n keys of 8 bytes, then n × width doubles: the fields of ``PeerLoad`` in
                           their order. More fields than a reader knows are ignored, missing ones
                           are 0, so that replicas of neighbouring releases understand each other.
                           All that the replica has: instances without a row have nothing.
     kind 2     news       the same for some instances; what was said of the others holds on
+    kind 3     accounts   as rows: what clients have used, requests and tokens of the last minute,
+                          and have in flight. Left out where there is nothing to say
 
 All is little-endian. A new version means: not to be understood by older readers at all. Rows that
 are all 0 are sent as news only. Doubles, since what is exact here has to be exact there: a load is
@@ -37,7 +39,9 @@ MOST_BYTES = 2**24
 _MAGIC = b"hgw\0"
 _HEADER = struct.Struct("<4sBxHQ")
 _SECTION = struct.Struct("<HHI")
-_ROWS, _NEWS = 1, 2
+_ROWS, _NEWS, _ACCOUNTS = 1, 2, 3
+# Of an account: requests, tokens, in flight.
+ACCOUNT_FIELDS = 3
 # Far above any sum of tokens or seconds, and far below where doubles lose whole numbers.
 _MOST = 2.0**50
 
@@ -55,12 +59,15 @@ class Message(NamedTuple):
     keys: (n,) of instances, all different; see ``instance_key``.
     rows: (n, FIELDS) what the replica has on each, finite and at least 0.
     whole: these are all; else news of some.
+    account_keys, accounts: (m,), (m, ACCOUNT_FIELDS) what clients have used; see ``account_key``.
     """
 
     sequence: int
     keys: Keys
     rows: Rows
     whole: bool = True
+    account_keys: Keys = np.empty(0, dtype=np.uint64)
+    accounts: Rows = np.empty((0, ACCOUNT_FIELDS))
 
 
 def instance_key(instance_id: str, base_url: str) -> int:
@@ -77,13 +84,14 @@ def instance_key(instance_id: str, base_url: str) -> int:
 
 def pack(message: Message) -> bytes:
     """The bytes of a message."""
-    kind = _ROWS if message.whole else _NEWS
-    body = message.keys.astype("<u8").tobytes() + message.rows.astype("<f8").tobytes()
-    return (
-        _HEADER.pack(_MAGIC, VERSION, 1, message.sequence)
-        + _SECTION.pack(kind, message.rows.shape[1], len(body))
-        + body
-    )
+    kinds = [(_ROWS if message.whole else _NEWS, message.keys, message.rows)]
+    if message.account_keys.size:
+        kinds.append((_ACCOUNTS, message.account_keys, message.accounts))
+    parts = [_HEADER.pack(_MAGIC, VERSION, len(kinds), message.sequence)]
+    for kind, keys, rows in kinds:
+        body = keys.astype("<u8").tobytes() + rows.astype("<f8").tobytes()
+        parts += (_SECTION.pack(kind, rows.shape[1], len(body)), body)
+    return b"".join(parts)
 
 
 def unpack(data: bytes) -> Message:
@@ -105,25 +113,28 @@ def unpack(data: bytes) -> Message:
         if size > len(data) - offset:
             raise MessageError("a section is cut short")
         if kind in (_ROWS, _NEWS):
-            keys, rows = _rows(data, offset, width, size)
-            message = Message(sequence, keys, rows, kind == _ROWS)
+            keys, rows = _rows(data, offset, width, size, FIELDS)
+            message = message._replace(keys=keys, rows=rows, whole=kind == _ROWS)
+        elif kind == _ACCOUNTS:
+            keys, rows = _rows(data, offset, width, size, ACCOUNT_FIELDS)
+            message = message._replace(account_keys=keys, accounts=rows)
         offset += size
     return message
 
 
-def _rows(data: bytes, offset: int, width: int, size: int) -> tuple[Keys, Rows]:
+def _rows(data: bytes, offset: int, width: int, size: int, fields: int) -> tuple[Keys, Rows]:
     row_bytes = 8 + 8 * width
     count, rest = divmod(size, row_bytes)
     if rest:
         raise MessageError(f"{size} bytes are no rows of {width} fields")
     keys = np.frombuffer(data, "<u8", count, offset).astype(np.uint64)
     told = np.frombuffer(data, "<f8", count * width, offset + 8 * count).reshape(count, width)
-    known = min(width, FIELDS)
-    rows = np.zeros((count, FIELDS))
+    known = min(width, fields)
+    rows = np.zeros((count, fields))
     rows[:, :known] = told[:, :known]
     # NaN is in no range.
     if not ((rows >= 0) & (rows <= _MOST)).all():
         raise MessageError("a number is out of range")
     if np.unique(keys).size != count:
-        raise MessageError("an instance is there twice")
+        raise MessageError("an instance or an account is there twice")
     return keys, rows

@@ -19,13 +19,15 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hetero_gateway.core.histogram import Histogram
+from hetero_gateway.core.limits.accounts import Account
 from hetero_gateway.core.sharing.breaker import Breaker
 from hetero_gateway.core.sharing.exchange import OTHERS, Exchange, Mode
+from hetero_gateway.core.sharing.limits import SharedLimits
 from hetero_gateway.core.sharing.message import MessageError, pack, unpack
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.gateway_config import SchedulerConfig
@@ -45,14 +47,19 @@ _SLICE = 256
 EXCHANGE_BOUNDS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 
 
-def make_sharing(config: SchedulerConfig, fleet: Fleet, base_dir: Path) -> Sharing | None:
+def make_sharing(
+    config: SchedulerConfig,
+    fleet: Fleet,
+    base_dir: Path,
+    accounts: Callable[[], Iterable[Account]] = tuple,
+) -> Sharing | None:
     """Of ``scheduler.shared``; None: this gateway is alone. Raises ConfigError."""
     if config.shared is None:
         return None
     # Of this process alone: one that is started anew has nothing outstanding, and what its
     # predecessor said of itself must run out.
     name = secrets.token_hex(8)
-    return Sharing(config, fleet, RedisStore(config, base_dir, name), name)
+    return Sharing(config, fleet, RedisStore(config, base_dir, name), name, accounts)
 
 
 class Sharing:
@@ -63,9 +70,17 @@ class Sharing:
         fleet: its scheduler gets the others' load.
         store: where messages go through.
         name: of this replica.
+        accounts: of clients that have limits.
     """
 
-    def __init__(self, config: SchedulerConfig, fleet: Fleet, store: Store, name: str) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        fleet: Fleet,
+        store: Store,
+        name: str,
+        accounts: Callable[[], Iterable[Account]] = tuple,
+    ) -> None:
         settings = config.sharing
         self.name = name
         self.outcomes: Counter[str] = Counter()
@@ -75,7 +90,10 @@ class Sharing:
         self._fleet = fleet
         self._store = store
         self._exchange = Exchange(
-            fleet.scheduler, ttl_s=settings.ttl_s, interval_s=settings.interval_s
+            fleet.scheduler,
+            ttl_s=settings.ttl_s,
+            interval_s=settings.interval_s,
+            limits=SharedLimits(accounts),
         )
         self._breaker = Breaker(settings.interval_s, _MOST_PAUSE_S)
         self._problem = ""

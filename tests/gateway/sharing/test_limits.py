@@ -1,0 +1,136 @@
+"""Limits over two gateways and a real redis-server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from tests.fakes.redis import RedisServer, redis_server
+from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
+from tests.fakes.vllm import fake_instances
+
+pytestmark = pytest.mark.system
+
+KEY = "hg-two-gateways-0123456789"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+CHAT = "/v1/chat/completions"
+SHARING = {"interval_s": 0.02, "ttl_s": 2.0, "timeout_s": 1.0}
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def two_gateways(
+    server: RedisServer, directory: Path, **limits: int
+) -> AsyncIterator[tuple[httpx.AsyncClient, list[RunningGateway]]]:
+    """Two of them, over the same instances, with one key."""
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    keys = {"keys": [{"name": "a", "hash": f"sha256:{digest}", **limits}]}
+    (directory / "keys.yaml").write_text(yaml.safe_dump(keys))
+    async with fake_instances(2) as fakes:
+        config = config_for(
+            fakes,
+            profiles=(FAST,),
+            clients={"keys_file": str(directory / "keys.yaml")},
+            scheduler={"shared": server.url, "sharing": SHARING},
+        )
+        async with (
+            running_gateway(config) as first,
+            running_gateway(config) as second,
+            httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60) as client,
+        ):
+            for running in (first, second):
+                sharing = running.gateway.sharing
+                assert sharing is not None
+                await eventually(lambda sharing=sharing: sharing.replicas == 1)
+            yield client, [first, second]
+
+
+def chat(**fake: object) -> dict[str, object]:
+    message = {"role": "user", "content": "hello"}
+    return {"model": "m", "messages": [message], "stream": "events" in fake, "fake": fake}
+
+
+async def ask(client: httpx.AsyncClient, running: RunningGateway, **fake: object) -> httpx.Response:
+    return await client.post(f"{running.url}{CHAT}", json=chat(**fake), headers=HEADERS)
+
+
+def used(gateways: list[RunningGateway]) -> list[int]:
+    """What each gateway knows to have been used, by all."""
+    accounts = [next(iter(running.gateway.admission.accounts())) for running in gateways]
+    return [account.requests.used + account.requests.others for account in accounts]
+
+
+async def test_once_both_have_heard_a_limit_is_exact(server: RedisServer, tmp_path: Path) -> None:
+    async with two_gateways(server, tmp_path, requests_per_minute=20) as (client, gateways):
+        for i in range(20):
+            assert (await ask(client, gateways[i % 2])).status_code == 200
+            await eventually(lambda i=i: used(gateways) == [i + 1] * 2)
+        for running in gateways:
+            refused = await ask(client, running)
+            assert refused.status_code == 429
+            assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+            assert 1 <= int(refused.headers["retry-after"]) <= 61
+
+
+async def test_all_at_once_each_passes_a_limit_by_what_it_has_not_heard(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    async with two_gateways(server, tmp_path, requests_per_minute=40) as (client, gateways):
+        answers = Counter(
+            r.status_code
+            for r in await asyncio.gather(*(ask(client, gateways[i % 2]) for i in range(200)))
+        )
+        assert 40 <= answers[200] <= 80
+        assert answers[200] + answers[429] == 200
+        await eventually(lambda: used(gateways) == [answers[200]] * 2)
+        for running in gateways:
+            assert (await ask(client, running)).status_code == 429
+
+
+async def test_concurrency_and_tokens_hold_over_both(server: RedisServer, tmp_path: Path) -> None:
+    async with two_gateways(server, tmp_path, concurrency=3, tokens_per_minute=10**6) as (
+        client,
+        gateways,
+    ):
+        first, second = gateways
+        streams = [
+            asyncio.ensure_future(ask(client, first, events=20, delay_s=0.1)) for _ in range(3)
+        ]
+        account = next(iter(second.gateway.admission.accounts()))
+        await eventually(lambda: account.others_in_flight == 3)
+        assert (await ask(client, second)).status_code == 429
+        assert [r.status_code for r in await asyncio.gather(*streams)] == [200] * 3
+        await eventually(lambda: account.others_in_flight == 0)
+        first.gateway.metrics.catch_up()
+        used = next(iter(first.gateway.admission.accounts())).tokens.used
+        assert used > 0
+        await eventually(lambda: account.tokens.others == used)
+        answer = await ask(client, second)
+        assert answer.status_code == 200
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 10**6 - used
+
+
+async def test_without_redis_each_goes_on_and_has_not_forgotten(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    async with two_gateways(server, tmp_path, requests_per_minute=6) as (client, gateways):
+        for _ in range(4):
+            assert (await ask(client, gateways[0])).status_code == 200
+        account = next(iter(gateways[1].gateway.admission.accounts()))
+        await eventually(lambda: account.requests.others == 4)
+        server.kill()
+        answers = [(await ask(client, gateways[1])).status_code for _ in range(4)]
+        assert answers == [200, 200, 429, 429]
