@@ -191,11 +191,11 @@ def _from_columns(row: dict[str, str]) -> ModelShape:
 
     choices = [shape(tied, gated) for tied in (False, True) for gated in (True, False)]
     best = min(choices, key=lambda choice: abs(choice.parameters - published))
-    missing = int((published - best.parameters) / best.layers)
+    missing = int(published - best.parameters)
     if abs(best.parameters / published - 1) > 0.02:
         # Experts, or what else the columns do not show: weights as published.
-        weights = 2 * best.hidden * best.heads * best.head_dim + best.kv_weights
-        best = dataclasses.replace(best, attention_weights=weights + missing)
+        attention = 2 * best.layers * best.hidden * best.head_dim * (best.heads + best.kv_heads)
+        best = dataclasses.replace(best, attention_weights=attention + missing)
     return best
 
 

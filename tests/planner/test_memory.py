@@ -18,6 +18,7 @@ from hetero_gateway.planner.memory import (
     shortfall_bytes,
     spread_bytes,
 )
+from hetero_gateway.planner.model_shape import Doubt
 from hetero_gateway.planner.models import MODEL_CARDS, model_card, model_from_config
 from hetero_gateway.planner.parallelism import refusal
 
@@ -269,6 +270,6 @@ def test_what_would_help_does_help():
 
 def test_what_is_not_modelled_makes_the_estimate_uncertain():
     plain = estimate_memory(LLAMA, H100, 1, EngineOptions())
-    odd = dataclasses.replace(LLAMA, unmodelled=("sliding window",))
+    odd = dataclasses.replace(LLAMA, unmodelled=(Doubt("sliding window", 0.3),))
     assert plain.uncertainty < 0.02
     assert estimate_memory(odd, H100, 1, EngineOptions()).uncertainty >= 0.3

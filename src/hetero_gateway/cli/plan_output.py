@@ -92,15 +92,18 @@ def deployment_options(
     from hetero_gateway.deployment.checkpoints import checkpoint_of
     from hetero_gateway.deployment.command import ON_LOADING
     from hetero_gateway.deployment.instances import DeploymentOptions
+    from hetero_gateway.planner.models import MODEL_CARDS, says_storage
     from hetero_gateway.planner.sample import sample_requests
 
     engines, quantization = request.question.engines, request.model.quantization
+    card = MODEL_CARDS.get(request.model.name)
+    published = card is not None and card.quantization == quantization
     model: str | None = checkpoint_of(request.model.name)
     if request.model_directory is not None:
         model = str(request.model_directory)
     elif "/" in request.model_name:
         model = request.model_name
-    elif quantization is not None and quantization.method not in ON_LOADING:
+    elif quantization is not None and quantization.method not in ON_LOADING and not published:
         model = None  # some publisher's; the card is of the wide one
     return DeploymentOptions(
         model=model,
@@ -108,6 +111,11 @@ def deployment_options(
         max_model_len=request.max_model_len,
         dtype=request.model.dtype,
         quantization=None if quantization is None else quantization.method,
+        quantise_on_loading=not (
+            published
+            or request.stored_in_config
+            or ("/" in request.model_name and says_storage(request.model_name))
+        ),
         kv_cache_dtype=request.options.kv_dtype,
         enforce_eager=request.options.enforce_eager,
         max_num_batched_tokens=engines.max_batched_tokens,

@@ -22,14 +22,24 @@ CHECKPOINTS: dict[str, str] = {
     "phi-2": "microsoft/phi-2",
     "Phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
     "phi-4": "microsoft/phi-4",
+    "Phi-4-mini": "microsoft/Phi-4-mini-instruct",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+    "Qwen3-4B-2507": "Qwen/Qwen3-4B-Instruct-2507",
+    "Qwen3-30B-A3B-2507": "Qwen/Qwen3-30B-A3B-Instruct-2507",
+    "Qwen3-235B-A22B-2507": "Qwen/Qwen3-235B-A22B-Instruct-2507",
 }
 # Families whose repositories are named after the card: prefix of the card, publisher, suffix.
 _FAMILIES = (
     ("Llama-3.", "meta-llama", "-Instruct"),
     ("Qwen2.5-", "Qwen", "-Instruct"),
+    ("Qwen3-Coder-", "Qwen", "-Instruct"),
+    ("Qwen3-Next-", "Qwen", "-Instruct"),
     ("Qwen3-", "Qwen", ""),
     ("DeepSeek-R1-Distill-", "deepseek-ai", ""),
+    ("DeepSeek-", "deepseek-ai", ""),
     ("gemma-2-", "google", "-it"),
+    ("gemma-3-", "google", "-it"),
     ("granite-3.", "ibm-granite", "-instruct"),
 )
 

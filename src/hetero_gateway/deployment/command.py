@@ -14,6 +14,8 @@ from hetero_gateway.planner.accelerators import accelerator
 # naming them would take the choice of the kernel away from vLLM.
 ON_LOADING = ("fp8", "bitsandbytes")
 _WORDS = {"none": None, "auto": None}
+# Storages that choose the dtype themselves: vLLM refuses another (mxfp4 with float16).
+_OWN_DTYPE = ("mxfp4",)
 
 
 def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> list[str]:
@@ -28,7 +30,7 @@ def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> l
         words += ["--max-num-batched-tokens", str(batched_tokens(instance, options))]
     if dtype := _dtype(instance, options):
         words += ["--dtype", dtype]
-    if options.quantization in ON_LOADING:
+    if options.quantization in ON_LOADING and options.quantise_on_loading:
         words += ["--quantization", options.quantization]
     if options.kv_cache_dtype not in (None, "auto"):
         words += ["--kv-cache-dtype", str(options.kv_cache_dtype)]
@@ -63,6 +65,8 @@ def _emulated_context(instance: DeployedInstance, wanted: int) -> int:
 
 def _dtype(instance: DeployedInstance, options: DeploymentOptions) -> str | None:
     """What ``--dtype`` must say: float16 where the hardware has no bfloat16."""
+    if options.quantization in _OWN_DTYPE:
+        return None
     wanted = options.dtype if options.dtype not in _WORDS else None
     if wanted not in (None, "bfloat16"):
         return wanted

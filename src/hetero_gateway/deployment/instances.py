@@ -33,6 +33,7 @@ class DeploymentOptions:
             nobody knows, the user must name it when starting.
         served_model_name: what clients ask for.
         dtype, quantization, kv_cache_dtype: as of ``vllm serve``; None: not said.
+        quantise_on_loading: the checkpoint is wide; else it is stored like that, and says so.
         max_num_batched_tokens: of one step; must be what the plan was simulated with.
         gpu_memory_utilization: share of an accelerator's memory that vLLM may fill.
         first_port: of the instances of one machine; one more for each further instance.
@@ -58,6 +59,7 @@ class DeploymentOptions:
     max_model_len: int | None = None
     dtype: str | None = None
     quantization: str | None = None
+    quantise_on_loading: bool = True
     kv_cache_dtype: str | None = None
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9

@@ -30,7 +30,7 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.models import model_card, model_from_config
 from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.search import Question
-from hetero_gateway.sim.alone import Engines
+from hetero_gateway.sim.alone import Engines, Mix
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.workload import Integers, Lengths, LogNormal, LogNormalLengths, TraceLengths
 
@@ -187,6 +187,7 @@ class PlanRequest:
         options: what vLLM is told; ``max_model_len`` is set.
         trace: the trace's path, if there is one.
         model_directory: where the config.json is, if the file names one.
+        stored_in_config: how the weights are stored is what the checkpoint's own files say.
         addresses: of machines by id, where the file tells.
     """
 
@@ -198,6 +199,7 @@ class PlanRequest:
     question: Question
     trace: Path | None
     model_directory: Path | None = None
+    stored_in_config: bool = False
     addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -273,7 +275,11 @@ def plan_request(
     """
     model, model_name = _model(config.model, source, base_dir)
     machines = _machines(config, source)
-    notes = [f"{model.name}: {what} is not modelled" for what in model.unmodelled]
+    notes = [
+        f"{model.name}: {doubt.what} is not modelled: its KV memory is uncertain by "
+        f"{doubt.kv_error:.0%} more"
+        for doubt in model.unmodelled
+    ]
     lengths, longest = (
         _mix_lengths(config, source, notes)
         if rows is None
@@ -289,14 +295,22 @@ def plan_request(
         [*measured, *builtin_profiles().values()],
         options,
         needed_tokens=longest,
+        typical_tokens=None if model.keeps_all else _typical_tokens(lengths, config.seed),
         method=config.memory,
     )
     question = _question(config, machines, types, unfit, lengths, notes)
     return PlanRequest(
         source, model, model_name, options, config.memory, question, trace,
         _model_directory(config.model, base_dir),
+        isinstance(config.model, ModelConfig) and config.model.config is not None
+        and config.model.quantization is None,
         {m.id: m.address for m in config.machines if m.address is not None},
     )  # fmt: skip
+
+
+def _typical_tokens(lengths: Lengths, seed: int) -> float:
+    mix = Mix.of(lengths, seed)
+    return mix.mean_prompt + mix.mean_output
 
 
 def _question(
@@ -330,19 +344,34 @@ def _model(value: str | ModelConfig, source: str, base_dir: Path) -> tuple[Model
             name = asked.name
             return model_card(name, dtype=asked.dtype, quantization=asked.quantization), name
         path = base_dir / asked.config
+        if path.is_dir():
+            path /= "config.json"
         name = asked.name or path.absolute().parent.name
+        data = _read_json(path)
         shape = model_from_config(
-            _read_json(path), name=name, dtype=asked.dtype, quantization=asked.quantization
+            data,
+            name=name,
+            dtype=asked.dtype,
+            quantization=asked.quantization or _modelopt_file(path, data),
         )
     except ConfigError as error:
         raise ConfigError(f"{source}: model: {error}") from error
     return shape, name
 
 
+def _modelopt_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """NVIDIA's checkpoints may say only in a file beside config.json how they are stored."""
+    beside = path.with_name("hf_quant_config.json")
+    if config.get("quantization_config") is not None or not beside.is_file():
+        return None
+    return _read_json(beside)
+
+
 def _model_directory(value: str | ModelConfig, base_dir: Path) -> Path | None:
     if isinstance(value, str) or value.config is None:
         return None
-    return (base_dir / value.config).absolute().parent
+    path = (base_dir / value.config).absolute()
+    return path if path.is_dir() else path.parent
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from hetero_gateway.planner.memory import (
     is_feasible,
     remedies,
     shortfall_bytes,
+    tokens_at,
 )
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
@@ -45,6 +46,7 @@ def instance_types(
     options: EngineOptions,
     *,
     needed_tokens: int,
+    typical_tokens: float | None = None,
     method: Method = "fitted",
 ) -> tuple[Types, list[Unfit]]:
     """Every instance that the machines could hold, by (accelerator, tensor_parallel).
@@ -72,7 +74,10 @@ def instance_types(
         device = accelerator(name)
         for t in range(1, min(count, device.max_group) + 1):
             profiles = _matching(measured, name, device, model, t)
-            found = _type(model, device, t, profiles, options, needed, count, method)
+            found = _type(
+                model, device, t, profiles, options, needed, count, method,
+                needed if typical_tokens is None else typical_tokens,
+            )  # fmt: skip
             if isinstance(found, Unfit):
                 unfit.append(dataclasses.replace(found, accelerator=name))
             else:
@@ -118,6 +123,7 @@ def _type(
     needed: int,
     largest: int,
     method: Method,
+    typical: float,
 ) -> InstanceType | Unfit:
     reason = refusal(model, t) or precision_refusal(model, device)
     if reason is None and t > 1 and device.link_bytes_per_s <= 0:
@@ -137,13 +143,14 @@ def _type(
             ),
         )  # fmt: skip
     sequences = options.sequences(device)
+    room = memory.kv_capacity_tokens
+    if memory.how != "measured":
+        room = tokens_at(memory, model, t, options, typical)
     if profiles:
-        profile = dataclasses.replace(
-            profiles[0], kv_capacity_tokens=memory.kv_capacity_tokens, max_num_seqs=sequences
-        )
+        profile = dataclasses.replace(profiles[0], kv_capacity_tokens=room, max_num_seqs=sequences)
         uncertainty = _uncertainty(profile, device)
     else:
-        guess = roofline_profile(device, model, t, sequences, memory.kv_capacity_tokens)
+        guess = roofline_profile(device, model, t, sequences, room)
         assert guess is not None  # is_feasible: there is room for a token
         profile, uncertainty = guess, device.uncertainty
     return InstanceType(device.name, t, profile, memory, uncertainty)

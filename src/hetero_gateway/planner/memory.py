@@ -40,8 +40,6 @@ Method = Literal["fitted", "paper"]
 RESERVED_BYTES = 2 * GIB
 # How far Eq. (1) was off on vLLM's logs: the root mean square in benchmarks/planner/memory.py.
 PAPER_UNCERTAINTY = 0.15
-# Of a model with parts that are not modelled.
-UNMODELLED_UNCERTAINTY = 0.3
 # vLLM hands out KV memory in blocks of so many tokens.
 BLOCK_TOKENS = 16
 # vLLM's defaults: (max_num_batched_tokens, max_num_seqs) of its server, as in the source of 0.32
@@ -192,7 +190,9 @@ def estimate_memory(
     """The KV memory of one instance, and what else is in its accelerators' memory.
 
     The parts and the KV cache add up to the accelerators' nominal memory. Where the model does not
-    fit at all, ``kv_bytes`` is negative and the capacity 0.
+    fit at all, ``kv_bytes`` is negative and the capacity 0. The capacity is that for requests of
+    the longest length, which is what vLLM's own figure says; where layers keep a window or a
+    state, shorter ones have room for fewer tokens (``tokens_at``).
 
     Args:
         method: "fitted", or "paper" for Eq. (1) as printed.
@@ -204,15 +204,19 @@ def estimate_memory(
         parts = _fitted_parts(model, accelerator, tensor_parallel, options, coefficients)
     taken = sum(part.bytes_per_accelerator for part in parts)
     kv_bytes = tensor_parallel * (accelerator.memory_bytes - taken)
-    tokens = max(0, int(kv_bytes // model.kv_token_bytes(tensor_parallel, options.kv_dtype)))
+    needed = max(needed_tokens, options.max_model_len or 1)
+    each = model.kv_token_bytes(tensor_parallel, options.kv_dtype)
+    if not model.keeps_all:
+        in_flight = options.batched_tokens(accelerator)
+        request = model.kv_request_bytes(needed, tensor_parallel, options.kv_dtype, in_flight)
+        each = request / needed
+    tokens = max(0, int(kv_bytes // each))
     uncertainty = PAPER_UNCERTAINTY
     if method == "fitted":
         tokens -= tokens % BLOCK_TOKENS
         spread = spread_bytes(accelerator, tensor_parallel, options, coefficients)
         uncertainty = min(1.0, spread / kv_bytes) if kv_bytes > 0 else 1.0
-        if model.unmodelled:
-            uncertainty = max(uncertainty, UNMODELLED_UNCERTAINTY)
-    needed = max(needed_tokens, options.max_model_len or 1)
+        uncertainty = min(1.0, math.hypot(uncertainty, model.kv_error))
     return MemoryEstimate(
         kv_capacity_tokens=tokens,
         kv_bytes=kv_bytes,
@@ -222,6 +226,16 @@ def estimate_memory(
         tight=tokens * (1 - 2 * uncertainty) < needed <= tokens * (1 + 2 * uncertainty),
         how=method,
     )
+
+
+def tokens_at(
+    estimate: MemoryEstimate, model: ModelShape, t: int, options: EngineOptions, tokens: float
+) -> int:
+    """KV tokens that sequences of so many tokens have room for together; at most the capacity."""
+    if estimate.kv_bytes <= 0 or model.keeps_all:
+        return estimate.kv_capacity_tokens
+    each = model.kv_token_bytes(t, options.kv_dtype, tokens)
+    return max(1, min(estimate.kv_capacity_tokens, int(estimate.kv_bytes // each)))
 
 
 def is_feasible(estimate: MemoryEstimate, needed_tokens: int) -> bool:
@@ -266,12 +280,12 @@ def shortfall_bytes(
     if is_feasible(estimate, needed_tokens):
         return 0.0
     blocks = -(-needed_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-    needed = blocks * model.kv_token_bytes(tensor_parallel, options.kv_dtype)
+    in_flight = options.batched_tokens(accelerator)
+    needed = model.kv_request_bytes(blocks, tensor_parallel, options.kv_dtype, in_flight)
     margin = 0.0
     if estimate.how == "fitted":
-        margin = spread_bytes(accelerator, tensor_parallel, options)
-        if model.unmodelled:
-            margin = max(margin, needed * UNMODELLED_UNCERTAINTY / (1 - UNMODELLED_UNCERTAINTY))
+        doubt = needed * model.kv_error / (1 - model.kv_error)
+        margin = math.hypot(spread_bytes(accelerator, tensor_parallel, options), doubt)
     return max(0.0, needed + margin - estimate.kv_bytes) / tensor_parallel
 
 

@@ -1,17 +1,21 @@
-"""What a decoder is made of: counts, and the bytes of its weights and of its KV cache.
+"""What a decoder is made of: counts, and the bytes of its weights and of its caches.
 
     part            weights                                         stays wide when quantised
     embeddings      vocabulary · hidden, twice unless tied          yes
     attention       2·hidden·width + 2·hidden·kv_heads·head_dim     no (width = heads · head_dim)
     MLP             3·hidden·intermediate (2 without a gate)        no
     experts         the same, each; a router of experts · hidden    no (the router: yes)
+    vision, audio   as their own part of the configuration says     yes
 
-Norms and biases, below 0.1 % of the rest, are left out. Which file says so is ``models``' work.
+Layers need not be alike: of some, attention keeps every token, of others only a window, and of
+others one state per sequence, however long it is. ``caches`` and ``state_bytes`` say which; what a
+sequence takes is ``kv_request_bytes``. Norms and biases, below 0.1 % of the rest, are left out.
+Which file says so is ``checkpoints.shape``'s work.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DTYPE_BYTES = {
     "float32": 4.0,
@@ -56,20 +60,60 @@ class Quantization:
 
 
 @dataclass(frozen=True, slots=True)
+class Cache:
+    """What some of the layers keep of each token.
+
+    Args:
+        layers: that keep it.
+        heads: KV heads, which tensor parallelism shares out, and copies where it exceeds them.
+        elements: of one head and token: key and value together.
+        window: most tokens that are kept of a sequence; 0: all.
+        copied: every accelerator keeps all of it (the latent vector of DeepSeek's attention).
+        element_bytes: where it does not follow the KV cache's dtype.
+    """
+
+    layers: int
+    heads: int
+    elements: int
+    window: int = 0
+    copied: bool = False
+    element_bytes: float | None = None
+
+    def token_bytes(self, tensor_parallel: int, size: float) -> float:
+        """On all accelerators together."""
+        each = self.layers * self.elements * (self.element_bytes or size)
+        return each * (tensor_parallel if self.copied else max(tensor_parallel, self.heads))
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What is not known of a model, and how far its KV memory may be off by it, relative."""
+
+    what: str
+    kv_error: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder's shape, its storage, and what of it nobody models here.
+    """A decoder's shape, its storage, and what of it is in doubt.
 
     Args:
         intermediate: of the dense MLP of a layer; with experts, of the layers that have none.
         gated: the MLP has a gate (SwiGLU): three matrices; else two.
-        moe_layers: layers with experts; 0: dense.
+        moe_layers: layers with experts; 0: dense. dense_layers: with a dense MLP; None: the others.
         moe_intermediate: of one expert. shared_intermediate: of what every token passes, too.
-        latent: elements cached per token and layer by multi-head latent attention, in place of
-            the KV heads; 0: none.
-        attention_weights: of one layer; None: those of the table above.
+        expert_hidden: what the experts' inputs are narrowed to; 0: ``hidden``.
+        caches: what the layers keep of a token; (): every layer its KV heads.
+        state_bytes: that one sequence takes beside that, in all its state-space layers.
+        attention_weights: of all layers together, state-space layers among them; None: those of
+            the table above in every layer. dense_weights: the same of the dense MLPs.
+        other_weights: of a vision or audio part, and tables; never quantised.
+        wide_weights: of the layers' matrices, those that the quantisation leaves out.
         max_position: longest context that the position table is made for; 0: no table.
         dtype: of what is not quantised, and of the KV cache unless the engine is told otherwise.
-        unmodelled: what makes the memory estimate uncertain, in words.
+        kv_dtype: of the KV cache where the checkpoint says so; "auto": as ``dtype``.
+        unmodelled: what makes the memory estimate uncertain.
+        family: model_type of its configuration.
     """
 
     name: str
@@ -87,12 +131,20 @@ class ModelShape:
     experts_per_token: int = 0
     moe_intermediate: int = 0
     shared_intermediate: int = 0
-    latent: int = 0
+    expert_hidden: int = 0
+    dense_layers: int | None = None
+    caches: tuple[Cache, ...] = ()
+    state_bytes: int = 0
     attention_weights: int | None = None
+    dense_weights: int | None = None
+    other_weights: int = 0
+    wide_weights: int = 0
     max_position: int = 0
     dtype: str = "bfloat16"
+    kv_dtype: str = "auto"
     quantization: Quantization | None = None
-    unmodelled: tuple[str, ...] = ()
+    unmodelled: tuple[Doubt, ...] = ()
+    family: str = field(default="", compare=False)
 
     @property
     def dtype_bytes(self) -> float:
@@ -106,6 +158,13 @@ class ModelShape:
         return self.quantization.bytes_per_weight
 
     @property
+    def kv_error(self) -> float:
+        """How far the KV memory may be off by what is in doubt, relative."""
+        return max((doubt.kv_error for doubt in self.unmodelled), default=0.0)
+
+    # -- weights
+
+    @property
     def output_weights(self) -> int:
         """Of the output layer, which is as large as the embedding table."""
         return self.vocabulary * self.hidden
@@ -116,28 +175,52 @@ class ModelShape:
         return self.output_weights * (1 if self.tied_embeddings else 2)
 
     @property
-    def kv_weights(self) -> int:
-        """Of one layer's key and value matrices, which are copied when t exceeds the KV heads."""
-        return 0 if self.latent else 2 * self.hidden * self.kv_heads * self.head_dim
+    def layer_caches(self) -> tuple[Cache, ...]:
+        return self.caches or (Cache(self.layers, self.kv_heads, 2 * self.head_dim),)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every layer keeps every token, and nothing else."""
+        return not self.state_bytes and not any(cache.window for cache in self.caches)
+
+    @property
+    def latent(self) -> bool:
+        """Whether its attention keeps one vector for all heads (multi-head latent attention)."""
+        return any(cache.copied for cache in self.caches)
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(cache.layers for cache in self.layer_caches if cache.element_bytes is None)
 
     @property
     def _attention(self) -> int:
+        """Of all layers."""
         if self.attention_weights is not None:
             return self.attention_weights
-        return 2 * self.hidden * self.heads * self.head_dim + self.kv_weights
+        kv = 2 * self.hidden * self.kv_heads * self.head_dim
+        return self.layers * (2 * self.hidden * self.heads * self.head_dim + kv)
 
-    def _mlp(self, intermediate: int) -> int:
-        return (3 if self.gated else 2) * self.hidden * intermediate
+    @property
+    def mlp_layers(self) -> int:
+        """With a dense MLP."""
+        return self.layers - self.moe_layers if self.dense_layers is None else self.dense_layers
+
+    def _mlp(self, intermediate: int, hidden: int = 0) -> int:
+        return (3 if self.gated else 2) * (hidden or self.hidden) * intermediate
+
+    @property
+    def expert_weights(self) -> int:
+        """Of one expert."""
+        return self._mlp(self.moe_intermediate, self.expert_hidden)
 
     def _layers(self, experts: int) -> int:
         """Matrices of all layers, with so many of the experts counted."""
-        dense = self.layers - self.moe_layers
-        moe = experts * self._mlp(self.moe_intermediate) + self._mlp(self.shared_intermediate)
-        return (
-            self.layers * self._attention
-            + dense * self._mlp(self.intermediate)
-            + self.moe_layers * moe
-        )
+        moe = experts * self.expert_weights + self._mlp(self.shared_intermediate)
+        moe += 2 * self.hidden * self.expert_hidden
+        dense = self.dense_weights
+        if dense is None:
+            dense = self.mlp_layers * self._mlp(self.intermediate)
+        return self._attention + dense + self.moe_layers * moe
 
     @property
     def layer_weights(self) -> int:
@@ -156,37 +239,75 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Φ of Eq. (1)."""
-        return self.layer_weights + self.router_weights + self.embedding_weights
+        return (
+            self.layer_weights + self.router_weights + self.embedding_weights + self.other_weights
+        )
 
     def layer_weights_touched(self, tokens: float) -> float:
         """Matrices that a step of so many tokens reads, its experts drawn evenly."""
         if not self.moe_layers:
             return float(self.layer_weights)
         missed: float = (1 - self.experts_per_token / self.experts) ** tokens
-        idle = missed * self.experts * self._mlp(self.moe_intermediate)
+        idle = missed * self.experts * self.expert_weights
         return self.layer_weights - self.moe_layers * idle
+
+    @property
+    def wide_share(self) -> float:
+        """Of the layers' matrices, what quantisation leaves out."""
+        return 0.0 if self.quantization is None else self.wide_weights / self.layer_weights
 
     def weight_bytes(self, tensor_parallel: int = 1) -> float:
         """Of one accelerator of ``tensor_parallel``, as loaded.
 
         KV matrices are copied when there are more accelerators than KV heads; the vocabulary is
-        padded; each accelerator has its own table of positions (sines and cosines).
+        padded; each accelerator has its own table of positions (sines and cosines), and the whole
+        of what shrinks a latent vector.
         """
         t = tensor_parallel
-        copies = self.layers * self.kv_weights * (max(t, self.kv_heads) / self.kv_heads - 1)
+        copies = 0.0
+        for cache in self.layer_caches:
+            if not cache.copied:
+                matrices = cache.layers * self.hidden * cache.heads * cache.elements
+                copies += matrices * (max(t, cache.heads) / cache.heads - 1)
         padded = -(-self.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
         wide = self.embedding_weights * padded / self.vocabulary + self.router_weights * t
+        wide += self.other_weights + self.wide_share * self.layer_weights
+        narrow = self.layer_weights * (1 - self.wide_share) + copies
         positions = self.max_position * self.head_dim * self.dtype_bytes
-        matrices = (self.layer_weights + copies) * self.bytes_per_weight
-        return (matrices + wide * self.dtype_bytes) / t + positions
+        return (narrow * self.bytes_per_weight + wide * self.dtype_bytes) / t + positions
 
-    def kv_token_bytes(self, tensor_parallel: int = 1, kv_dtype: str = "auto") -> float:
+    # -- caches
+
+    def _kv_element_bytes(self, asked: str) -> float:
+        name = self.kv_dtype if asked == "auto" else asked
+        return self.dtype_bytes if name == "auto" else DTYPE_BYTES[name]
+
+    def kv_token_bytes(
+        self, tensor_parallel: int = 1, kv_dtype: str = "auto", tokens: float | None = None
+    ) -> float:
         """KV bytes of one token on all accelerators together, heads copied where t exceeds them.
 
         Args:
             kv_dtype: vLLM's ``--kv-cache-dtype``; "auto" is the model's own.
+            tokens: length of the sequence whose mean token is meant, with its state; None: of a
+                token that no window has dropped yet, without the state.
         """
-        size = self.dtype_bytes if kv_dtype == "auto" else DTYPE_BYTES[kv_dtype]
-        if self.latent:  # every accelerator caches the whole latent vector
-            return self.layers * self.latent * size * tensor_parallel
-        return 2 * self.layers * max(tensor_parallel, self.kv_heads) * self.head_dim * size
+        if tokens is not None:
+            return self.kv_request_bytes(tokens, tensor_parallel, kv_dtype) / max(tokens, 1)
+        size = self._kv_element_bytes(kv_dtype)
+        return sum(cache.token_bytes(tensor_parallel, size) for cache in self.layer_caches)
+
+    def kv_request_bytes(
+        self, tokens: float, tensor_parallel: int = 1, kv_dtype: str = "auto", in_flight: int = 0
+    ) -> float:
+        """What a sequence of so many tokens keeps, on all accelerators together.
+
+        Args:
+            in_flight: tokens of a step that a window keeps on top until the step is done.
+        """
+        size = self._kv_element_bytes(kv_dtype)
+        total = float(self.state_bytes)
+        for cache in self.layer_caches:
+            kept = min(tokens, cache.window + in_flight) if cache.window else tokens
+            total += cache.token_bytes(tensor_parallel, size) * kept
+        return total

@@ -1,0 +1,1 @@
+"""From the files of a checkpoint to the shape of its model: families, layers, storage."""
