@@ -284,8 +284,10 @@ def shortfall_bytes(
     needed = model.kv_request_bytes(blocks, tensor_parallel, options.kv_dtype, in_flight)
     margin = 0.0
     if estimate.how == "fitted":
-        doubt = needed * model.kv_error / (1 - model.kv_error)
-        margin = math.hypot(spread_bytes(accelerator, tensor_parallel, options), doubt)
+        # What K must be that K less its own uncertainty holds what is needed.
+        spread, e = spread_bytes(accelerator, tensor_parallel, options), model.kv_error
+        root = math.hypot(e * needed, spread * math.sqrt(1 - e * e))
+        margin = (needed + root) / (1 - e * e) - needed
     return max(0.0, needed + margin - estimate.kv_bytes) / tensor_parallel
 
 
