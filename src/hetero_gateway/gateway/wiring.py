@@ -18,6 +18,7 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.client_keys import changes, read_clients
 from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig, secret
 from hetero_gateway.gateway.admission.clients import Admission
+from hetero_gateway.gateway.control.board import Board
 from hetero_gateway.gateway.control.client_metrics import client_families
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.application import DataPlane
@@ -137,6 +138,7 @@ class Gateway:
         self.placement: Placement
         self.health: HealthMonitor
         self.engine_calls: EngineCalls
+        self.board: Board
         self.outcomes: OutcomeWatch
 
     @property
@@ -189,6 +191,8 @@ class Gateway:
         self.dataplane.write_about(self.config.log, self.access)
         self._stack.callback(self.dataplane.close)
         self.dataplane.wakes_by(self.engine_calls, self.settings)
+        self.board = Board(self)
+        self._stack.callback(self.board.close)
         self.metrics.late_probes = lambda: self.health.late
         self.metrics.sources = lambda: [
             (each.config.name, len(each.named), bool(each.problem))
@@ -269,6 +273,7 @@ class Gateway:
     def drain(self) -> None:
         """It is to end soon: no longer ready."""
         self.draining = True
+        self.board.let_go()
 
     async def stop(self) -> None:
         self.draining = True

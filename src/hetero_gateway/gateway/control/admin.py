@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -319,6 +320,15 @@ async def list_observations(request: Request, instance: str) -> Response:
     )
 
 
+@router.get("/events")
+async def events(request: Request) -> Response:
+    """What the dashboard shows, as server-sent events: everything once, then what changes."""
+    board = gateway_of(request).board
+    board.check_room()
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(board.events(), headers=headers, media_type="text/event-stream")
+
+
 @router.get("/decisions")
 async def list_decisions(
     request: Request,
@@ -494,7 +504,7 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "leaving": instance.leaving,
         "asleep": instance.asleep,
         "paused": instance.paused,
-        "down_reason": None if instance.up else _without_key(instance),
+        "down_reason": None if instance.up else instance.shown_down_reason,
         **_describe_outcomes(instance),
         "scrape_problem": instance.scrape_problem or None,
         "in_flight": seen.in_flight,
@@ -541,12 +551,6 @@ def _describe_drift(seen: InstanceSnapshot) -> dict[str, Any] | None:
         "drifted": seen.drifted,
         "since": None if since_s is None else time.time() - (time.monotonic() - since_s),
     }
-
-
-def _without_key(instance: Instance) -> str:
-    # The reason is a library's words, and a library may quote the header it could not send.
-    reason, key = instance.down_reason, (instance.api_key or "").strip()
-    return reason.replace(key, "[key]") if key else reason
 
 
 def _known(gateway: Gateway, instance_id: str) -> Instance:

@@ -204,6 +204,10 @@ class Metrics:
             series = self._series[key] = Series()
         return series
 
+    def every_series(self) -> Iterable[tuple[tuple[str, str], Series]]:
+        """((model, instance), its counts), as far as they are made."""
+        return tuple(self._series.items())
+
     def take_outcomes(self) -> list[tuple[str, str, str, int]]:
         """(model, instance, outcome, number) of all series, which begin at 0 again."""
         self.catch_up()

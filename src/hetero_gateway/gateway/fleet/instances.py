@@ -132,6 +132,13 @@ class Instance:
         return not (self.asleep or self.paused)
 
     @property
+    def shown_down_reason(self) -> str:
+        """Why it is down, as people may read it."""
+        # The reason is a library's words, and a library may quote the header it could not send.
+        reason, key = self.down_reason, (self.api_key or "").strip()
+        return reason.replace(key, "[key]") if key else reason
+
+    @property
     def profile_name(self) -> str:
         """The profile's; or that there is none, or that it is learned."""
         if self.profile is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import suppress
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.control.access import PEER_HEADER
@@ -60,18 +61,20 @@ class ControlRelay:
             headers.append((b"host", b""))
         try:
             answer = await self._ask(scope["method"], target, headers, body)
-        except httpx.HTTPError:
-            message = "The gateway's scheduler process does not answer."
-            refusal = Refusal(503, "scheduler_unavailable", message, kind="server_error")
-            content = error_body(refusal, scope["path"])
-            status, fields = 503, [(b"content-type", b"application/json"), (b"retry-after", b"2")]
-        else:
-            status, content = answer.status_code, answer.content
             fields = [
                 (name.lower(), value)
                 for name, value in answer.headers.raw
                 if name.lower() not in _HOP_BY_HOP
             ]
+            if _is_stream(answer):
+                await _pass_on(answer, fields, receive, send)
+                return
+            status, content = answer.status_code, answer.content
+        except httpx.HTTPError:
+            message = "The gateway's scheduler process does not answer."
+            refusal = Refusal(503, "scheduler_unavailable", message, kind="server_error")
+            content = error_body(refusal, scope["path"])
+            status, fields = 503, [(b"content-type", b"application/json"), (b"retry-after", b"2")]
         fields.append((b"content-length", b"%d" % len(content)))
         await send({"type": "http.response.start", "status": status, "headers": fields})
         await send({"type": "http.response.body", "body": content})
@@ -84,9 +87,13 @@ class ControlRelay:
         timeout_s = _ENGINE_CALL_S if _ENGINE_CALL.match(target) else _TIMEOUT_S
         for tries_left in range(_TRIES, -1, -1):
             try:
-                return await self._client.request(
+                request = self._client.build_request(
                     method, url, headers=headers, content=body, timeout=timeout_s
                 )
+                answer = await self._client.send(request, stream=True)
+                if not _is_stream(answer):
+                    await answer.aread()
+                return answer
             except httpx.TransportError as error:
                 # What only reads may be asked again, wherever the process was when it ended.
                 again = isinstance(error, httpx.ConnectError) or method in ("GET", "HEAD")
@@ -111,3 +118,32 @@ async def _body(receive: Receive) -> bytes | None:
         size += len(part)
         if not message.get("more_body"):
             return b"".join(parts)[:_MOST_BODY_BYTES]
+
+
+def _is_stream(answer: httpx.Response) -> bool:
+    return bool(answer.headers.get("content-type", "").startswith("text/event-stream"))
+
+
+async def _pass_on(
+    answer: httpx.Response, fields: list[tuple[bytes, bytes]], receive: Receive, send: Send
+) -> None:
+    """A stream of events, as they come, until it ends or the client is gone."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        passing.cancel()
+
+    async def relay() -> None:
+        await send({"type": "http.response.start", "status": answer.status_code, "headers": fields})
+        with suppress(httpx.HTTPError):  # the scheduler process is gone: so is the stream
+            async for part in answer.aiter_raw():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        watching.cancel()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            passing, watching = tasks.create_task(relay()), tasks.create_task(watch())
+    finally:
+        await answer.aclose()

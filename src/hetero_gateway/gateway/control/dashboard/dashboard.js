@@ -1,13 +1,14 @@
-// The live page. It reads /admin about once a second and writes what it reads as text: ids, model
-// names and reasons come from outside, so nothing here builds markup from a string (the page's
-// Content-Security-Policy refuses it, too).
+// The live page. It reads /admin/events, a stream of what changes, and writes what it reads as text:
+// ids, model names and reasons come from outside, so nothing here builds markup from a string (the
+// page's Content-Security-Policy refuses it, too).
 
-const POLL_MS = 1000;
+const RETRY_MS = 1000;
 const RETRY_CLOSED_MS = 5000;
 const REQUEST_TIMEOUT_MS = 5000;
-const HISTORY_MS = 120_000;
-const GAP_MS = 4000; // a longer silence breaks the line: nothing is known about it
+const SILENCE_MS = 40_000; // the gateway says something every 15 s
+const DECISIONS_EVERY_MS = 2000;
 const DECISIONS = 30;
+const FEW = 8; // of so many instances, models and profiles are shown without a click
 const KEY_NAME = "hetero-gateway-admin-key";
 
 const byId = (id) => document.getElementById(id);
@@ -41,6 +42,17 @@ function percent(value) {
   return `${hundredths > 0 && hundredths < 10 ? hundredths.toFixed(1) : hundredths.toFixed(0)} %`;
 }
 
+function rate(value) {
+  if (value === null || value === undefined) return "–";
+  return value >= 100 ? grouped.format(value) : value === 0 ? "0" : String(Number(value.toPrecision(2)));
+}
+
+function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1) return `${Number((value * 1000).toPrecision(2))} ms`;
+  return `${value >= 100 ? grouped.format(value) : Number(value.toPrecision(2))} s`;
+}
+
 const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "medium", hour12: false });
 
 // Talking to /admin
@@ -52,21 +64,197 @@ class Closed extends Error {
   }
 }
 
-async function ask(path) {
+function withKey(headers = {}) {
   const key = sessionStorage.getItem(KEY_NAME);
+  return key ? { ...headers, authorization: `Bearer ${key}` } : headers;
+}
+
+async function refusalOf(response) {
+  const body = await response.json().catch(() => ({}));
+  return new Closed(response.status, body.error?.message ?? `status ${response.status}`);
+}
+
+async function ask(path, options = {}) {
   const response = await fetch(`admin/${path}`, {
-    headers: key ? { authorization: `Bearer ${key}` } : {},
+    ...options,
+    headers: withKey(options.headers),
     cache: "no-store",
     signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS),
   });
-  const body = await response.json();
-  if (!response.ok) throw new Closed(response.status, body.error?.message ?? `status ${response.status}`);
-  return body;
+  if (!response.ok) throw await refusalOf(response);
+  return response.json();
+}
+
+// What the gateway has said so far
+
+let board = null; // the last "all", kept up to date
+let figureOf = {}; // name of a figure -> its place in a row
+
+function take(name, data) {
+  if (name === "all") {
+    board = data;
+    figureOf = Object.fromEntries(data.columns.map((column, i) => [column, i]));
+  } else if (board === null) {
+    return;
+  } else if (name === "rows") {
+    for (const [place, ...row] of data.rows) board.rows[place] = row;
+    for (const [place, instance] of Object.entries(data.instances)) board.instances[place] = instance;
+  } else if (name === "capacities") {
+    board.capacities = data;
+  } else if (name === "head") {
+    board.head = data;
+  } else if (name === "trend") {
+    const { point, ...trend } = data;
+    board.trend = trend;
+    board.points = [...board.points, ...point].slice(-180);
+  }
+}
+
+const value = (place, name) => board.rows[place][figureOf[name]];
+
+// The figures at the top
+
+const TILES = [
+  { name: "Requests/s", now: (f) => rate(f.requests_per_s), lines: [0] },
+  { name: "Output tokens/s", now: (f) => rate(f.output_tokens_per_s), lines: [1] },
+  { name: "TTFT p50, p99", now: (f) => pair(f.ttft_s), lines: [3, 2], title: "Time to first token" },
+  { name: "TPOT p50, p99", now: (f) => pair(f.tpot_s), lines: [5, 4], title: "Time per output token after the first" },
+  { name: "Errors", now: (f) => percent(f.errors), lines: [6], bad: (f) => f.errors > 0.05 },
+  {
+    name: "Waiting here", lines: [7],
+    now: (f) => waitingText(f),
+    all: (f) => `most ${grouped.format(f.queue.most)}`,
+  },
+];
+
+function pair(found) {
+  return found ? `${seconds(found[0])}, ${seconds(found[1])}` : "–";
+}
+
+/** The gateway's own queue; a policy that places at once has none. */
+function waitingText() {
+  const { waiting, oldest_wait_s: oldest } = board.head;
+  if (waiting === null) return "no queue";
+  return waiting ? `${grouped.format(waiting)}, for ${seconds(oldest)}` : "0";
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function makeTile(tile) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", "0 0 180 40");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("aria-hidden", "true");
+  tile.paths = tile.lines.map((_, i) => {
+    const path = document.createElementNS(SVG, "path");
+    path.setAttribute("class", i ? "second" : "first");
+    svg.append(path);
+    return path;
+  });
+  tile.value = make("p", { className: "now" });
+  tile.average = make("p", { className: "note" });
+  byId("figures").append(make("div", { className: "tile" },
+    make("h3", { title: tile.title ?? "" }, tile.name),
+    tile.value, make("div", { className: "spark" }, svg), tile.average));
+}
+
+function drawLine(path, points, column, top) {
+  let drawn = "";
+  let began = false;
+  points.forEach((point, i) => {
+    if (point[column] === null) {
+      began = false;
+      return;
+    }
+    const x = 180 - points.length + i + 0.5;
+    const y = 38 - (top > 0 ? point[column] / top : 0) * 36;
+    drawn += `${began ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}${began ? "" : "h.01"}`;
+    began = true;
+  });
+  path.setAttribute("d", drawn);
+}
+
+function showFigures() {
+  const { now, all } = board.trend;
+  for (const tile of TILES) {
+    if (!tile.value) makeTile(tile);
+    setText(tile.value, tile.now(now));
+    tile.value.classList.toggle("bad", tile.bad?.(now) === true);
+    setText(tile.average, `15 min: ${(tile.all ?? tile.now)(all)}`);
+    const top = Math.max(0, ...board.points.flatMap((point) => tile.lines.map((line) => point[line] ?? 0)));
+    tile.lines.forEach((line, i) => drawLine(tile.paths[i], board.points, line, top));
+  }
+}
+
+function showSummary() {
+  const ready = board.rows.filter((row) => row[figureOf.state] === "up").length;
+  const total = board.rows.length;
+  const { in_flight: inFlight, sharing, alarms } = board.head;
+  const shown = [
+    ["Taking requests", `${ready} of ${total}`],
+    ["In flight", grouped.format(inFlight)],
+    ...(sharing ? [["Other gateways", `${grouped.format(sharing.other_replicas)}, view ${sharing.mode}`]] : []),
+  ];
+  const summary = byId("summary");
+  if (summary.children.length !== shown.length) {
+    summary.replaceChildren(...shown.map(([name]) => make("div", {}, make("dt", {}, name), make("dd"))));
+  }
+  shown.forEach(([, text], i) => setText(summary.children[i].lastChild, text));
+  const bad = alarms.filter((alarm) => alarm.severity === "bad").length;
+  document.title = `${bad ? `⚠ ${bad} · ` : ""}${ready}/${total} up · hetero-gateway`;
+  const list = byId("alarms");
+  const texts = alarms.map((alarm) => alarm.severity + alarm.text).join("\n");
+  if (list.dataset.texts !== texts) {
+    list.dataset.texts = texts;
+    list.replaceChildren(...alarms.map((alarm) => make("li", { className: alarm.severity }, alarm.text)));
+  }
+}
+
+// Models
+
+let wantedModel = "";
+
+function showModels() {
+  const counts = new Map();
+  board.instances.forEach((instance, place) => {
+    for (const model of instance.models) {
+      const count = counts.get(model) ?? [0, 0];
+      count[1] += 1;
+      if (value(place, "state") === "up") count[0] += 1;
+      counts.set(model, count);
+    }
+  });
+  const names = [...counts.keys()].sort((a, b) => counts.get(b)[1] - counts.get(a)[1] || (a < b ? -1 : 1));
+  byId("models-panel").hidden = names.length === 0;
+  if (wantedModel && !counts.has(wantedModel)) wantedModel = "";
+  byId("served").replaceChildren(...names.slice(0, 50).map((name) => {
+    const [up, all] = counts.get(name);
+    const found = board.trend.models[name]?.all;
+    const choose = make("button", { type: "button", className: "link" }, name);
+    choose.setAttribute("aria-pressed", String(name === wantedModel));
+    choose.addEventListener("click", () => {
+      wantedModel = name === wantedModel ? "" : name;
+      showModels();
+      showInstances();
+    });
+    const cells = found ? [
+      rate(found.requests_per_s), rate(found.output_tokens_per_s),
+      ...(found.ttft_s ?? [null, null]).map(seconds), ...(found.tpot_s ?? [null, null]).map(seconds),
+      percent(found.cached), percent(found.errors),
+    ] : ["0", "0", "–", "–", "–", "–", "–", "–"];
+    return make("tr", { className: up ? "" : "none-up" }, make("th", { scope: "row" }, choose),
+      make("td", {}, `${up} of ${all}`), ...cells.map((text) => make("td", {}, text)));
+  }));
+  const list = byId("models");
+  if ([...list.children].map((option) => option.value).join("\n") === names.join("\n")) return;
+  if (!list.children.length && names.length > 1) byId("model").value ||= names[0];
+  list.replaceChildren(...names.map((name) => make("option", { value: name })));
 }
 
 // Instances
 
-const rows = new Map(); // id -> the row's elements and its history
+const rows = new Map(); // id -> the row's elements
+const open = new Set(); // ids whose details are shown
 
 function makeBar(kind = "") {
   const fill = make("i");
@@ -82,195 +270,225 @@ function cell(className, label, ...children) {
 }
 
 function makeRow(id) {
-  const parts = { history: [] };
+  const parts = {};
   const span = (name, className) => (parts[name] = make("span", { className }));
   const bar = (name, kind) => {
     const made = makeBar(kind);
     parts[name] = made.fill;
     return made.bar;
   };
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("viewBox", "0 0 100 30");
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("aria-hidden", "true");
-  const base = document.createElementNS(svg.namespaceURI, "line");
-  for (const [name, value] of [["x1", 0], ["x2", 100], ["y1", 30], ["y2", 30]]) base.setAttribute(name, value);
-  parts.path = document.createElementNS(svg.namespaceURI, "path");
-  svg.append(base, parts.path);
+  parts.more = make("button", { type: "button", className: "more", title: `More of ${id}` }, "⋯");
+  parts.more.setAttribute("aria-label", `More of ${id}`);
+  parts.more.addEventListener("click", () => {
+    if (!open.delete(id)) open.add(id);
+    showInstances();
+  });
   parts.row = make("li", { className: "row" },
     make("div", { className: "who" },
       make("span", { className: "id" }, id), span("state", "pill"), span("drift", "pill drifted"),
       span("why", "note why"), span("models", "note"), span("profile", "note")),
-    cell("workload-cell", "Workload",
+    cell("workload-cell", "Load",
       make("div", { className: "workload" }, bar("load", ""), span("loadValue", "value"))),
-    cell("history", "Last 2 minutes", svg),
-    cell("kv-cell", "KV cache",
+    cell("kv-cell", "KV cache: estimated, engine",
       make("div", { className: "kv" },
-        "estimated", bar("kv", "estimated"), span("kvValue", "value"),
-        "engine", bar("engine", "engine"), span("engineValue", "value"))),
+        bar("kv", "estimated"), span("kvValue", "value"),
+        bar("engine", "engine"), span("engineValue", "value"))),
     cell("in-flight", "In flight", span("inFlight", "value"), span("unseen", "note")),
-    cell("share", "Share of requests", span("share", "value"), bar("shareBar", "")));
+    cell("tokens", "Tokens/s", span("tokens", "value"), span("errors", "note why")),
+    cell("share", "Share of traffic, of capacity",
+      make("div", { className: "shares" },
+        bar("shareBar", "traffic"), span("share", "value"),
+        bar("capacityBar", "capacity"), span("capacity", "value"))),
+    parts.more);
+  parts.drain = make("button", { type: "button" });
+  parts.weight = make("input", { type: "number", min: "0.001", max: "1000", step: "any", required: true });
+  parts.told = make("span", { className: "note", role: "status" });
+  const form = make("form", { className: "actions" }, parts.drain,
+    make("label", {}, "Weight ", parts.weight), make("button", { type: "submit" }, "Set"), parts.told);
+  parts.drain.addEventListener("click", () => change(parts, id, { draining: parts.drain.dataset.to === "true" }));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    change(parts, id, { weight: Number(parts.weight.value) });
+  });
+  parts.actions = form;
+  parts.row.append(form);
   return parts;
 }
 
-function stateOf(instance) {
-  if (!instance.up) return "down";
-  if (instance.draining) return "draining";
-  return instance.ejected ? "ejected" : "up";
-}
-
-/** How much its engine found in its prefix cache, and how far its matches are trusted. */
-function cacheText(instance) {
-  const saved = `${grouped.format(Math.round(instance.cached_tokens))} prompt tokens were cached`;
-  const trusted = instance.prefix_trust === null || instance.prefix_trust === undefined;
-  return trusted ? saved : `${saved}, matches trusted to ${percent(instance.prefix_trust)}`;
+async function change(parts, id, fields) {
+  setText(parts.told, "…");
+  try {
+    await ask(`instances/${encodeURIComponent(id)}`, {
+      method: "PATCH", body: JSON.stringify(fields), headers: { "content-type": "application/json" },
+    });
+    setText(parts.told, "done");
+  } catch (error) {
+    setText(parts.told, `not done: ${error.message}`);
+  }
 }
 
 /** What the scheduler takes the instance for, and how far that is from what is seen. */
-function profileText(instance) {
-  const source = instance.profile_source ? ` (${instance.profile_source})` : "";
+function profileText(instance, speed) {
   if (instance.profile === "unprofiled") return "unprofiled, by its observed speed";
-  const words = [instance.profile + source];
+  const words = [instance.profile];
   if (instance.recalibrated && instance.profile !== "learned") words.push("recalibrated from traffic");
-  if (instance.speed_factor !== null) words.push(`steps take ${figure(instance.speed_factor)}× as long as it says`);
-  if (instance.cached_tokens > 0) words.push(cacheText(instance));
-  const ratios = [["decode", instance.drift?.decode], ["prefill", instance.drift?.prefill]]
-    .filter(([, ratio]) => ratio !== null && ratio !== undefined)
-    .map(([phase, ratio]) => `${phase} ${figure(ratio)}×`);
-  if (ratios.length) words.push(`over minutes ${ratios.join(", ")}`);
+  if (speed !== null) words.push(`steps take ${figure(speed)}× as long as it says`);
+  if (instance.weight !== 1) words.push(`weight ${figure(instance.weight)}`);
   return words.join(", ");
 }
 
-function showRow(parts, instance, top, total) {
-  const state = stateOf(instance);
+function showRow(parts, place, sums, top) {
+  const instance = board.instances[place];
+  const state = value(place, "state");
+  const detailed = open.has(instance.id) || board.instances.length <= FEW;
   parts.row.classList.toggle("off", state !== "up");
-  parts.state.className = `pill ${state}`;
+  if (parts.state.className !== `pill ${state}`) parts.state.className = `pill ${state}`;
   setText(parts.state, state);
-  const reasons = [];
-  if (!instance.up) reasons.push(instance.down_reason || "unknown reason");
-  if (instance.draining) reasons.push("draining: it finishes what it has and gets nothing new");
-  if (instance.ejected) {
-    const seconds = instance.ejected_for_s;
-    const next = seconds === null ? "one request at a time tries it" : `for another ${Math.ceil(seconds)} s`;
-    reasons.push(`ejected, ${next}: its requests failed (${instance.ejected_reason})`);
-  } else if (instance.standing === "recovering" || instance.standing === "busy") {
-    reasons.push(`${instance.standing}: it gets fewer requests than it could hold`);
-  }
-  setText(parts.why, reasons.join("; "));
-  parts.why.hidden = reasons.length === 0;
+  setText(parts.why, instance.why);
+  parts.why.hidden = !instance.why;
+  parts.models.hidden = parts.profile.hidden = !detailed;
   setText(parts.models, instance.models.join(", ") || "models not known yet");
-  setText(parts.profile, profileText(instance));
-  const drifted = instance.drift?.drifted === true;
-  setText(parts.drift, drifted ? "profile drifted" : "");
-  parts.drift.hidden = !drifted;
-  setWidth(parts.load, top > 0 ? instance.workload / top : 0);
-  setText(parts.loadValue, figure(instance.workload));
-  for (const [bar, text, value] of [
-    [parts.kv, parts.kvValue, instance.kv_usage],
-    [parts.engine, parts.engineValue, instance.engine_kv_usage],
+  setText(parts.profile, profileText(instance, value(place, "speed")));
+  setText(parts.drift, instance.drifted ? "profile drifted" : "");
+  parts.drift.hidden = !instance.drifted;
+  const load = value(place, "load");
+  setWidth(parts.load, top > 0 ? load / top : 0);
+  setText(parts.loadValue, board.load_unit === "s" && load ? seconds(load) : figure(load));
+  for (const [bar, text, share] of [
+    [parts.kv, parts.kvValue, value(place, "kv")],
+    [parts.engine, parts.engineValue, value(place, "engine_kv")],
   ]) {
-    setWidth(bar, value);
-    setText(text, percent(value));
-    text.classList.toggle("full", value >= 1);
+    setWidth(bar, share);
+    setText(text, percent(share));
+    text.classList.toggle("full", share >= 1);
   }
-  setText(parts.inFlight, grouped.format(instance.in_flight));
-  const unseen = instance.waiting_first_token;
+  setText(parts.inFlight, grouped.format(value(place, "in_flight")));
+  const unseen = value(place, "waiting_first_token");
   setText(parts.unseen, unseen ? `${grouped.format(unseen)} before a first token` : "");
-  setWidth(parts.shareBar, total > 0 ? instance.requests / total : 0);
-  const share = total > 0 ? percent(instance.requests / total) : "–";
-  setText(parts.share, `${share} of ${grouped.format(total)}`);
+  setText(parts.tokens, rate(value(place, "output_tokens_per_s")));
+  const errors = value(place, "errors");
+  setText(parts.errors, errors > 0 ? `${percent(errors)} failed` : "");
+  const sum = sums.get(instance.models.join("\n"));
+  const traffic = sum.requests > 0 ? value(place, "requests_per_s") / sum.requests : null;
+  const capacity = sum.known && sum.capacity > 0 ? board.capacities[place] / sum.capacity : null;
+  const most = Math.max(sum.mostRequests / sum.requests || 0, sum.known ? sum.mostCapacity / sum.capacity || 0 : 0);
+  setWidth(parts.shareBar, traffic / most);
+  setText(parts.share, percent(traffic));
+  setWidth(parts.capacityBar, capacity / most);
+  setText(parts.capacity, percent(capacity));
+  parts.more.setAttribute("aria-expanded", String(open.has(instance.id)));
+  parts.actions.hidden = !open.has(instance.id);
+  parts.row.classList.toggle("open", open.has(instance.id));
+  setText(parts.drain, state === "draining" ? "Resume" : "Drain");
+  parts.drain.dataset.to = String(state !== "draining");
+  if (document.activeElement !== parts.weight) parts.weight.value = instance.weight;
 }
 
-function drawHistory(parts, now, top) {
-  let path = "";
-  let previous = -Infinity;
-  for (const [time, load] of parts.history) {
-    const x = 100 - ((now - time) / HISTORY_MS) * 100;
-    const y = 29 - (top > 0 ? load / top : 0) * 27;
-    path += `${time - previous > GAP_MS ? "M" : "L"}${x.toFixed(2)} ${y.toFixed(2)}`;
-    previous = time;
-  }
-  parts.path.setAttribute("d", path);
+/** Of the instances that serve the same models: their traffic and capacity together. */
+function sumsOfModels() {
+  const sums = new Map();
+  board.instances.forEach((instance, place) => {
+    const key = instance.models.join("\n");
+    const sum = sums.get(key) ?? { requests: 0, capacity: 0, mostRequests: 0, mostCapacity: 0, known: true };
+    sum.requests += value(place, "requests_per_s");
+    sum.mostRequests = Math.max(sum.mostRequests, value(place, "requests_per_s"));
+    sum.mostCapacity = Math.max(sum.mostCapacity, board.capacities[place] ?? 0);
+    sum.capacity += board.capacities[place] ?? 0;
+    sum.known &&= board.capacities[place] !== null;
+    sums.set(key, sum);
+  });
+  return sums;
 }
 
-function showInstances(instances, queue, sharing) {
+const ORDER = { down: 0, ejected: 1, draining: 2, up: 3 };
+const SORTS = {
+  id: (a, b) => board.instances[a].id.localeCompare(board.instances[b].id, undefined, { numeric: true }),
+  state: (a, b) => ORDER[value(a, "state")] - ORDER[value(b, "state")] || value(b, "errors") - value(a, "errors"),
+  load: (a, b) => value(b, "load") - value(a, "load"),
+  in_flight: (a, b) => value(b, "in_flight") - value(a, "in_flight"),
+  kv: (a, b) => (value(b, "kv") ?? -1) - (value(a, "kv") ?? -1),
+  tokens: (a, b) => value(b, "output_tokens_per_s") - value(a, "output_tokens_per_s"),
+};
+
+function isWanted(place) {
+  const instance = board.instances[place];
+  const state = value(place, "state");
+  const which = byId("which").value;
+  if (which === "up" && state !== "up") return false;
+  if (which === "wrong" && state === "up" && !instance.why && !instance.drifted && !(value(place, "errors") > 0)) return false;
+  if (wantedModel && !instance.models.includes(wantedModel)) return false;
+  const words = byId("filter").value.toLowerCase().trim();
+  const text = [instance.id, instance.accelerator ?? "", instance.profile, ...instance.models].join(" ").toLowerCase();
+  return words.split(/\s+/).every((word) => text.includes(word));
+}
+
+function groupOf(place, by) {
+  const instance = board.instances[place];
+  if (by === "model") return instance.models.join(", ") || "models not known yet";
+  return by === "accelerator" ? instance.accelerator ?? "unprofiled" : "";
+}
+
+function showInstances() {
   const list = byId("instances");
-  const now = Date.now();
-  const top = Math.max(0, ...instances.map((instance) => instance.workload));
-  const total = instances.reduce((sum, instance) => sum + instance.requests, 0);
-  const present = new Set(instances.map((instance) => instance.id));
+  const sums = sumsOfModels();
+  const top = Math.max(0, ...board.rows.map((row) => row[figureOf.load]));
+  const present = new Set(board.instances.map((instance) => instance.id));
   for (const [id, parts] of rows) {
     if (!present.has(id)) {
       parts.row.remove();
       rows.delete(id);
     }
   }
-  let highest = 0;
-  for (const instance of instances) {
-    if (!rows.has(instance.id)) {
-      rows.set(instance.id, makeRow(instance.id));
-      list.append(rows.get(instance.id).row);
+  const by = byId("group").value;
+  const sort = SORTS[byId("sort").value];
+  let places = board.instances.map((_, place) => place).filter(isWanted);
+  if (sort) places = places.sort((a, b) => sort(a, b) || a - b);
+  const groups = new Map();
+  for (const place of places) {
+    const name = groupOf(place, by);
+    groups.set(name, [...(groups.get(name) ?? []), place]);
+  }
+  const wanted = [];
+  for (const [name, members] of groups) {
+    if (by) wanted.push(groupHead(name, members));
+    for (const place of members) {
+      const { id } = board.instances[place];
+      if (!rows.has(id)) rows.set(id, makeRow(id));
+      showRow(rows.get(id), place, sums, top);
+      wanted.push(rows.get(id).row);
     }
-    const parts = rows.get(instance.id);
-    parts.history.push([now, instance.workload]);
-    while (parts.history[0][0] < now - HISTORY_MS) parts.history.shift();
-    highest = parts.history.reduce((most, [, load]) => Math.max(most, load), highest);
-    showRow(parts, instance, top, total);
   }
-  // One scale for all, so that the lines can be compared.
-  for (const parts of rows.values()) drawHistory(parts, now, highest);
-  byId("no-instances").hidden = instances.length > 0;
-  showSummary(instances, total, queue, sharing);
-  showModels(instances);
+  const same = wanted.length === list.children.length && wanted.every((row, i) => row === list.children[i]);
+  if (!same) list.replaceChildren(...wanted);
+  list.classList.toggle("dense", board.instances.length > FEW);
+  byId("no-instances").hidden = board.instances.length > 0;
+  setText(byId("load-head"), `Load${board.load_unit ? `, ${board.load_unit}` : ""}`);
+  const shown = places.length === board.instances.length ? "" : `${places.length} of ${board.instances.length} shown`;
+  setText(byId("shown-count"), shown + (wantedModel ? ` (model ${wantedModel})` : ""));
 }
 
-function showSummary(instances, total, queue, sharing) {
-  const ready = instances.filter((instance) => stateOf(instance) === "up");
-  const loads = ready.map((instance) => instance.workload);
-  const mean = loads.reduce((sum, load) => sum + load, 0) / (loads.length || 1);
-  const figures = [
-    ["Taking requests", `${ready.length} of ${instances.length}`],
-    ["In flight", grouped.format(instances.reduce((sum, instance) => sum + instance.in_flight, 0))],
-    ["Waiting here", waitingText(queue)],
-    ["Requests sent", grouped.format(total)],
-    ["Highest load ÷ mean", mean > 0 ? `${(Math.max(...loads) / mean).toFixed(2)}×` : "–"],
-    ...(sharing ? [["Other gateways", sharingText(sharing)]] : []),
-  ];
-  const summary = byId("summary");
-  if (!summary.children.length) {
-    for (const [name] of figures) summary.append(make("div", {}, make("dt", {}, name), make("dd")));
+const heads = new Map(); // group -> its <li>
+
+function groupHead(name, members) {
+  if (!heads.has(name)) {
+    heads.set(name, make("li", { className: "group" }, make("b", {}, name), make("span", { className: "note" })));
   }
-  figures.forEach(([, value], i) => setText(summary.children[i].lastChild, value));
-  document.title = `${ready.length}/${instances.length} up · hetero-gateway`;
+  const head = heads.get(name);
+  const up = members.filter((place) => value(place, "state") === "up").length;
+  const sum = (column) => members.reduce((total, place) => total + value(place, column), 0);
+  setText(head.lastChild,
+    `${up} of ${members.length} up, ${grouped.format(sum("in_flight"))} in flight, ${rate(sum("output_tokens_per_s"))} tokens/s`);
+  return head;
 }
 
-/** How many gateways share the instances, and what is known of them. */
-function sharingText(sharing) {
-  return `${grouped.format(sharing.other_replicas)}, view ${sharing.mode}`;
-}
-
-/** The gateway's own queue; a policy that places at once has none. */
-function waitingText(queue) {
-  if (!queue) return "no queue";
-  const longest = queue.waiting ? `, longest ${figure(queue.oldest_wait_s)} s` : "";
-  return grouped.format(queue.waiting) + longest;
-}
-
-function showModels(instances) {
-  const served = new Map();
-  for (const name of instances.flatMap((instance) => instance.models)) {
-    served.set(name, (served.get(name) ?? 0) + 1);
-  }
-  const names = [...served.keys()].sort((a, b) => served.get(b) - served.get(a) || (a < b ? -1 : 1));
-  const list = byId("models");
-  if ([...list.children].map((option) => option.value).join("\n") === names.join("\n")) return;
-  if (!list.children.length && names.length > 1) byId("model").value ||= names[0];
-  list.replaceChildren(...names.map((value) => make("option", { value })));
+for (const id of ["filter", "which", "group", "sort"]) {
+  byId(id).addEventListener("input", () => board && showInstances());
 }
 
 // Decisions
 
 const shown = new Map(); // decision key -> its <details>
+let sought = ""; // a request id
 
 const COLUMNS = ["Instance", "", "T, s", "KV", "w", "Load before", "Load after", "", "In flight"];
 // What a policy that estimates (finish-time) tells beside, where it does.
@@ -328,7 +546,7 @@ function makeDecision(decision) {
   const details = make("details", { className: "decision" },
     make("summary", {},
       make("span", { className: "muted" }, clock.format(decision.time * 1000)),
-      make("span", { className: "sentence" }, decision.reason),
+      make("span", { className: "sentence", title: decision.reason }, decision.reason),
       make("span", { className: "what muted" }, `${decision.model}, ${tokens}${times}`)),
     body);
   details.addEventListener("toggle", () => {
@@ -338,8 +556,17 @@ function makeDecision(decision) {
 }
 
 async function loadCandidates(decision, body) {
-  const id = make("p", { className: "note" }, "Request ", make("code", {}, decision.request_id));
-  body.replaceChildren(id);
+  const again = make("button", { type: "button" }, "Where would it go now?");
+  again.addEventListener("click", () => {
+    byId("prompt-tokens").value = decision.prompt_tokens;
+    byId("max-tokens").value = "";
+    byId("model").value = decision.model;
+    byId("explain-panel").open = true;
+    byId("explain").requestSubmit();
+    byId("explain-panel").scrollIntoView({ block: "nearest" });
+  });
+  const id = make("p", { className: "note" }, "Request ", make("code", {}, decision.request_id), " ", again);
+  body.replaceChildren(make("p", { className: "note" }, decision.reason), id);
   try {
     const answer = await ask(`decisions?limit=256&request_id=${encodeURIComponent(decision.request_id)}`);
     const found = answer.decisions.find((other) => other.time === decision.time);
@@ -366,12 +593,34 @@ function showDecisions(decisions) {
   }
   for (const [key, details] of shown) {
     // What somebody reads stays until it is closed.
-    if (keep.has(key) || details.open || details.contains(document.activeElement)) continue;
+    if (keep.has(key) || (!sought && (details.open || details.contains(document.activeElement)))) continue;
     details.remove();
     shown.delete(key);
   }
+  setText(byId("no-decisions"), sought ? `The gateway keeps no decision about ${sought} any more.` : "No request has come yet.");
   byId("no-decisions").hidden = shown.size > 0;
 }
+
+let decisionsTimer;
+
+async function pollDecisions() {
+  clearTimeout(decisionsTimer);
+  if (!byId("decisions-panel").open || paused || document.hidden || byId("main").hidden) return;
+  const query = sought ? `&request_id=${encodeURIComponent(sought)}` : "";
+  try {
+    showDecisions((await ask(`decisions?limit=${DECISIONS}&candidates=false${query}`)).decisions);
+  } catch {
+    // The stream shows what is wrong.
+  }
+  decisionsTimer = setTimeout(pollDecisions, DECISIONS_EVERY_MS);
+}
+
+byId("decisions-panel").addEventListener("toggle", pollDecisions);
+byId("find").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sought = byId("request-id").value.trim();
+  pollDecisions();
+});
 
 // Explain
 
@@ -393,12 +642,12 @@ byId("explain").addEventListener("submit", async (event) => {
   }
 });
 
-// Polling
+// The stream
 
-let timer;
-let running = false;
 let paused = false;
 let answeredAt = null;
+let listening = null; // an AbortController
+let timer;
 
 function setLive(state, text) {
   byId("live").dataset.state = state;
@@ -407,21 +656,29 @@ function setLive(state, text) {
 
 function showOnly(id) {
   for (const other of ["key-form", "off"]) byId(other).hidden = other !== id;
-  if (id) byId("main").hidden = true;
+  if (id) {
+    byId("main").hidden = true;
+    byId("alarms").replaceChildren();
+    delete byId("alarms").dataset.texts;
+  }
 }
 
-function showAnswer(instances, decisions) {
-  answeredAt = Date.now();
+function showBoard(names) {
+  const began = byId("main").hidden;
   showOnly(null);
   byId("main").hidden = false;
   byId("banner").hidden = true;
   document.body.classList.remove("stale");
   byId("forget").hidden = !sessionStorage.getItem(KEY_NAME);
   byId("policy").hidden = false;
-  setText(byId("policy"), `policy ${instances.policy}`);
-  setLive("live", instances.draining ? "live, the gateway is draining" : "live");
-  showInstances(instances.instances, instances.queue, instances.sharing);
-  showDecisions(decisions.decisions);
+  setText(byId("policy"), `policy ${board.policy}`);
+  setLive("live", board.head.draining ? "live, the gateway is draining" : "live");
+  const all = began || names.has("all");
+  if (all || names.has("trend") || names.has("head")) showFigures();
+  if (all || names.has("trend") || names.has("rows")) showModels();
+  if (all || names.has("rows") || names.has("capacities")) showInstances();
+  showSummary();
+  if (began) pollDecisions();
 }
 
 /** Show what went wrong; returns after how long to try again, or null when only a person can help. */
@@ -451,33 +708,62 @@ function showProblem(error) {
   byId("banner").hidden = false;
   document.body.classList.add("stale");
   setLive("lost", "no answer");
-  return POLL_MS;
+  return RETRY_MS;
 }
 
-async function poll() {
-  clearTimeout(timer);
-  if (running || paused || document.hidden) return;
-  running = true;
-  const started = performance.now();
-  let wait = POLL_MS;
-  try {
-    showAnswer(...(await Promise.all([
-      ask("instances"),
-      ask(`decisions?limit=${DECISIONS}&candidates=false`),
-    ])));
-    wait = Math.max(200, POLL_MS - (performance.now() - started));
-  } catch (error) {
-    wait = showProblem(error);
+/** Takes the events of one answer until it ends. */
+async function listen(signal) {
+  const response = await fetch("admin/events", { headers: withKey(), cache: "no-store", signal });
+  if (!response.ok) throw await refusalOf(response);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const silence = setTimeout(() => listening?.abort(), SILENCE_MS);
+    const { done, value: part } = await reader.read().finally(() => clearTimeout(silence));
+    if (done) return;
+    answeredAt = Date.now();
+    const events = (text + part).split("\n\n");
+    text = events.pop();
+    const names = new Set();
+    for (const event of events) {
+      const [, name, data] = event.match(/^event: (\w+)\ndata: (.*)$/s) ?? [];
+      if (!name) continue;
+      take(name, JSON.parse(data));
+      names.add(name);
+    }
+    if (board !== null && names.size) showBoard(names);
   }
-  running = false;
-  if (wait !== null) timer = setTimeout(poll, wait);
+}
+
+async function follow() {
+  clearTimeout(timer);
+  if (listening || paused || document.hidden) return;
+  const ours = (listening = new AbortController());
+  let wait = RETRY_MS;
+  try {
+    await listen(ours.signal);
+  } catch (error) {
+    if (!ours.signal.aborted || !(paused || document.hidden)) wait = showProblem(error);
+  }
+  if (listening === ours) listening = null;
+  if (wait !== null) timer = setTimeout(follow, wait);
+}
+
+function leave() {
+  listening?.abort();
+  listening = null;
 }
 
 byId("pause").addEventListener("click", () => {
   paused = !paused;
   byId("pause").setAttribute("aria-pressed", String(paused));
-  if (paused) setLive("wait", "paused");
-  poll();
+  if (paused) {
+    leave();
+    setLive("wait", "paused");
+  } else {
+    follow();
+    pollDecisions();
+  }
 });
 
 byId("key-form").addEventListener("submit", (event) => {
@@ -490,15 +776,24 @@ byId("key-form").addEventListener("submit", (event) => {
     return;
   }
   sessionStorage.setItem(KEY_NAME, key);
-  poll();
+  leave();
+  follow();
 });
 
 byId("forget").addEventListener("click", () => {
   sessionStorage.removeItem(KEY_NAME);
   byId("forget").hidden = true;
   byId("main").hidden = true;
-  poll();
+  leave();
+  follow();
 });
 
-document.addEventListener("visibilitychange", poll);
-poll();
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) {
+    leave();
+  } else {
+    follow();
+    pollDecisions();
+  }
+});
+follow();

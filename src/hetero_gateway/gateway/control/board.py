@@ -1,0 +1,292 @@
+"""What the dashboard shows, kept up to date for all who look: server-sent events of what changed.
+
+A viewer gets the whole picture once, and from then on what has changed; each change is written once
+for all viewers. Figures have three digits that count, so that what stands still stays quiet. While
+nobody looks, nothing is made but the trend's steps.
+
+    event       what
+    all         everything; ``columns`` names the figures of an instance's row
+    rows        rows of instances that changed, by their place in ``all``
+    capacities  requests/s of usual lengths that each instance can do, where any changed
+    head        alarms, queue, totals, where any of them changed
+    trend       figures now and over 15 minutes, of all models and of each; the newest point
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hetero_gateway.core.costs.cost_model import request_time_s
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.control.alarms import alarms, state_of
+from hetero_gateway.gateway.control.trend import NOW_STEPS, STEP_S, STEPS, Trend, short
+from hetero_gateway.gateway.fleet.instances import Instance
+
+if TYPE_CHECKING:
+    from hetero_gateway.gateway.wiring import Gateway
+
+_log = logging.getLogger(__name__)
+
+# Who else wants to look gets 503.
+MOST_VIEWERS = 64
+_EVERY_S = 1.0
+# Of so many instances, rows are sent half as often.
+_MANY = 50
+_QUIET_S = 15.0
+_AT_ONCE = 32
+# A request of which nothing is known, for what an instance can do.
+_USUAL = (800.0, 200.0)
+_IN_SECONDS = ("finish-time", "min-max", "paper", "least-work")
+
+COLUMNS = (
+    "state", "in_flight", "waiting_first_token", "load", "kv", "engine_kv", "requests_per_s",
+    "output_tokens_per_s", "errors", "speed",
+)  # fmt: skip
+
+
+class Board:
+    """See above. Needs a running event loop.
+
+    Args:
+        gateway: whose board it is.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.trend = Trend(gateway.metrics)
+        self.viewers = 0
+        self._gateway = gateway
+        self._loop = asyncio.get_running_loop()
+        self._version = 0
+        self._news = b""
+        self._next = asyncio.Event()  # set with the next version
+        self._capacities: list[float | None] = []
+        self._plain: list[dict[str, Any]] = []  # what seldom changes of each instance
+        self._rows: list[list[Any]] = []
+        self._head: dict[str, Any] = {}
+        self._trended = 0
+        self._looking: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(STEP_S, self._step)
+
+    def close(self) -> None:
+        """No more steps; whoever looks is let go."""
+        self._timer.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+        self._tell(b"")
+
+    def let_go(self) -> None:
+        """The gateway is ending: nobody is to wait for those who look. May come from a signal."""
+        self._loop.call_soon_threadsafe(self._tell, b"")
+
+    def _tell(self, news: bytes) -> None:
+        self._news = news
+        self._version += 1
+        told, self._next = self._next, asyncio.Event()
+        told.set()
+
+    def _step(self) -> None:
+        self._timer = self._loop.call_later(STEP_S, self._step)
+        fleet = self._gateway.fleet
+        in_flight = sum(fleet.scheduler.snapshot(i).in_flight for i in fleet.instances)
+        self.trend.step(fleet.scheduler.queued, in_flight)
+
+    # Looking
+
+    def check_room(self) -> None:
+        """Raises Refusal: 503, too many look already."""
+        if self.viewers >= MOST_VIEWERS:
+            message = f"{MOST_VIEWERS} are looking already."
+            raise Refusal(503, "too_many_viewers", message, kind="server_error", retry_after_s=5)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Events for one viewer, until the gateway ends."""
+        self.viewers += 1
+        try:
+            if self._looking is None:
+                await self._look()
+                self._looking = self._loop.create_task(self._keep_looking())
+            seen = self._version
+            yield self._everything()
+            while not self._gateway.draining:
+                try:
+                    async with asyncio.timeout(_QUIET_S):
+                        await self._next.wait()
+                except TimeoutError:
+                    yield b": nothing new\n\n"  # and whoever is gone is found out
+                    continue
+                # Who was too slow for a change gets everything.
+                late = self._version != seen + 1
+                seen = self._version
+                yield self._everything() if late else self._news
+        finally:
+            self.viewers -= 1
+            if not self.viewers and self._looking is not None:
+                self._looking.cancel()
+                self._looking = None
+
+    async def _keep_looking(self) -> None:
+        while True:
+            many = len(self._gateway.fleet.instances) > _MANY
+            await asyncio.sleep(_EVERY_S * (2 if many else 1))
+            try:
+                if news := await self._look():
+                    self._tell(news)
+            except Exception:
+                # The boundary of a background loop: one figure that cannot be shown ends nothing.
+                _log.exception("what the dashboard shows cannot be made")
+
+    async def _look(self) -> bytes:
+        """See what has changed; returns it as events."""
+        gateway, events = self._gateway, []
+        plain, rows, capacities = [], [], []
+        usual = self._usual()
+        for number, instance in enumerate(list(gateway.fleet.instances.values())):
+            if number % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)
+            if gateway.fleet.instances.get(instance.id) is instance:
+                plain.append(self._plain_of(instance))
+                capacities.append(self._capacity_of(instance, usual))
+                rows.append(self._row_of(instance))
+        head = self._head_of()
+        if [each["id"] for each in plain] != [each["id"] for each in self._plain]:
+            self._plain, self._rows, self._head = plain, rows, head
+            self._capacities = capacities
+            return self._everything()
+        told = {i: new for i, (new, old) in enumerate(zip(plain, self._plain, strict=True))
+                if new != old}  # fmt: skip
+        changed = [[i, *new] for i, (new, old) in enumerate(zip(rows, self._rows, strict=True))
+                   if new != old]  # fmt: skip
+        if told or changed:
+            events.append(_event("rows", {"rows": changed, "instances": told}))
+        if capacities != self._capacities:
+            self._capacities = capacities
+            events.append(_event("capacities", capacities))
+        if head != self._head:
+            events.append(_event("head", head))
+        if self.trend.steps != self._trended:
+            self._trended = self.trend.steps
+            events.append(_event("trend", self._trend() | {"point": self.trend.points(1)}))
+        self._plain, self._rows, self._head = plain, rows, head
+        return b"".join(events)
+
+    def _everything(self) -> bytes:
+        gateway = self._gateway
+        policy = gateway.config.scheduler.policy
+        document = {
+            "policy": policy,
+            "load_unit": "s" if policy in _IN_SECONDS else "",
+            "columns": COLUMNS,
+            "instances": self._plain,
+            "rows": self._rows,
+            "capacities": self._capacities,
+            "head": self._head,
+            "step_s": STEP_S,
+            "points": self.trend.points(),
+            "trend": self._trend(),
+        }
+        return _event("all", document)
+
+    def _trend(self) -> dict[str, Any]:
+        trend = self.trend
+        return {
+            "now": trend.figures(NOW_STEPS),
+            "all": trend.figures(STEPS),
+            "models": {
+                model: {"now": trend.figures(NOW_STEPS, model), "all": trend.figures(STEPS, model)}
+                for model in trend.models()
+            },
+        }
+
+    def _head_of(self) -> dict[str, Any]:
+        gateway = self._gateway
+        fleet = gateway.fleet
+        queue = gateway.placement.describe()
+        return {
+            "draining": gateway.draining,
+            "waiting": None if queue is None else queue["waiting"],
+            "oldest_wait_s": None if queue is None else short(queue["oldest_wait_s"], 2),
+            "in_flight": sum(fleet.scheduler.snapshot(i).in_flight for i in fleet.instances),
+            "sharing": None if gateway.sharing is None else gateway.sharing.describe(),
+            "alarms": alarms(gateway, self.trend),
+        }
+
+    def _usual(self) -> tuple[float, float]:
+        """Mean lengths of the last minutes' requests: prompt and output tokens."""
+        last = self.trend.figures(STEPS)
+        requests = last["requests_per_s"] - last["failed"] / (STEPS * STEP_S)
+        if requests <= 0 or not last["output_tokens_per_s"]:
+            return _USUAL
+        return (
+            _rounded(last["input_tokens_per_s"] / requests),
+            _rounded(last["output_tokens_per_s"] / requests),
+        )
+
+    def _capacity_of(self, instance: Instance, usual: tuple[float, float]) -> float | None:
+        """Requests/s of usual lengths by its profile, Eq. (6); None: it has none."""
+        profile = self._gateway.fleet.scheduler.spec(instance.id).profile
+        return None if profile is None else short(1.0 / request_time_s(profile, *usual), 2)
+
+    def _plain_of(self, instance: Instance) -> dict[str, Any]:
+        gateway = self._gateway
+        spec = gateway.fleet.scheduler.spec(instance.id)
+        profile = spec.profile
+        seen = gateway.fleet.scheduler.snapshot(instance.id)
+        return {
+            "id": instance.id,
+            "models": sorted(instance.models),
+            "profile": instance.profile_name,
+            "accelerator": None if profile is None else profile.gpu,
+            "weight": instance.weight,
+            "source": instance.source,
+            "why": _why(instance),
+            "drifted": seen.drifted,
+            "recalibrated": instance.calibrated is not None,
+            "kv_capacity_tokens": seen.kv_capacity_tokens,
+        }
+
+    def _row_of(self, instance: Instance) -> list[Any]:
+        seen = self._gateway.fleet.scheduler.snapshot(instance.id)
+        requests, tokens, failed = self.trend.of_instance(instance.id)
+        engine = instance.engine_kv_usage
+        return [
+            state_of(instance),
+            seen.in_flight,
+            seen.waiting_first_token,
+            short(seen.load_s),
+            None if seen.kv_usage is None else short(seen.kv_usage, 2),
+            None if engine is None else short(engine, 2),
+            short(requests, 2),
+            short(tokens, 2),
+            short(failed, 2),
+            None if seen.speed_factor is None else short(seen.speed_factor, 2),
+        ]
+
+
+def _rounded(tokens: float) -> float:
+    """A length to one step of a quarter: what can be done of it need not change all the time."""
+    return float(1.25 ** round(math.log(max(1.0, tokens), 1.25)))
+
+
+def _why(instance: Instance) -> str:
+    """Why it is not as it should be; "" where it is."""
+    reasons = []
+    if not instance.up:
+        reasons.append(instance.shown_down_reason or "unknown reason")
+    if instance.draining:
+        reasons.append("draining: it finishes what it has and gets nothing new")
+    outcomes = instance.outcomes
+    if outcomes.ejected:
+        reasons.append(f"ejected: its requests failed ({outcomes.reason})")
+    elif outcomes.standing.value in ("recovering", "busy"):
+        reasons.append(f"{outcomes.standing.value}: it gets fewer requests than it could hold")
+    return "; ".join(reasons)
+
+
+def _event(name: str, document: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(document))

@@ -1,0 +1,177 @@
+"""What the dashboard is told: figures now and over 15 minutes, and events of what changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.gateway.control.board import MOST_VIEWERS
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.control.trend import MOST_MODELS, NOW_STEPS, STEP_S, STEPS, Trend
+from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fakes.vllm import fake_instances
+
+CHAT = "/v1/chat/completions"
+
+
+def count(metrics: Metrics, number: int, *, model: str = "m", outcome: str = "completed") -> None:
+    series = metrics.counts(model, "i0")
+    series.outcomes[outcome] += number
+    series.output_tokens += 100 * number
+    series.input_tokens += 1000 * number
+    series.ttft.observe(0.3, number)
+
+
+def test_now_forgets_what_fifteen_minutes_remember() -> None:
+    metrics = Metrics("min-max", list)
+    trend = Trend(metrics)
+    count(metrics, 60)
+    trend.step(queued=7, in_flight=1)
+    for _ in range(NOW_STEPS):
+        count(metrics, 6)
+        count(metrics, 2, outcome="upstream_error")
+        trend.step(queued=2, in_flight=1)
+    now, all_of_it = trend.figures(NOW_STEPS), trend.figures(STEPS)
+    assert now["requests_per_s"] == pytest.approx(8 / STEP_S)
+    assert now["output_tokens_per_s"] == pytest.approx(800 / STEP_S)
+    assert now["errors"] == 0.25
+    assert now["queue"] == {"now": 2, "most": 2}
+    assert all_of_it["queue"]["most"] == 7
+    assert all_of_it["requests_per_s"] == pytest.approx(108 / 7 / STEP_S, rel=0.01)
+    # Between the bounds of its bucket, 0.25 and 0.5 s.
+    assert now["ttft_s"][0] == pytest.approx(0.375)
+    assert now["tpot_s"] is None
+    for _ in range(STEPS):
+        trend.step(queued=0, in_flight=0)
+    assert trend.figures(STEPS)["requests_per_s"] == 0
+    assert trend.figures(STEPS)["ttft_s"] is None
+
+
+def test_its_memory_is_bounded_and_a_forgotten_instance_leaves_it() -> None:
+    metrics = Metrics("min-max", list)
+    trend = Trend(metrics)
+    for turn in range(3 * MOST_MODELS):
+        count(metrics, 1, model=f"m{turn}")
+        trend.step(0, 0)
+    assert len(trend.models()) == MOST_MODELS
+    assert len(trend.points(10_000)) == 3 * MOST_MODELS
+    assert trend.of_instance("i0")[0] > 0
+    metrics.forget("i0")
+    trend.step(0, 0)
+    assert trend.of_instance("i0") == (0, 0, 0)
+    # It comes back and counts anew: nothing is negative.
+    count(metrics, 1)
+    trend.step(0, 0)
+    assert trend.points(1)[0][0] == pytest.approx(1 / STEP_S)
+
+
+def test_a_queue_that_grows_is_told_from_one_that_is_long() -> None:
+    trend = Trend(Metrics("min-max", list))
+    for depth in [50] * 40:
+        trend.step(queued=depth, in_flight=0)
+    assert not trend.queue_grows()
+    for depth in range(50, 50 + 20 * NOW_STEPS, 10):
+        trend.step(queued=depth, in_flight=0)
+    assert trend.queue_grows()
+
+
+async def events_of(answer: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
+    text = ""
+    async for part in answer.aiter_text():
+        *whole, text = (text + part).split("\n\n")
+        for event in whole:
+            if event.startswith("event: "):
+                name, data = event.removeprefix("event: ").split("\ndata: ", 1)
+                yield name, json.loads(data)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_everything_comes_once_and_then_what_changes(workers: int) -> None:
+    async with (
+        fake_instances(2) as fakes,
+        running_gateway(config_for(fakes), workers=workers) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+    ):
+        async with client.stream("GET", "/admin/events") as answer:
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            events = events_of(answer)
+            name, told = await anext(events)
+            assert name == "all"
+            assert [row["id"] for row in told["instances"]] == ["i0", "i1"]
+            assert [row[0] for row in told["rows"]] == ["up", "up"]
+            # The profiles of both are known: what each can do, in requests/s.
+            assert told["capacities"][0] > told["capacities"][1] > 0
+            running.gateway.fleet.instances[InstanceId("i1")].draining = True
+            async for name, told in events:
+                if name == "rows" and told["rows"]:
+                    break
+            assert [row[:2] for row in told["rows"]] == [[1, "draining"]]
+            await fakes[0].kill()
+            async for name, told in events:
+                if name == "head" and "i0 is down." in str(told["alarms"]):
+                    break
+            assert {"severity": "bad", "text": "i0 is down."} in told["alarms"]
+        await eventually(lambda: running.gateway.board.viewers == 0)
+
+
+async def test_what_stands_still_says_little() -> None:
+    async with (
+        fake_instances(2) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+    ):
+        await eventually(lambda: all(i.up for i in running.gateway.fleet.instances.values()))
+        async with client.stream("GET", "/admin/events") as answer:
+            parts = answer.aiter_raw()
+            await anext(parts)
+            later = b""
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2.5):
+                    async for part in parts:
+                        later += part
+        assert later.count(b"event: rows") <= 1
+        assert len(later) < 2000
+
+
+async def test_too_many_viewers_are_refused_and_all_are_let_go_at_the_end() -> None:
+    async with fake_instances(1) as fakes:
+        async with (
+            running_gateway(config_for(fakes, server={"shutdown_timeout_s": 60})) as running,
+            httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+            client.stream("GET", "/admin/events") as answer,
+        ):
+            events = events_of(answer)
+            assert (await anext(events))[0] == "all"
+            running.gateway.board.viewers += MOST_VIEWERS - 1
+            refused = await client.get("/admin/events")
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            began_s = time.monotonic()
+            running.gateway.drain()
+            running.server.should_exit = True
+            async for _ in events:
+                pass
+        # Not by the time that open requests have to end.
+        assert time.monotonic() - began_s < 30
+
+
+async def test_the_stream_is_for_whom_admin_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_ADMIN_KEY", "right")
+    config = {"admin_key_env": "TEST_ADMIN_KEY"}
+    async with fake_instances(1) as fakes:
+        async with (
+            running_gateway(config_for(fakes, server=config)) as running,
+            httpx.AsyncClient(base_url=running.url) as client,
+        ):
+            assert (await client.get("/admin/events")).status_code == 401
+            headers = {"authorization": "Bearer right"}
+            async with client.stream("GET", "/admin/events", headers=headers) as answer:
+                assert answer.status_code == 200
