@@ -10,11 +10,15 @@ import importlib
 import inspect
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
+from prometheus_client.core import Metric
 from starlette.routing import Route
 
 from hetero_gateway.cli import COMMANDS
+from hetero_gateway.core.histogram import Histogram
+from hetero_gateway.core.sharing.exchange import Mode
 from hetero_gateway.engines.vllm.paths import (
     ENGINE_CALLS,
     RESPONSES,
@@ -23,9 +27,13 @@ from hetero_gateway.engines.vllm.paths import (
     Work,
     asked_at,
 )
+from hetero_gateway.files.client_keys import KeyConfig, KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.app import create_app
 from hetero_gateway.gateway.control import admin
+from hetero_gateway.gateway.control.client_metrics import client_families
+from hetero_gateway.gateway.control.metrics import DECISION_BOUNDS_S, Metrics
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MADE = "<!-- Made by scripts/reference; edits are lost. -->"
@@ -34,6 +42,12 @@ WORK = {
     Work.PREFILL: "prefill only",
     Work.LIGHT: "none: it takes no step of the engine",
 }
+ABOUT_METRICS = """\
+What `/metrics` exposes, beside prometheus-client's own series of the process (`process_*`,
+`python_*`). `backend` is the id of an instance; `instance` is left to Prometheus, which names by it
+the gateway that was scraped. `model` is a name that instances serve; where a request reached none,
+`backend` is empty. Counters are there, at 0, from the start. Buckets of times are vLLM's own, so
+that panels overlay."""
 _ABOUT_A_RESPONSE = ("", "/cancel", "/input_items")
 
 
@@ -179,11 +193,61 @@ def _replace(text: str, name: str, heads: str, rows: list[str]) -> str:
     return "\n".join([head + begin, "", *table, "", end + tail])
 
 
+class _View:
+    """A view of other gateways in which nothing has happened."""
+
+    mode = Mode.LOCAL
+    replicas = unmatched = 0
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.news: Counter[str] = Counter()
+        self.exchange_s = Histogram(DECISION_BOUNDS_S)
+
+    def age_s(self) -> float | None:
+        return None
+
+
+def metric_families() -> list[Metric]:
+    """Every family that a gateway can expose: with workers, others beside it, and clients."""
+    metrics = Metrics("finish-time", list)
+    metrics.sharing, metrics.workers = _View(), lambda: 0
+    metrics.prefix_index = lambda: (0, 0)
+    key = KeyConfig.model_validate({"name": "a", "hash": "sha256:" + "0" * 64})
+    admission = Admission(None, KeysFile(keys=[key]))
+    metrics.clients = lambda: client_families(admission, 1)
+    found = {family.name: family for part in metrics.parts() for family in part}
+    return sorted(found.values(), key=lambda family: family.name)
+
+
+def metrics_page() -> str:
+    """Every metric, from what /metrics makes."""
+    lines = [
+        "# Metrics",
+        "",
+        MADE,
+        "",
+        ABOUT_METRICS,
+        "",
+        "| metric | type | labels | what |",
+        "|---|---|---|---|",
+    ]
+    for family in metric_families():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in family._labelnames)
+        text = _text(family.documentation)
+        if not text:
+            raise SystemExit(f"{name}: it has no description")
+        lines.append(f"| `{name}` | {family.type} | {labels} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
 def pages() -> dict[Path, str]:
     """The pages as they should be."""
     http = FOLDER / "http.md"
     return {
         FOLDER / "commands.md": commands_page(),
+        FOLDER / "metrics.md": metrics_page(),
         http: http_page(http.read_text("utf-8")),
     }
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
 from hetero_gateway.gateway.failures import Failure
 from scripts import reference_pages
+from tests.fakes.running import config_for, running_gateway
+from tests.fakes.vllm import fake_instances
 
 ROOT = Path(__file__).resolve().parents[2]
 # The gateway's own statuses beside their codes, as arguments of what makes an error.
@@ -16,6 +21,28 @@ CODE = re.compile(r'\b([45]\d\d),\s*"([a-z]+_[a-z_]+)"|_unavailable\(\s*"([a-z_]
 def test_the_pages_that_are_made_from_the_code_are_as_the_code_is() -> None:
     for path, text in reference_pages.pages().items():
         assert path.read_text("utf-8") == text, f"{path.name} is out of date: run scripts/reference"
+
+
+async def test_a_running_gateway_exposes_no_metric_that_is_not_in_the_reference() -> None:
+    """Nor one that the page has with other labels."""
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", page, re.MULTILINE)
+    told = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            await client.post("/v1/chat/completions", json={"model": "m", "messages": []})
+        text = await running.metrics()
+    families = [
+        family
+        for family in text_string_to_metric_families(text)
+        if family.name.startswith("hetero_gateway_")
+    ]
+    assert len(families) > 40
+    for family in families:
+        name = family.name + ("_total" if family.type == "counter" else "")
+        kind, labels = told[name]
+        assert family.type == kind, name
+        assert all(set(sample.labels) - {"le"} == labels for sample in family.samples), name
 
 
 def test_every_argument_of_every_command_says_what_it_is() -> None:

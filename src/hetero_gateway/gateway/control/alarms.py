@@ -25,7 +25,11 @@ def state_of(instance: Instance) -> str:
         return "down"
     if instance.outcomes.ejected:
         return "ejected"
-    return "draining" if instance.draining else "up"
+    if instance.draining:
+        return "draining"
+    if not instance.awake:
+        return "asleep" if instance.asleep else "paused"
+    return "up"
 
 
 def alarms(gateway: Gateway, trend: Trend) -> list[dict[str, Any]]:

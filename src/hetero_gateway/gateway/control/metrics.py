@@ -227,7 +227,7 @@ class Metrics:
         self.decisions.pop(instance_id, None)
         self.client_disconnects.pop(instance_id, None)
 
-    def _parts(self) -> Iterator[list[Metric]]:
+    def parts(self) -> Iterator[list[Metric]]:
         """All families, and those of many series in parts that are soon made.
 
         Between two parts the instances and their series may change.
@@ -424,7 +424,7 @@ class Metrics:
         """
         self.catch_up()
         written: dict[str, list[bytes]] = {}
-        for part in self._parts():
+        for part in self.parts():
             for family in part:
                 lines = _exposed(family)
                 if family.name in written:

@@ -400,7 +400,7 @@ function sumsOfModels() {
   return sums;
 }
 
-const ORDER = { down: 0, ejected: 1, draining: 2, up: 3 };
+const ORDER = { down: 0, ejected: 1, draining: 2, paused: 3, asleep: 4, up: 5 };
 const SORTS = {
   id: (a, b) => board.instances[a].id.localeCompare(board.instances[b].id, undefined, { numeric: true }),
   state: (a, b) => ORDER[value(a, "state")] - ORDER[value(b, "state")] || value(b, "errors") - value(a, "errors"),
