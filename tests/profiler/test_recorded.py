@@ -27,7 +27,7 @@ def run(samples_file: Path, output: Path, plot: Path | None = None, seed: int = 
         max_num_seqs=64,
         plot=plot,
         seed=seed,
-    )
+    ).fit
 
 
 def test_recorded_samples_become_a_profile_and_a_plot(tmp_path: Path) -> None:

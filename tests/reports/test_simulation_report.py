@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import re
@@ -238,20 +237,6 @@ def test_the_report_is_written_and_the_table_printed(
     parsed = Page(target.read_text(encoding="utf-8"))
     document = json.loads(parsed.text["document"])
     assert document["results"][0]["policy"] == "round-robin"
-
-
-def test_without_plotly_it_is_said_what_to_install_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "plotly" else real(name)
-    )
-    flags = ("-c", "nowhere.yaml", "--report", str(tmp_path / "r.html"))
-    assert main(["simulate", *flags]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "pip install 'hetero-gateway[report]'" in err
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hetero_gateway.cli.arguments import positive_float, positive_int, rate
 
 if TYPE_CHECKING:
     from hetero_gateway.load.client import Target
-    from hetero_gateway.load.result import Summary
+    from hetero_gateway.load.result import RequestRecord
 
 _EXAMPLE = """\
 examples:
@@ -81,6 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--seed", type=int, default=0, help="of arrivals, lengths and prompts (default: 0)"
     )
+    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a page with plots")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
@@ -100,8 +101,11 @@ def run(args: argparse.Namespace) -> int:
     from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
     from hetero_gateway.load.replay import ReplayOptions, replay
     from hetero_gateway.load.result import summarise
+    from hetero_gateway.reports import page
     from hetero_gateway.reports.bench_table import print_summary
 
+    if args.report is not None:
+        page.check_can_write(args.report)
     target = parse_target(args.url, secret(args.api_key_env, "--api-key-env"))
     if args.requests is None:
         trace = synthetic_trace(args.limit or 200, args.seed)
@@ -117,16 +121,22 @@ def run(args: argparse.Namespace) -> int:
     )
     options = ReplayOptions(args.concurrency, args.timeout)
 
-    async def load() -> Summary:
+    async def load() -> list[RequestRecord]:
         with progress_bar(Console(stderr=True)) as progress:
             async with watch(progress, "bench", len(requests)) as counter:
-                records = await replay(target, requests, maker, options, counter.add)
-        return summarise(records)
+                return await replay(target, requests, maker, options, counter.add)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        summary = runner.run(load())
+        records = runner.run(load())
+    summary = summarise(records)
+    document = summary.to_dict() | {"url": target.base_url, "model": maker.model}
+    if args.report is not None:
+        from hetero_gateway.reports.bench_report import render
+
+        page.write(args.report, render(summary, records, document))
+        print(f"wrote {args.report}", file=sys.stderr)
     if args.json:
-        print(json.dumps(summary.to_dict() | {"url": target.base_url, "model": maker.model}))
+        print(json.dumps(document))
     else:
         print_summary(summary, target.base_url, maker.model)
     if summary.errors == summary.requests:

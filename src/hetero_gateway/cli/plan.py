@@ -77,9 +77,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--seed", type=int, metavar="N", help="of everything drawn (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument(
-        "--report", type=Path, metavar="FILE.html", help="write a page with plots, needs plotly"
-    )
+    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a page with plots")
     plan_output.add_arguments(parser)
     plan_again.add_arguments(parser)
     parser.set_defaults(run=run)

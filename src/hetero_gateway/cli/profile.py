@@ -14,8 +14,11 @@ from hetero_gateway.cli.arguments import positive_float, positive_int
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from rich.progress import Progress as Bar
 
+    from hetero_gateway.core.costs.fitting import Fit, Sample
     from hetero_gateway.profiler.campaign import Plan, Progress
     from hetero_gateway.profiler.engine import EngineFacts, Overrides
     from hetero_gateway.profiler.live import Measured
@@ -57,6 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--quantization", metavar="NAME", help="of the weights, as the engine was told; noted only")
     add("--resume", action="store_true", help="go on with the samples that FILE has already")
     add("--plot", type=Path, metavar="FILE", help="measured against fitted, .png or .svg")
+    add("--report", type=Path, metavar="FILE.html", help="write a page with plots")
     add("--json", action="store_true", help="print one JSON document")
     add("--seed", type=int, default=0, help="of lengths, hold-out and bootstrap (default: 0)")
     live = parser.add_argument_group("a live engine")
@@ -98,6 +102,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "profile: give one of a URL to measure, --from FILE, and --from-gateway URL"
         )
+    if args.report is not None:
+        from hetero_gateway.reports.page import check_can_write
+
+        if chosen[0] is _observed:
+            raise ConfigError("--report: there is none of a gateway's traffic")
+        check_can_write(args.report)
     return chosen[0](args)
 
 
@@ -120,10 +130,12 @@ def _recorded(args: argparse.Namespace) -> int:
         plot=args.plot,
         seed=args.seed,
     )
+    if args.report is not None:
+        _write_report(args, fitted.fit, fitted.samples, fitted.discarded)
     if args.json:
         print(json.dumps({"output": str(args.output), "profile": _written(args.output)}))
     else:
-        print(report(fitted), end="")
+        print(report(fitted.fit), end="")
     return 0
 
 
@@ -227,6 +239,8 @@ def _tell(args: argparse.Namespace, result: Measured) -> int:
     from hetero_gateway.reports.profile_table import report
 
     outcome = result.outcome
+    if args.report is not None and result.fit is not None:
+        _write_report(args, result.fit, result.samples, result.discarded)
     if args.json:
         print(json.dumps(_json(args, result), default=str))
     elif result.fit is not None:
@@ -247,6 +261,16 @@ def _tell(args: argparse.Namespace, result: Measured) -> int:
     return 1 if outcome.stopped or result.missing else 0
 
 
+def _write_report(
+    args: argparse.Namespace, fit: Fit, samples: Sequence[Sample], discarded: Mapping[str, int]
+) -> None:
+    from hetero_gateway.reports import page
+    from hetero_gateway.reports.profile_report import render
+
+    page.write(args.report, render(fit, samples, _written(args.output), discarded))
+    print(f"wrote {args.report}", file=sys.stderr)
+
+
 def _json(args: argparse.Namespace, result: Measured) -> dict[str, object]:
     return {
         "output": str(args.output),
@@ -259,10 +283,12 @@ def _json(args: argparse.Namespace, result: Measured) -> dict[str, object]:
     }
 
 
-def _written(path: Path) -> object:
+def _written(path: Path) -> dict[str, object]:
     import yaml
 
-    return json.loads(json.dumps(yaml.safe_load(path.read_text("utf-8")), default=str))
+    text = path.read_text("utf-8")
+    document: dict[str, object] = json.loads(json.dumps(yaml.safe_load(text), default=str))
+    return document
 
 
 def _facts(facts: EngineFacts, budget_s: float) -> str:

@@ -190,9 +190,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"limit of TPOT in seconds per token (default: {DEFAULT_SLO_TPOT_S:g})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument(
-        "--report", type=Path, metavar="FILE.html", help="write a page with plots, needs plotly"
-    )
+    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a page with plots")
     parser.set_defaults(run=run)
 
 

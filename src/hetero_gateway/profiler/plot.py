@@ -15,10 +15,9 @@ import numpy as np
 from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.costs.fitting import Fit, Sample, decode_terms, prefill_terms
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.reports.profile_report import BAND, size_classes
 
 SUFFIXES = (".png", ".svg")
-# The band between which a prediction is within so much of the measurement.
-_BAND = 0.1
 
 
 def check_can_plot(path: Path) -> None:
@@ -76,13 +75,12 @@ def _panel(
 
     measured = np.array([time_of(s) for s in samples], dtype=float)
     fitted = np.maximum(terms(samples) @ np.array(constants), 1e-9)
-    batches = np.array([s.batch_size for s in samples])
     ends = np.array(
         [min(measured.min(), fitted.min()) / 1.3, max(measured.max(), fitted.max()) * 1.3]
     )
-    axes.fill_between(ends, ends * (1 - _BAND), ends * (1 + _BAND), color="0.9", label="±10 %")
+    axes.fill_between(ends, ends * (1 - BAND), ends * (1 + BAND), color="0.9", label="±10 %")
     axes.plot(ends, ends, color="0.5", linewidth=1)
-    _scatter(axes, measured, fitted, batches)
+    _scatter(axes, measured, fitted, size_classes(samples))
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
     axes.set(xlabel="measured, s", ylabel="fitted, s")
     for axis in (axes.xaxis, axes.yaxis):
@@ -93,11 +91,10 @@ def _panel(
     axes.legend(title="batch size", fontsize="small", loc="upper left")
 
 
-def _scatter(axes: Any, measured: FloatArray, fitted: FloatArray, batches: FloatArray) -> None:
-    """A colour per batch size; above ten sizes, which are then not to be told apart, per octave."""
+def _scatter(axes: Any, measured: FloatArray, fitted: FloatArray, classes: FloatArray) -> None:
+    """A colour per class of batch sizes."""
     from matplotlib import colormaps
 
-    classes = batches if len(np.unique(batches)) <= 10 else 2.0 ** np.round(np.log2(batches))
     sizes = np.unique(classes)
     for i, size in enumerate(sizes):
         chosen = classes == size

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hetero_gateway.core.costs.fitting import Fit, fit
+from hetero_gateway.core.costs.fitting import Fit, Sample, fit
 from hetero_gateway.files.profile_file import write_profile_file
 from hetero_gateway.profiler.document import profile_document
 from hetero_gateway.profiler.plot import check_can_plot, write_plot
 from hetero_gateway.profiler.samples import read_samples
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A fit, the samples that it is of, and how many others were discarded, by reason."""
+
+    fit: Fit
+    samples: Sequence[Sample]
+    discarded: Mapping[str, int]
 
 
 def fit_recorded(
@@ -24,7 +35,7 @@ def fit_recorded(
     max_num_seqs: int,
     plot: Path | None,
     seed: int,
-) -> Fit:
+) -> Recorded:
     """Fit the samples of a file and write the profile, and a plot if asked for.
 
     Args:
@@ -54,4 +65,4 @@ def fit_recorded(
     write_profile_file(output, document)
     if plot is not None:
         write_plot(plot, samples, fitted)
-    return fitted
+    return Recorded(fitted, samples, discarded)

@@ -10,7 +10,6 @@ anything all the same.
 from __future__ import annotations
 
 import html
-import importlib.util
 import json
 import math
 import re
@@ -29,16 +28,11 @@ _COLOURS = (
 
 
 def check_can_write(path: Path) -> None:
-    """Find out before minutes of simulation what would fail after them.
+    """Find out before minutes of work what would fail after them.
 
     Raises:
-        ConfigError: plotly is not installed, or there is no such folder.
+        ConfigError: there is no such folder.
     """
-    if importlib.util.find_spec("plotly") is None:
-        raise ConfigError(
-            "--report: needs plotly, which is not installed; "
-            "install it with: pip install 'hetero-gateway[report]'"
-        )
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"--report: {path}: its folder does not exist, or it is one itself")
 

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from hetero_gateway.core.costs.fitting import DECODE_NAMES, PREFILL_NAMES, Fit, PartFit
 
+CONSTANTS_HEAD = ("constant", "multiplies", "seconds", "95 % interval", "")
+ERRORS_HEAD = ("part", "used", "outliers", "R²", "median error", "mean", "worst", "without p9")
 _WIDTH = 100
 
 
@@ -24,22 +26,36 @@ def report(fit: Fit, *, discarded: Mapping[str, int] | None = None) -> str:
     console = Console(file=io.StringIO(), width=_WIDTH, highlight=False, markup=False)
     console.print(_constants_table(fit))
     console.print(_errors_table(fit))
-    for part, name in ((fit.prefill, "prefill"), (fit.decode, "decode")):
-        console.print(f"{name} errors: {part.validation}", soft_wrap=True)
-    if discarded:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in discarded.items())
-        console.print(f"{sum(discarded.values())} samples discarded: {reasons}", soft_wrap=True)
-    for note in (*fit.prefill.notes, *fit.decode.notes):
-        console.print(f"note: {note}", soft_wrap=True)
+    for line in cautions(fit, discarded):
+        console.print(line, soft_wrap=True)
     output = console.file
     assert isinstance(output, io.StringIO)
     return output.getvalue()
 
 
+def cautions(fit: Fit, discarded: Mapping[str, int] | None = None) -> list[str]:
+    """How the errors were found, and what is to be known of the samples."""
+    lines = [
+        f"{name} errors: {part.validation}"
+        for part, name in ((fit.prefill, "prefill"), (fit.decode, "decode"))
+    ]
+    if discarded:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in discarded.items())
+        lines.append(f"{sum(discarded.values())} samples discarded: {reasons}")
+    return [*lines, *(f"note: {note}" for note in (*fit.prefill.notes, *fit.decode.notes))]
+
+
 def _constants_table(fit: Fit) -> Table:
     table = Table()
-    for name in ("constant", "multiplies", "seconds", "95 % interval", ""):
+    for name in CONSTANTS_HEAD:
         table.add_column(name, no_wrap=True, justify="left" if name == "multiplies" else "right")
+    for row in constant_rows(fit):
+        table.add_row(*row)
+    return table
+
+
+def constant_rows(fit: Fit) -> list[tuple[str, ...]]:
+    """A row per constant, as ``CONSTANTS_HEAD`` has it."""
     terms = ("batch · tokens", "batch", "tokens", "1", "batch · pairs")
     rows = []
     for names, part in ((PREFILL_NAMES, fit.prefill), (DECODE_NAMES, fit.decode)):
@@ -49,19 +65,24 @@ def _constants_table(fit: Fit) -> Table:
             found = "" if part.identified[i] else unknown
             value = f"{part.constants[i]:.3g}"
             rows.append((name, terms[i], value, f"{low:.3g} to {high:.3g}", found))
-    for row in sorted(rows):
-        table.add_row(*row)
-    return table
+    return sorted(rows)
 
 
 def _errors_table(fit: Fit) -> Table:
     table = Table()
-    names = ("part", "used", "outliers", "R²", "median error", "mean", "worst", "without p9")
-    for name in names:
+    for name in ERRORS_HEAD:
         table.add_column(name, no_wrap=True, justify="left" if name == "part" else "right")
-    for name, part in (("prefill", fit.prefill), ("decode", fit.decode)):
-        table.add_row(name, str(part.used), str(part.outliers), *_error_cells(part))
+    for row in error_rows(fit):
+        table.add_row(*row)
     return table
+
+
+def error_rows(fit: Fit) -> list[tuple[str, ...]]:
+    """A row per equation, as ``ERRORS_HEAD`` has it."""
+    return [
+        (name, str(part.used), str(part.outliers), *_error_cells(part))
+        for name, part in (("prefill", fit.prefill), ("decode", fit.decode))
+    ]
 
 
 def _error_cells(part: PartFit) -> Sequence[str]:
