@@ -21,6 +21,7 @@ from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import (
     GatewayConfig,
+    ModelConfig,
     PolicyName,
     instance_profile,
     load_gateway_config,
@@ -524,6 +525,8 @@ def test_every_policy_is_explained() -> None:
 def models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
+    if typing.get_origin(annotation) is dict and get_args(annotation)[1] is ModelConfig:
+        return [ModelConfig]
     if typing.get_origin(annotation) in {list, typing.Union, types.UnionType}:
         return [model for arg in get_args(annotation) for model in models_in(arg)]
     return []

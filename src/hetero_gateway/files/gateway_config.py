@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.scheduling.disciplines import DEFAULT_PATIENCE_S, DisciplineName
+from hetero_gateway.engines.vllm.answers import is_model_name
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.client_keys import ClientsConfig, read_clients
 from hetero_gateway.files.discovery_config import SourceConfig
@@ -95,6 +96,26 @@ class ExposeConfig(StrictModel):
     dashboard: Exposure = Field("open", description="/dashboard: a page that reads /admin.")
 
 
+def _check_origin(value: str) -> str:
+    value = value.lower()
+    parts = urlsplit(value)
+    named = value == f"{parts.scheme}://{parts.netloc}" and parts.hostname and "@" not in value
+    if value != "*" and not (named and len(value) <= 256 and value.isascii()):
+        raise ValueError("must be * or an origin: https://HOST[:PORT], without a path")
+    return value
+
+
+class CorsConfig(StrictModel):
+    """Which web pages may use the gateway from a browser; never /admin."""
+
+    origins: list[Annotated[str, AfterValidator(_check_origin)]] = Field(
+        default_factory=list, max_length=1024, description="Their origins; *: any; none: no page."
+    )
+    max_age_s: int = Field(
+        600, ge=0, le=86400, description="How long a browser may keep the answer to a preflight."
+    )
+
+
 class ServerConfig(StrictModel):
     """Where the gateway listens, and what it accepts."""
 
@@ -132,6 +153,7 @@ class ServerConfig(StrictModel):
         None, description="A listener for /admin alone: unix:PATH or HOST:PORT."
     )
     expose: ExposeConfig = Field(default_factory=ExposeConfig)
+    cors: CorsConfig = Field(default_factory=CorsConfig)
     link_local_instances: bool = Field(
         False, description="Allow instances at link-local addresses, metadata services included."
     )
@@ -532,6 +554,59 @@ class InstanceConfig(StrictModel):
         return frozenset([self.model] if isinstance(self.model, str) else self.model)
 
 
+def _check_model_name(value: str) -> str:
+    if not is_model_name(value):
+        raise ValueError("must be printable, and of 1 to 256 characters")
+    return value
+
+
+ModelName = Annotated[str, AfterValidator(_check_model_name)]
+
+
+class FallbackConfig(StrictModel):
+    """Who answers where no instance of a model can: another model here, or another service."""
+
+    model: ModelName = Field(description="Its name there; the body's `model` is rewritten.")
+    base_url: Annotated[str, AfterValidator(_check_base_url)] | None = Field(
+        None, description="An OpenAI-compatible service elsewhere, without /v1; none: here."
+    )
+    api_key_env: str | None = Field(
+        None, description="Environment variable with the key that this service wants."
+    )
+    ca_file: Path | None = Field(
+        None, description="CA certificates for https; default: the system's."
+    )
+
+    @model_validator(mode="after")
+    def _check_elsewhere(self) -> FallbackConfig:
+        if self.base_url is None and (self.api_key_env or self.ca_file):
+            raise ValueError("api_key_env and ca_file are for a base_url")
+        return self
+
+
+class ModelConfig(StrictModel):
+    """What becomes of requests for a name."""
+
+    serve: ModelName | None = Field(
+        None, description="The model that it stands for; the body's `model` is rewritten."
+    )
+    split: dict[ModelName, Annotated[float, Field(gt=0, le=1e6)]] = Field(
+        default_factory=dict, max_length=16, description="Several models, each with its weight."
+    )
+    split_by: Literal["request", "client"] = Field(
+        "request", description="What decides: a hash of the request's id, or of the client's key."
+    )
+    fallbacks: list[FallbackConfig] = Field(
+        default_factory=list, max_length=8, description="Who is asked, in turn, if no instance can."
+    )
+
+    @model_validator(mode="after")
+    def _check_one(self) -> ModelConfig:
+        if self.serve is not None and self.split:
+            raise ValueError("serve and split: one of them")
+        return self
+
+
 class PickerConfig(StrictModel):
     """``hetero-gateway picker``: where Envoy asks for an instance; ``serve`` ignores it."""
 
@@ -577,9 +652,27 @@ class GatewayConfig(StrictModel):
         default_factory=list, description="Sources of instances besides this file."
     )
     clients: ClientsConfig = Field(default_factory=ClientsConfig)
+    models: dict[ModelName, ModelConfig] = Field(
+        default_factory=dict, max_length=1024, description="Aliases, splits, fallbacks, by name."
+    )
     instances: list[InstanceConfig] = Field(
         default_factory=list, description="The instances; more can be added over /admin/instances."
     )
+
+    @model_validator(mode="after")
+    def _check_models(self) -> GatewayConfig:
+        stands_for_others = {name for name, each in self.models.items() if each.serve or each.split}
+        for name, each in self.models.items():
+            here = [f.model for f in each.fallbacks if f.base_url is None]
+            for other in (*filter(None, [each.serve]), *each.split, *here):
+                if other in stands_for_others and not (other == name and other in each.split):
+                    raise ValueError(f"models.{name}: {other!r} stands for another one itself")
+            if each.serve is None and not each.split and name in here:
+                raise ValueError(f"models.{name}: it cannot be its own fallback")
+            for fallback in each.fallbacks:
+                if fallback.base_url is not None and not self.server.link_local_instances:
+                    check_reachable(fallback.base_url)
+        return self
 
     @model_validator(mode="after")
     def _check_ids(self) -> GatewayConfig:
@@ -664,6 +757,9 @@ def _named_secrets(
     yield ("clients", "hash_key_env"), config.clients.hash_key_env, secret
     yield ("scheduler", "prefix_key_env"), scheduler.prefix_key_env, secret
     yield ("scheduler", "sharing", "password_env"), scheduler.sharing.password_env, password
+    for name, each in config.models.items():
+        for i, fallback in enumerate(each.fallbacks):
+            yield ("models", name, "fallbacks", i, "api_key_env"), fallback.api_key_env, secret
     for i, instance in enumerate(config.instances):
         yield ("instances", i, "api_key_env"), instance.api_key_env, secret
 

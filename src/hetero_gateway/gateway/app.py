@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from importlib import resources
 from pathlib import Path
@@ -38,6 +38,7 @@ from hetero_gateway.gateway.wire.downstream import (
     Scope,
     Send,
 )
+from hetero_gateway.gateway.wire.headers import Headers
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import error_body
 from hetero_gateway.gateway.wiring import Gateway
@@ -69,6 +70,8 @@ _PAGE_FILES = {
 _PATH = re.compile(
     r"/(?:v1|admin)/models/[0-9A-Za-z._~!$&'()*+,=:@/%-]+|/(?:[0-9A-Za-z._~!$&'()*+,=:@-]+(?:/(?!$))?)*"
 )
+# What no other site's page may ask for, however it is configured.
+_NO_PAGES = re.compile(r"/(?:admin|dashboard|docs|openapi\.json|metrics)(?:/|\Z)")
 _DOTS = re.compile(r"/\.{1,2}(?:/|$)")
 
 
@@ -102,6 +105,14 @@ async def route(
 ) -> None:
     """A request of an ASGI server: to the data plane, to ``control``, or to nothing."""
     method, path = scope["method"], _path_of(scope)
+    cors = dataplane.rooms.cors
+    if cors is not None and not _NO_PAGES.match(path):
+        if method == "OPTIONS" and (told := cors.preflight(scope["headers"])) is not None:
+            await send({"type": "http.response.start", "status": 204, "headers": told})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        if work_of_path(path) is None or method != "POST":
+            send = _with_headers(send, cors.headers(scope["headers"]))
     work = work_of_path(path)
     if work is not None and method == "POST":
         await dataplane.serve(scope, receive, send, work)
@@ -204,6 +215,17 @@ async def _render_bug(request: Request, error: Exception) -> Response:
     return _error(refusal, request.url.path)
 
 
+def _with_headers(send: Send, extra: Headers) -> Send:
+    async def with_them(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            sent = {name for name, _ in message.get("headers", ())}
+            added = [pair for pair in extra if pair[0] not in sent]
+            message = {**message, "headers": [*message.get("headers", ()), *added]}
+        await send(message)
+
+    return with_them
+
+
 def _wrong_method(path: str, allowed: Iterable[str]) -> Response:
     names = ", ".join(allowed)
     refusal = Refusal(405, "method_not_allowed", f"{path[:200]} takes {names}.")
@@ -292,7 +314,7 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
     async def model(request: Request, model: str) -> dict[str, Any]:
         """One of these names."""
         client = gateway.admission.client_of(request.headers.raw)
-        served = gateway.fleet.models()
+        served = _served(gateway)
         client.check_model(model)
         if model not in served:
             message = f"The model `{model}` does not exist."
@@ -329,9 +351,18 @@ def _page_file(name: str) -> Response:
 def model_list(gateway: Gateway, client: Client) -> dict[str, Any]:
     """What /v1/models answers: the models that the client may ask for."""
     wanted = client.models
-    served = gateway.fleet.models().items()
+    served = _served(gateway).items()
     cards = [_card(*m) for m in served if wanted is None or m[0] in wanted]
     return {"object": "list", "data": cards}
+
+
+def _served(gateway: Gateway) -> dict[str, ModelCard]:
+    """The models of live instances, and names that stand for any of them."""
+    served = gateway.fleet.models()
+    for name, model in list(gateway.dataplane.intake.routes.aliases(served.__contains__)):
+        card = served[model]
+        served.setdefault(name, card._replace(owned_by=None, root=card.root or model))
+    return served
 
 
 def _card(model: str, card: ModelCard) -> dict[str, Any]:

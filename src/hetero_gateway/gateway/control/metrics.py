@@ -162,6 +162,8 @@ class Metrics:
         self._series: dict[tuple[str, str], Series] = {}
         self.decisions: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
+        # By the name asked for, and the fallback that was asked.
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
         self.upstream_errors: Counter[tuple[str, str]] = Counter()
         self.ejections: Counter[tuple[str, str]] = Counter()
         self.client_disconnects: Counter[str] = Counter()
@@ -330,6 +332,8 @@ class Metrics:
                 yield family
         yield counter("retries", "Attempts after a failed one.", ("reason",),
                       _keyed(dict.fromkeys(_RETRIED, 0) | self.retries))  # fmt: skip
+        yield counter("fallbacks", "Requests that went to a fallback, as nothing could take them.",
+                      ("model", "fallback"), dict(self.fallbacks))  # fmt: skip
         yield counter("responses", "Requests on an engine's paths that were answered, by the HTTP "
                       "status that the client got; 499: it left in front of one.", ("status",),
                       _keyed({200: 0} | self.statuses))  # fmt: skip

@@ -5,9 +5,12 @@ What an instance answers passes unchanged and is none of this.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hetero_gateway.core.types import Reject, RejectReason
 from hetero_gateway.engines.vllm import RESPONSES
 from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.dataplane.routes import Outside
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.downstream import Downstream
@@ -54,7 +57,9 @@ def rejection(
     return _unavailable("no_healthy_instance", reject.detail)
 
 
-def refusal_of(error: InstanceError, instance: Instance, *, spent: bool = False) -> Refusal:
+def refusal_of(
+    error: InstanceError, instance: Instance | Outside, *, spent: bool = False
+) -> Refusal:
     """What the client is told of an attempt that failed and is not tried again.
 
     ``spent``: the request was tried on several. Who has waited for a time-out is not to wait for
@@ -71,13 +76,25 @@ def _unavailable(code: str, message: str) -> Refusal:
     return Refusal(503, code, message, kind="server_error", retry_after_s=_RETRY_AFTER_S)
 
 
+def nobody_can() -> Refusal:
+    """Neither an instance of the model nor any of its fallbacks takes the request."""
+    detail = "no instance of the model, and none of its fallbacks, can take requests now"
+    return _unavailable("no_healthy_instance", detail)
+
+
 def shutting_down() -> Refusal:
     """For what was not served before the gateway ended."""
     return _unavailable("shutting_down", "The gateway is shutting down.")
 
 
-def answer(downstream: Downstream, error: Refusal, path: str, request_id: bytes) -> None:
-    """Answer a request with an error; cuts a response that has begun."""
+def answer(
+    downstream: Downstream,
+    error: Refusal,
+    path: str,
+    request_id: bytes,
+    extra: Sequence[tuple[bytes, bytes]] = (),
+) -> None:
+    """Answer a request with an error; cuts a response that has begun. ``extra``: header fields."""
     if downstream.gone:
         return
     if downstream.started:
@@ -94,6 +111,7 @@ def answer(downstream: Downstream, error: Refusal, path: str, request_id: bytes)
     if error.spent:
         headers.append(NO_RETRY)
     headers += error.headers
+    headers += extra
     # After a 413 the connection stays open: uvicorn discards the rest of the body. Closing with
     # unread bytes would reset it, and the client might never see the answer.
     downstream.write(downstream.start(error.status, headers, chunked=False) + body)

@@ -40,12 +40,14 @@ from hetero_gateway.gateway.dataplane.recording import (
 )
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Deadlines
+from hetero_gateway.gateway.dataplane.routes import ModelRoutes
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.bodies import BodyLimits
+from hetero_gateway.gateway.wire.cors import cors_of
 from hetero_gateway.gateway.wire.downstream import (
     AsgiDownstream,
     Downstream,
@@ -90,7 +92,7 @@ class DataPlane:
         prefix_secret: bytes | None = None,
         run: RunFile | None = None,
     ) -> None:
-        server = config.server
+        server, self._contexts = config.server, fleet.contexts
         self.body_limits = BodyLimits(server.max_body_bytes, server.max_buffered_bytes)
         self.open_exchanges = deadlines
         self._history = RequestHistory()
@@ -129,6 +131,7 @@ class DataPlane:
             reading=LongBodies(),
             answered=AnsweredRequests(),
         )
+        self.rooms.cors = cors_of(server.cors)
         self._request_ids = itertools.count()
         self._request_id_prefix = os.urandom(6).hex().encode()
 
@@ -165,6 +168,23 @@ class DataPlane:
              "server.max_body_bytes", "server.max_buffered_bytes"),
             self._prepare,
         )  # fmt: skip
+        settings.add(("server.cors",), self._prepare_cors)
+        settings.add(("models",), self._prepare_routes)
+
+    def _prepare_cors(self, fresh: GatewayConfig) -> Prepared:
+        def apply() -> None:
+            self.rooms.cors = cors_of(fresh.server.cors)
+
+        return Prepared(apply)
+
+    def _prepare_routes(self, fresh: GatewayConfig) -> Prepared:
+        routes = ModelRoutes(fresh, self._contexts)
+
+        def apply() -> None:
+            self.intake.routes.close()
+            self.intake.routes = routes
+
+        return Prepared(apply)
 
     def wakes_by(self, calls: EngineCalls, settings: Settings) -> None:
         """Have engines that sleep woken by demand, where the configuration has it."""
@@ -258,4 +278,5 @@ class DataPlane:
             attempts.shut_down()
         if self.rooms.ended is not None:
             self.rooms.ended.pass_on()
+        self.intake.routes.close()
         self.recorder.close()

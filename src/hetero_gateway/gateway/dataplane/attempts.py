@@ -52,6 +52,7 @@ from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.answers import (
     NO_RETRY,
     answer,
+    nobody_can,
     refusal_of,
     rejection,
     shutting_down,
@@ -60,8 +61,10 @@ from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher, Place, Waiti
 from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
 from hetero_gateway.gateway.dataplane.intake import Intake, Job, LongBodies, shorten_body
 from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
+from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.wire.cors import Cors
 from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps
 from hetero_gateway.gateway.wire.headers import (
@@ -69,12 +72,17 @@ from hetero_gateway.gateway.wire.headers import (
     NOT_TO_INSTANCES_NOR_CREDENTIALS,
 )
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import ParsedRequest
+from hetero_gateway.gateway.wire.openai import ParsedRequest, with_model
 from hetero_gateway.gateway.wire.upstream import UpstreamConnection
 
 _log = logging.getLogger(__name__)
 
 _RETRY_WINDOW_S = 10.0
+# What is answered where nothing can take a request.
+_FALLS_BACK = frozenset(
+    ("model_not_found", "no_healthy_instance", "queue_full", "queue_timeout", "upstream_error",
+     "gateway_exhausted")
+)  # fmt: skip
 # As nginx counts a client that left in front of an answer.
 CLIENT_GONE = 499
 
@@ -151,6 +159,7 @@ class Rooms:
     reading: LongBodies
     answered: AnsweredRequests
     ended: EndedRequests | None = None
+    cors: Cors | None = None
 
 
 class Attempts:
@@ -162,6 +171,7 @@ class Attempts:
         "_downstream",
         "_exchange",
         "_failure",
+        "_fallbacks",
         "_inbound",
         "_job",
         "_kept",
@@ -185,15 +195,17 @@ class Attempts:
         self._job: Job | None = None
         self._tried: list[InstanceId] = []
         self._failure: InstanceError | None = None  # of the last attempt, where there is another
-        self._kept: tuple[Place, Exchange] | None = None  # and the answer that it had, if any
+        # And the answer that it had, if any.
+        self._kept: tuple[Place | OutsidePlace, Exchange] | None = None
         self._wait: Waiting | None = None  # for a place
-        self._placed: Place | None = None  # and not settled
+        self._placed: Place | OutsidePlace | None = None  # and not settled
+        self._fallbacks = 0  # that were looked at
         self._exchange: Exchange | None = None  # of that one
         self._task: asyncio.Task[None] | None = None
         self._deadline_s = 0.0
         self._status = CLIENT_GONE  # that the client got
         # What came of it, for whoever writes about it.
-        self._last: tuple[Place, Exchange, Outcome] | None = None
+        self._last: tuple[Place | OutsidePlace, Exchange, Outcome] | None = None
         self._verdict = ""
         self._overhead_s: float | None = None
         self.over = False
@@ -362,13 +374,17 @@ class Attempts:
 
     # Sending
 
-    def _send(self, placed: Place) -> None:
+    def _send(self, placed: Place | OutsidePlace) -> None:
         self._placed = placed
         inbound, rooms, instance = self._inbound, self._rooms, placed.instance
         headers = [
             (b"x-request-id", inbound.request_id),
             (b"x-hetero-gateway-instance", instance.id.encode()),
         ]
+        if self._fallbacks:
+            headers.append((b"x-hetero-gateway-fallback", self._fallback_label().encode()))
+        if rooms.cors is not None:
+            headers += rooms.cors.headers(inbound.headers)
         assert self._job is not None
         if self._job.standing is not None:
             headers += rate_limit_headers(self._job.standing)
@@ -381,7 +397,9 @@ class Attempts:
         else:
             self._launch(exchange, connection, instance, first=not self._tried)
 
-    async def _connect(self, exchange: Exchange, instance: Instance, *, first: bool) -> None:
+    async def _connect(
+        self, exchange: Exchange, instance: Instance | Outside, *, first: bool
+    ) -> None:
         try:
             connection = await instance.pool.connect()
         except InstanceError as error:
@@ -394,7 +412,12 @@ class Attempts:
             instance.pool.release(connection)  # its request was over before: the next may have it
 
     def _launch(
-        self, exchange: Exchange, connection: UpstreamConnection, instance: Instance, *, first: bool
+        self,
+        exchange: Exchange,
+        connection: UpstreamConnection,
+        instance: Instance | Outside,
+        *,
+        first: bool,
     ) -> None:
         inbound, placed = self._inbound, self._placed
         assert placed is not None
@@ -408,8 +431,10 @@ class Attempts:
         else:
             exchange.begin(connection, head, body)
 
-    def _upstream_request(self, instance: Instance) -> bytes:
+    def _upstream_request(self, instance: Instance | Outside) -> bytes:
         inbound, pool = self._inbound, instance.pool
+        if type(instance) is Outside:
+            return instance.head(inbound)
         parts = [
             inbound.method, b" ", pool.path_prefix, inbound.target,
             b" HTTP/1.1\r\nhost: ", pool.host_header,
@@ -441,13 +466,13 @@ class Attempts:
 
     def response_began(self, exchange: Exchange, data: bytes) -> None:
         response_id = response_id_in(data)
-        if response_id and self._placed is not None:
+        if response_id and not (self._placed is None or isinstance(self._placed, OutsidePlace)):
             assert self._job is not None
             name = self._rooms.intake.response_name(self._inbound, response_id)
             self._rooms.dispatcher.made(self._job, self._placed, name)
 
     def stream_began(self, exchange: Exchange) -> None:
-        if self._placed is not None:
+        if not (self._placed is None or isinstance(self._placed, OutsidePlace)):
             assert self._job is not None
             self._rooms.dispatcher.stream_began(self._job, self._placed, exchange)
 
@@ -497,17 +522,26 @@ class Attempts:
             self._start(self._connect(exchange, instance, first=False))
             return
         self._tried.append(instance.id)
-        retry = not exchange.head_sent and self._rooms.budget.may_retry(error, len(self._tried))
+        outside = isinstance(placed, OutsidePlace)
+        retry = not (exchange.head_sent or outside) and self._rooms.budget.may_retry(
+            error, len(self._tried)
+        )
+        fallback = None
+        if not (retry or exchange.head_sent or error.failure is Failure.TOTAL_TIMEOUT):
+            fallback = self._next_fallback()
         answered = exchange.complete
         outcome = error.failure.outcome
-        if answered and exchange.status >= 400 and not retry:
+        if answered and exchange.status >= 400 and not retry and fallback is None:
             outcome = Outcome.COMPLETED  # with what its engine had to say
-        self._settle(outcome, final=not retry)
+        self._settle(outcome, final=not retry and fallback is None)
         spent = len(self._tried) > 1
-        if retry:
+        if retry or fallback is not None:
             self._failure = error
             self._kept = (placed, exchange) if answered else None
-            self._place()
+            if fallback is None:
+                self._place()
+            else:
+                self._fall_back(fallback)
         elif answered:
             self._pass_on(exchange)
         elif exchange.head_sent:
@@ -521,6 +555,37 @@ class Attempts:
             self._end()
         else:
             self._answer(refusal_of(error, instance, spent=spent))
+
+    def _next_fallback(self) -> Fallback | None:
+        """Who is asked now that nothing can take the request; None: nobody (any more)."""
+        job, client, routes = self._job, self._client, self._rooms.intake.routes
+        if not routes or job is None or client is None or job.parsed.previous:
+            return None
+        fallbacks = routes.fallbacks(job.parsed.asked or job.parsed.model or "")
+        while self._fallbacks < len(fallbacks):
+            fallback = fallbacks[self._fallbacks]
+            self._fallbacks += 1
+            allowed = client.models is None or fallback.label in client.models
+            if allowed and (fallback.outside is None or self._inbound.path.startswith("/v1/")):
+                job.parsed.asked = job.parsed.asked or job.parsed.model or ""
+                return fallback
+        return None
+
+    def _fallback_label(self) -> str:
+        assert self._job is not None
+        fallbacks = self._rooms.intake.routes.fallbacks(self._job.parsed.asked)
+        return fallbacks[self._fallbacks - 1].label if fallbacks else ""
+
+    def _fall_back(self, fallback: Fallback) -> None:
+        job, inbound = self._job, self._inbound
+        assert job is not None
+        inbound.body = with_model(inbound.body, inbound.content_type, fallback.model)
+        self._tried = []
+        if fallback.outside is not None:
+            self._send(OutsidePlace(fallback.outside, fallback.label))
+            return
+        self._rooms.dispatcher.fall_back(job, fallback.model)
+        self._place()
 
     def _failure_of(self, exchange: Exchange) -> InstanceError | None:
         """What an answer that was held back means; None: that it is to pass."""
@@ -567,7 +632,10 @@ class Attempts:
             self._status = exchange.status
         rooms = self._rooms
         rooms.deadlines.discard(exchange)
-        rooms.dispatcher.settle(job, placed, exchange, outcome, final=final)
+        if isinstance(placed, OutsidePlace):
+            rooms.dispatcher.settle_outside(job, placed.label, exchange, outcome, final=final)
+        else:
+            rooms.dispatcher.settle(job, placed, exchange, outcome, final=final)
 
     def _reject(self, refusal: Refusal) -> None:
         """Answer a request before it was understood."""
@@ -576,11 +644,21 @@ class Attempts:
         self._answer(refusal)
 
     def _turn_away(self, refusal: Refusal, outcome: str) -> None:
-        """Answer a request that was not placed."""
+        """Answer a request that was not placed, or have a fallback asked."""
+        if refusal.code in _FALLS_BACK and (fallback := self._next_fallback()) is not None:
+            self._fall_back(fallback)
+            return
+        if self._fallbacks and refusal.code == "model_not_found":
+            refusal = nobody_can()  # of the fallback alone
         if self._kept is not None:
             placed, exchange = self._kept
             assert self._job is not None
-            self._rooms.dispatcher.pass_on(self._job, placed, exchange)
+            if isinstance(placed, OutsidePlace):
+                self._rooms.dispatcher.settle_outside(
+                    self._job, placed.label, exchange, Outcome.COMPLETED, final=True
+                )
+            else:
+                self._rooms.dispatcher.pass_on(self._job, placed, exchange)
             self._last = placed, exchange, Outcome.COMPLETED
             self._pass_on(exchange)
             return
@@ -595,7 +673,9 @@ class Attempts:
 
     def _answer(self, refusal: Refusal) -> None:
         self._status = refusal.status
-        answer(self._downstream, refusal, self._inbound.path, self._inbound.request_id)
+        inbound, cors = self._inbound, self._rooms.cors
+        extra = () if cors is None else cors.headers(inbound.headers)
+        answer(self._downstream, refusal, inbound.path, inbound.request_id, extra)
         self._end()
 
     def _end(self) -> None:
@@ -651,7 +731,7 @@ class Attempts:
         if exchange is not None:
             exchange.abort()
             self._rooms.deadlines.discard(exchange)
-        if placed is not None:
+        if placed is not None and not isinstance(placed, OutsidePlace):
             self._rooms.dispatcher.withdraw(placed, exchange)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

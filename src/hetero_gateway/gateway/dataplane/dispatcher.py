@@ -9,6 +9,7 @@ is not known at once is told to the request's ``Owner`` in a callback.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -120,6 +121,16 @@ class Dispatcher(Protocol):
         """The attempt is over, and is taken off its instance and counted. Once for each place."""
         ...
 
+    def fall_back(self, job: Job, model: str) -> None:
+        """Nothing can take it: it is for another model from now on."""
+        ...
+
+    def settle_outside(
+        self, job: Job, label: str, seen: Seen, outcome: Outcome, *, final: bool
+    ) -> None:
+        """An attempt at a service elsewhere is over; ``label``: of the fallback."""
+        ...
+
     def withdraw(self, place: Place, seen: Seen | None) -> None:
         """Take an attempt off that met a bug here; nothing is counted."""
         ...
@@ -186,7 +197,8 @@ class LocalDispatcher:
         deadline_s: float,
         owner: Owner,
     ) -> Placed | Reject | Waiting:
-        place = self.placement.submit(job.request, tried, waits=job.waits)
+        first = True if job.fell_back else None
+        place = self.placement.submit(job.request, tried, waits=job.waits, first=first)
         if isinstance(place, Ticket):
             return _LocalWait(self, job, failure, place, deadline_s, owner)
         if isinstance(place, Placed):
@@ -224,6 +236,24 @@ class LocalDispatcher:
         if job.response is not None and outcome is Outcome.COMPLETED:
             self._complete(job.response, seen.usage())
         self._recorder.record(job, place, seen, outcome, final=final)
+
+    def fall_back(self, job: Job, model: str) -> None:
+        request = job.request
+        job.parsed.asked = job.parsed.asked or request.model
+        self._metrics.fallbacks[job.parsed.asked, model] += 1
+        job.parsed.model = model = sys.intern(model)
+        job.request = request._replace(model=model)
+        job.fell_back = True
+        if job.features is not None:
+            job.features.model = model
+
+    def settle_outside(
+        self, job: Job, label: str, seen: Seen, outcome: Outcome, *, final: bool
+    ) -> None:
+        name = job.parsed.asked or job.request.model
+        self._metrics.fallbacks[name, label] += 1
+        if final:
+            self._recorder.count_outside(job, seen, outcome)
 
     def _complete(self, response: Response, usage: Usage) -> None:
         """A response is whole: its answer, too, is in its instance's cache."""

@@ -16,6 +16,7 @@ from hetero_gateway.engines.vllm import tokens_of_events
 from hetero_gateway.gateway.dataplane.dispatcher import Place, Seen
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.records import LATER_S, label_of
+from hetero_gateway.gateway.dataplane.routes import OutsidePlace
 from hetero_gateway.gateway.wire.inbound import Inbound
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Ended(NamedTuple):
     inbound: Inbound
     client: str
     job: Job | None
-    last: tuple[Place, Seen, Outcome] | None
+    last: tuple[Place | OutsidePlace, Seen, Outcome] | None
     verdict: str
     status: int
     attempts: int

@@ -25,6 +25,7 @@ from hetero_gateway.gateway.admission.clients import CLASS_HEADER, Client
 from hetero_gateway.gateway.admission.tenants import Tenants
 from hetero_gateway.gateway.dataplane.answers import no_response
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
+from hetero_gateway.gateway.dataplane.routes import ModelRoutes
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.folding import Steps, advance
@@ -35,6 +36,7 @@ from hetero_gateway.gateway.wire.openai import (
     parse_in_steps,
     prompt_field,
     prompt_text,
+    with_model,
 )
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer
 
@@ -52,6 +54,7 @@ class Job:
 
     ``features``: what the output's length was predicted from; None where there is no output.
     ``response``: on /v1/responses, what it is answered with, once its id is here.
+    ``fell_back``: it is for another model than at first, and has been let in.
     ``charge``, ``standing``: what its client was charged, and how that stands since; None: it has
     no limits, or another process knows.
     """
@@ -60,6 +63,7 @@ class Job:
         "charge",
         "client",
         "features",
+        "fell_back",
         "inbound",
         "parsed",
         "request",
@@ -83,6 +87,7 @@ class Job:
         self.response: Response | None = None
         self.charge: Charge | None = None
         self.standing: Standing | None = None
+        self.fell_back = False
 
     @property
     def estimated_tokens(self) -> int:
@@ -146,6 +151,7 @@ class Intake:
 
     Attributes:
         responses: those that others may continue.
+        routes: names that stand for others, and who is asked if no instance can.
     """
 
     def __init__(
@@ -168,6 +174,7 @@ class Intake:
         self.set(config.scheduler, tokenizer)
         self._tenants = Tenants(prefix_secret) if config.scheduler.isolate_clients else None
         self.responses = Responses()
+        self.routes = ModelRoutes(config, fleet.contexts)
 
     def set(self, config: SchedulerConfig, tokenizer: Tokenizer | None) -> None:
         """Other settings from now on."""
@@ -215,6 +222,8 @@ class Intake:
             query = inbound.target.partition(b"?")[2].decode("latin-1")
             named = parse_qs(query, max_num_fields=_MOST_QUERY_FIELDS).get("model")
             parsed.model = named[-1] if named else self._default_model()
+            if named and (model := self.routes.target(parsed.model, inbound)) is not None:
+                parsed.asked, parsed.model = parsed.model, model
         return parsed
 
     def _seed_for(self, inbound: Inbound) -> int | None:
@@ -226,11 +235,23 @@ class Intake:
     def _named(self, parsed: ParsedRequest, inbound: Inbound) -> ParsedRequest:
         if not parsed.model:
             parsed.model = self._default_model()
+        elif self.routes:
+            self._redirect(parsed, inbound)
         if self._tenants is not None and inbound.work is Work.GENERATE:
             inbound.body = self._tenants.salted(inbound, parsed.cache_salt)
         if parsed.previous:
             parsed.previous = self.response_name(inbound, parsed.previous)
         return parsed
+
+    def _redirect(self, parsed: ParsedRequest, inbound: Inbound) -> None:
+        """Have it ask for the model that its name stands for."""
+        model = self.routes.target(parsed.model, inbound)
+        if model is None:
+            return
+        parsed.asked = parsed.model or ""
+        if model != parsed.model:
+            parsed.model = model
+            inbound.body = with_model(inbound.body, inbound.content_type, model)
 
     def response_name(self, inbound: Inbound, response_id: bytes) -> bytes:
         """What a response is known as in all processes of this gateway; ``inbound``: who asks."""
@@ -284,7 +305,7 @@ class Intake:
             return self._about_a_response(inbound, client, parsed)
         # What is kept of a request shares its model's name with the others.
         model = sys.intern(parsed.model)
-        client.check_model(model)
+        client.check_model(parsed.asked or model)
         party, request_class = client.party, client.class_of(inbound.headers)
         if inbound.work is Work.LIGHT:
             light = Request(model, 1, 0.0, streams=False, client=party)

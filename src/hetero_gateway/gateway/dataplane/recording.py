@@ -34,7 +34,7 @@ from hetero_gateway.files.recorded_run import (
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed
-from hetero_gateway.gateway.dataplane.records import Answered, Recorder, label_of
+from hetero_gateway.gateway.dataplane.records import Answered, Recorder, context_of, label_of
 from hetero_gateway.gateway.fleet.instances import Instance
 
 _log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class RecordingRecorder(Recorder):
         request, parsed = placed.decision.request, job.parsed
         told_prompt, out, cached = None, 0, None
         if exchange.first_body_at_s is not None and exchange.status < 400:
-            told_prompt, out = self._believed(job, placed, exchange)
+            told_prompt, out = self._believed(job, context_of(placed), exchange)
             cached = exchange.usage().cached_tokens
         prompt = request.prompt_tokens
         if told_prompt:

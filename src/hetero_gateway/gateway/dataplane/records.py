@@ -41,6 +41,8 @@ _UNKNOWN_LATENCY_S = 1.0
 _COSTS_A_PROMPT = (Outcome.CLIENT_DISCONNECTED, Outcome.TIMED_OUT)
 # Of an instance that does not tell its own.
 _MOST_CONTEXT_TOKENS = 1 << 24
+# In place of an instance's id: all services elsewhere.
+OUTSIDE = "outside"
 
 
 class Answered(Protocol):
@@ -132,7 +134,7 @@ class Recorder:
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
             if final:
-                self._bill(job, placed, exchange, outcome, time.monotonic())
+                self._bill(job, context_of(placed), exchange, outcome, time.monotonic())
             return  # removed meanwhile: its series are gone for good
         now_s = time.monotonic()
         if outcome is Outcome.COMPLETED and exchange.error is None and exchange.status < 400:
@@ -184,7 +186,7 @@ class Recorder:
         self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
     ) -> None:
         metrics, instance = self._metrics, placed.instance
-        told_prompt, output = self._bill(job, placed, exchange, outcome, now_s)
+        told_prompt, output = self._bill(job, context_of(placed), exchange, outcome, now_s)
         if self._fleet.instances.get(instance.id) is not instance:
             return
         series = metrics.counts(job.request.model, instance.id)
@@ -199,8 +201,14 @@ class Recorder:
             told = told_prompt, output
             self._record_tokens(series, job, placed, exchange, outcome, now_s, told)
 
+    def count_outside(self, job: Job, exchange: Answered, outcome: Outcome) -> None:
+        """A request is over that a service elsewhere had: nothing is learnt from it."""
+        self._bill(job, _MOST_CONTEXT_TOKENS, exchange, outcome, time.monotonic())
+        series = self._metrics.counts(job.request.model, OUTSIDE)
+        series.outcomes[label_of(outcome, exchange)] += 1
+
     def _bill(
-        self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
+        self, job: Job, context_tokens: int, exchange: Answered, outcome: Outcome, now_s: float
     ) -> tuple[int | None, int]:
         """Settle with the request's client; returns (prompt tokens as told, output tokens).
 
@@ -210,7 +218,7 @@ class Recorder:
         told_prompt, output = None, 0
         answered = exchange.first_body_at_s is not None and exchange.status < 400
         if answered:
-            told_prompt, output = self._believed(job, placed, exchange)
+            told_prompt, output = self._believed(job, context_tokens, exchange)
         client, charge = job.client.name, job.charge
         if not client:
             return told_prompt, output
@@ -270,14 +278,13 @@ class Recorder:
                 expected_s = _expected_latency_s(placed)
                 metrics.latency_prediction.observe((now_s - placed.placed_s) / expected_s)
 
-    def _believed(self, job: Job, placed: Placed, exchange: Answered) -> tuple[int | None, int]:
+    def _believed(self, job: Job, context: int, exchange: Answered) -> tuple[int | None, int]:
         """(prompt tokens, output tokens) as the engine told them, where they can be true.
 
         A prompt is no longer than its body and the instance's context; an answer no longer than
         the context and what was asked for. Where no output is told, its events are counted.
         """
         request, parsed = job.request, job.parsed
-        context = placed.instance.max_model_len or _MOST_CONTEXT_TOKENS
         prompt, output, _ = exchange.usage()
         if prompt is not None and (
             prompt > context * parsed.prompt_count
@@ -307,6 +314,11 @@ class Recorder:
             parsed.max_output_tokens,
             request.sequences,
         )
+
+
+def context_of(placed: Placed) -> int:
+    """The longest sequence of a request's instance, in tokens, as far as it is known."""
+    return placed.instance.max_model_len or _MOST_CONTEXT_TOKENS
 
 
 def label_of(outcome: Outcome, exchange: Answered) -> str:

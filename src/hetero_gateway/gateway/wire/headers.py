@@ -34,8 +34,18 @@ NOT_TO_INSTANCES = _HOP_BY_HOP | {
     b"x-request-id",
 }
 NOT_TO_INSTANCES_NOR_CREDENTIALS = NOT_TO_INSTANCES | CREDENTIALS
-# Besides: replaced by the gateway's own.
-NOT_TO_CLIENTS = _HOP_BY_HOP | {b"x-request-id", b"x-hetero-gateway-instance"}
+# Besides: replaced by the gateway's own, or its business alone: vLLM allows every page.
+NOT_TO_CLIENTS = _HOP_BY_HOP | {
+    b"access-control-allow-credentials",
+    b"access-control-allow-headers",
+    b"access-control-allow-methods",
+    b"access-control-allow-origin",
+    b"access-control-expose-headers",
+    b"access-control-max-age",
+    b"x-hetero-gateway-fallback",
+    b"x-hetero-gateway-instance",
+    b"x-request-id",
+}
 
 
 def named_by_connection(headers: Headers) -> frozenset[bytes]:

@@ -136,7 +136,8 @@ class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
     ``cache_salt``: its JSON, with which the client keeps caches apart; b"" without one.
     ``session``: JSON that names a conversation, or else a user: its beginning; b"" without one.
     On /v1/responses alone: ``previous``: which response it continues, b"" for none; then ``prefix``
-    is of what it adds. ``head``: what ``prompt_keys.head_of`` says.
+    is of what it adds. ``head``: what ``prompt_keys.head_of`` says. ``asked``: the name that the
+    client asked for, where that stands for ``model``.
     """
 
     model: str | None
@@ -153,6 +154,7 @@ class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
     session: bytes = b""
     previous: bytes = b""
     head: int = 0
+    asked: str = ""
 
 
 def parse_body(
@@ -270,6 +272,52 @@ def _describe(fields: _Body, extent: Callable[[msgspec.Raw], Extent], path: str)
 
 def _beginning(data: bytes | bytearray, start: int, end: int) -> bytes:
     return bytes(data[start : min(end, start + _MOST_SESSION_BYTES)])
+
+
+class _Model(msgspec.Struct):
+    model: msgspec.Raw = _NONE
+
+
+_decode_model = msgspec.json.Decoder(_Model).decode
+
+
+def with_model(body: bytes | bytearray, content_type: bytes, name: str) -> bytes:
+    """A usable body with another model's name in place of its own, else byte for byte.
+
+    Of equal keys the last one is replaced, which is the one that is read. What only Python's
+    ``json`` can read is written anew.
+
+    Raises:
+        Refusal: 400 for one in which there is no name to replace.
+    """
+    if content_type.startswith(b"multipart/"):
+        match = _MULTIPART_MODEL.search(body)
+        if match is None:
+            raise _nothing_to_rewrite()
+        return b"".join((body[: match.start(1)], name.encode(), body[match.end(1) :]))
+    short, cuts, _ = finish(fold(body))
+    try:
+        start, end = place(short, cuts, _decode_model(short).model)
+    except _ERRORS:
+        return _with_model_slowly(body, name)
+    if start == end:
+        raise _nothing_to_rewrite()
+    return b"".join((body[:start], msgspec.json.encode(name), body[end:]))
+
+
+def _with_model_slowly(body: bytes | bytearray, name: str) -> bytes:
+    if len(body) > _MOST_ODD_BYTES:
+        raise _nothing_to_rewrite()
+    try:
+        found = json.loads(body)
+        return json.dumps(found | {"model": name}).encode()
+    except (ValueError, TypeError, RecursionError):
+        raise _nothing_to_rewrite() from None
+
+
+def _nothing_to_rewrite() -> Refusal:
+    detail = "The request body has no `model` that can be replaced by the one it stands for."
+    return Refusal(400, "invalid_json", detail, param="model")
 
 
 def prompt_field(body: bytes | bytearray) -> bytes:

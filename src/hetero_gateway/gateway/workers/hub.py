@@ -173,6 +173,7 @@ class Session:
             messages.Began: self._began,
             messages.Made: self._made,
             messages.Settle: self._settle,
+            messages.Outside: self._outside,
             messages.PassOn: self._pass_on,
             messages.Over: self._over,
             messages.Speed: self._speed,
@@ -278,7 +279,10 @@ class Session:
         request.submit(said.tried, error_of(said.failure))
 
     def _again(self, said: messages.Again) -> None:
-        self._requests[said.key].submit(said.tried, error_of(said.failure))
+        request = self._requests[said.key]
+        if said.model:
+            self.dispatcher.fall_back(request.job, said.model)
+        request.submit(said.tried, error_of(said.failure))
 
     def _leave(self, said: messages.Leave) -> None:
         request = self._requests.pop(said.key, None)
@@ -312,6 +316,18 @@ class Session:
         self.dispatcher.settle(job, place, seen, said.outcome, final=said.final)
         if said.final:
             request.close()
+
+    def _outside(self, said: messages.Outside) -> None:
+        request = self._requests.get(said.key)
+        if request is None:
+            return
+        seen = SeenElsewhere(said.report)
+        self.dispatcher.settle_outside(
+            request.job, said.label, seen, said.outcome, final=said.final
+        )
+        if said.final:
+            del self._requests[said.key]
+            request.end()
 
     def _pass_on(self, said: messages.PassOn) -> None:
         request = self._requests.pop(said.key, None)

@@ -14,6 +14,7 @@ share, in seconds. ``key`` numbers a request within its worker.
     Began      its stream's first bytes           Failed     placing it met a bug
     Made       it is answered with a response
     Settle     the attempt is over
+    Outside    the same of one at a service elsewhere
     PassOn     the client gets a settled answer
     Over       the request is over, unplaced
     Speed      steps of the last second
@@ -124,9 +125,12 @@ class Submit(_Message, tag=3):
 
 
 class Again(_Message, tag=4):
+    """``model``: another one from now on, a fallback; "": the same."""
+
     key: int
     tried: list[InstanceId]
     failure: Error | None
+    model: str = ""
 
 
 class Leave(_Message, tag=5):
@@ -183,6 +187,16 @@ class Counts(_Message, tag=11):
     usage: list[tuple[int, str, str, tuple[int, int, int, int]]]
 
 
+class Outside(_Message, tag=13):
+    """An attempt at a service elsewhere is over; ``label``: of the fallback."""
+
+    key: int
+    label: str
+    outcome: Outcome
+    final: bool
+    report: Report
+
+
 class Made(_Message, tag=12):
     """``name``: ``Intake.response_name``."""
 
@@ -199,6 +213,7 @@ FromWorker = (
     | Began
     | Made
     | Settle
+    | Outside
     | PassOn
     | Over
     | Speed

@@ -23,7 +23,7 @@ _UNKNOWN = Request("", 1, 0.0)
 class RemoteJob(Job):
     """A request that is described elsewhere. ``request`` is known once it is placed."""
 
-    __slots__ = ("counted", "deadline_s", "described", "key", "session")
+    __slots__ = ("counted", "deadline_s", "described", "fallback", "key", "session")
 
     def __init__(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
@@ -32,6 +32,7 @@ class RemoteJob(Job):
         self.counted = counted
         self.deadline_s = 0.0
         self.described = False
+        self.fallback = ""  # the model that it is for now, which has yet to be said
         self.key = 0
         self.session = 0  # in which the scheduler process knows it; 0: in none
 

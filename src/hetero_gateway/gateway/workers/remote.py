@@ -215,6 +215,25 @@ class RemoteDispatcher:
             report = report_of(seen, place.job.inbound.body)
             self._channel.send(messages.Settle(place.job.key, outcome, final, report))
 
+    def fall_back(self, job: Job, model: str) -> None:
+        assert isinstance(job, RemoteJob)
+        if not self._knows(job):
+            self._describe(job)
+            self._local.fall_back(job, model)
+            return
+        job.fallback = job.parsed.model = model
+
+    def settle_outside(
+        self, job: Job, label: str, seen: Seen, outcome: Outcome, *, final: bool
+    ) -> None:
+        assert isinstance(job, RemoteJob)
+        if not self._knows(job):
+            self._describe(job)
+            self._local.settle_outside(job, label, seen, outcome, final=final)
+        else:
+            report = report_of(seen, job.inbound.body)
+            self._send(messages.Outside(job.key, label, outcome, final, report))
+
     def withdraw(self, place: Place, seen: Seen | None) -> None:
         assert isinstance(place, Assignment)
         self._close_place(place, seen)
@@ -265,11 +284,12 @@ class RemoteDispatcher:
         job, tried = ask.job, list(ask.tried)
         failure = None if ask.failure is None else error_of(ask.failure)
         if job.session == self._session:
-            channel.send(messages.Again(job.key, tried, failure))
+            channel.send(messages.Again(job.key, tried, failure, job.fallback))
         else:
             job.key = job.key or next(self._keys)
             job.session = self._session
             channel.send(messages.Submit(job.key, self._facts_of(job), tried, failure))
+        job.fallback = ""
         self._asked[job.key] = ask
 
     def _facts_of(self, job: RemoteJob) -> messages.Facts:

@@ -1,0 +1,184 @@
+"""Names that stand for models, models that share a name, and who answers where no instance can.
+
+    name asked for   ``models.NAME`` of the configuration says
+    ---------------  ---------------------------------------------------------------------------
+    an alias         ``serve``: the model that instances serve
+    a split          ``split``: one of several models, by weight; the same one for the same
+                     request's id, or for the same client's key
+    any              ``fallbacks``: in turn, where nothing can take the request: no instance is
+                     there, the queue is full or too slow, or all attempts failed in front of the
+                     first byte
+
+A client's key is asked whether it may use the name that was asked for, and each fallback's. What
+continues a response has no fallback. A body is rewritten in its ``model`` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.files.gateway_config import (
+    FallbackConfig,
+    GatewayConfig,
+    ModelConfig,
+    secret,
+)
+from hetero_gateway.gateway.wire.headers import Headers
+from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.tls import ClientContexts, ClientTls
+from hetero_gateway.gateway.wire.upstream import InstancePool
+
+# Of a request's fields, what a service elsewhere gets: it is a stranger.
+_TO_STRANGERS = frozenset((b"accept", b"content-type"))
+_CREDENTIALS = (b"authorization", b"x-api-key")
+_HASH_BYTES = 8
+
+
+class Outside:
+    """A service elsewhere: no instance of ours, which nobody schedules for or probes.
+
+    Attributes:
+        id: by which headers, logs and metrics call it.
+    """
+
+    __slots__ = ("api_key", "id", "pool")
+
+    def __init__(self, pool: InstancePool, api_key: str | None) -> None:
+        self.id = InstanceId(f"outside:{pool.host}")
+        self.pool = pool
+        self.api_key = api_key
+
+    def __repr__(self) -> str:
+        return f"<Outside {self.pool!r}>"
+
+    def head(self, inbound: Inbound) -> bytes:
+        """The head of a request as it is sent there."""
+        parts = [
+            inbound.method, b" ", self.pool.path_prefix, inbound.target,
+            b" HTTP/1.1\r\nhost: ", self.pool.host_header,
+            b"\r\ncontent-length: %d\r\n" % len(inbound.body),
+        ]  # fmt: skip
+        for name, value in inbound.headers:
+            if name in _TO_STRANGERS:
+                parts += (name, b": ", value, b"\r\n")
+        if self.api_key is not None:
+            parts.append(b"authorization: Bearer %b\r\n" % self.api_key.encode())
+        parts.append(b"\r\n")
+        return b"".join(parts)
+
+
+class OutsidePlace(NamedTuple):
+    """A request's place at a service elsewhere. ``label``: of its fallback."""
+
+    instance: Outside
+    label: str
+    waited_s: float = 0.0
+
+
+class Fallback(NamedTuple):
+    """Who is asked where no instance can.
+
+    Args:
+        label: by which a client's key, the answer's header and metrics call it.
+        model: its name there.
+        outside: where that is; None: here.
+    """
+
+    label: str
+    model: str
+    outside: Outside | None
+
+
+class _Route(NamedTuple):
+    targets: tuple[tuple[float, str], ...]  # (sum of the weights up to it, model)
+    by_client: bool
+    fallbacks: tuple[Fallback, ...]
+
+
+class ModelRoutes:
+    """What becomes of requests by the name that they ask for. False where nothing is configured.
+
+    Args:
+        config: of the gateway.
+        contexts: for TLS towards services elsewhere.
+
+    Raises:
+        ConfigError: a key or a certificate is missing.
+    """
+
+    def __init__(self, config: GatewayConfig, contexts: ClientContexts) -> None:
+        self._routes = {
+            name: _Route(
+                _targets(each),
+                each.split_by == "client",
+                tuple(_fallback(config, name, f, contexts) for f in each.fallbacks),
+            )
+            for name, each in config.models.items()
+        }
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    def target(self, name: str | None, inbound: Inbound) -> str | None:
+        """The model that a name stands for; None: it stands for itself."""
+        route = self._routes.get(name or "")
+        if route is None or not route.targets:
+            return None
+        targets = route.targets
+        if len(targets) == 1:
+            return targets[0][1]
+        text = _credentials(inbound.headers) if route.by_client else inbound.request_id
+        digest = blake2b(text, digest_size=_HASH_BYTES, key=b"split").digest()
+        drawn = int.from_bytes(digest, "little") / 256**_HASH_BYTES * targets[-1][0]
+        return next((model for upto, model in targets if drawn < upto), targets[-1][1])
+
+    def fallbacks(self, name: str) -> tuple[Fallback, ...]:
+        """Who is asked, in turn, where no instance can take a request for a name."""
+        route = self._routes.get(name)
+        return () if route is None else route.fallbacks
+
+    def aliases(self, served: Callable[[str], bool]) -> Iterable[tuple[str, str]]:
+        """Names that stand for models of which some are served, and the first of these."""
+        for name, route in self._routes.items():
+            for _, model in route.targets:
+                if served(model):
+                    yield name, model
+                    break
+
+    def close(self) -> None:
+        """Close the connections elsewhere, each when its exchange is over."""
+        for route in self._routes.values():
+            for fallback in route.fallbacks:
+                if fallback.outside is not None:
+                    fallback.outside.pool.close()
+
+
+def _targets(config: ModelConfig) -> tuple[tuple[float, str], ...]:
+    if config.serve is not None:
+        return ((1.0, config.serve),)
+    sums = itertools.accumulate(config.split.values())
+    return tuple(zip(sums, config.split, strict=True))
+
+
+def _fallback(
+    gateway: GatewayConfig, name: str, config: FallbackConfig, contexts: ClientContexts
+) -> Fallback:
+    if config.base_url is None:
+        return Fallback(config.model, config.model, None)
+    key = secret(config.api_key_env, f"models.{name}.fallbacks: api_key_env")
+    context = None
+    if config.base_url.startswith("https:"):
+        context = contexts.context(ClientTls(config.ca_file, None, None))
+    pool = InstancePool(config.base_url, gateway.pool, gateway.timeouts.connect_s, context)
+    pool.allows_link_local = gateway.server.link_local_instances
+    host = urlsplit(config.base_url).hostname
+    return Fallback(f"{host}/{config.model}", config.model, Outside(pool, key))
+
+
+def _credentials(headers: Headers) -> bytes:
+    return b"\n".join(value for name, value in headers if name in _CREDENTIALS)
