@@ -27,6 +27,7 @@ from hetero_gateway.emulator.other_apis import EmbeddingsReply, MessagesReply, R
 from hetero_gateway.emulator.prefixes import answer_tokens, block_keys, chat_tokens
 from hetero_gateway.emulator.reply import JSON, Reply, Send
 from hetero_gateway.emulator.responses import ResponseStore
+from hetero_gateway.emulator.scoring import RerankReply, ScoreReply, rerank_ask, score_ask
 from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.emulator.text import BYTES_PER_TOKEN, token_text, tokenize
 from hetero_gateway.engines.vllm import paths
@@ -76,11 +77,21 @@ class EmulatedVLLM:
             paths.MESSAGES: self._messages,
             paths.EMBEDDINGS: self._embeddings,
             paths.INVOCATIONS: self._invocation,
+            **dict.fromkeys(("/score", "/v1/score"), self._score),
+            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self._rerank),
         }
+        # Adapters by name: the path that each was loaded from.
+        self._adapters = {name: name for name in settings.lora_modules}
         self._forms: dict[str, Callable[[Json], Json]] = {
             paths.TOKENIZE: self._tokenize,
             paths.DETOKENIZE: self._detokenize,
+            paths.COUNT_TOKENS: self._count_tokens,
             "/emulator/slowdown": self._slow_down,
+        }
+        # As with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: answered in words.
+        self._orders: dict[str, Callable[[Json], str]] = {
+            paths.LOAD_LORA_ADAPTER: self._load_adapter,
+            paths.UNLOAD_LORA_ADAPTER: self._unload_adapter,
         }
         self._actions: dict[str, Callable[[], Json]] = {
             # A real vLLM has it in its development mode only.
@@ -117,13 +128,18 @@ class EmulatedVLLM:
                 await _respond(send, 200, body, content_type)
             elif path in self._actions:
                 await _respond(send, 200, msgspec.json.encode(self._actions[path]()))
+            elif path in self._orders:
+                said = self._orders[path](_decode(await _read(receive), scope))
+                await _respond(send, 200, said.encode(), b"")
             elif path in self._forms:
                 form = self._forms[path](_decode(await _read(receive), scope))
                 await _respond(send, 200, msgspec.json.encode(form))
             else:
                 await self._generate(scope, receive, send)
         except ApiError as error:
-            await _respond(send, error.status, error.body(anthropic=path == paths.MESSAGES))
+            await _respond(
+                send, error.status, error.body(anthropic=path.startswith(paths.MESSAGES))
+            )
         except DetailError as error:
             headers = [(b"allow", error.allow.encode())] if error.allow else []
             body = msgspec.json.encode({"detail": error.detail})
@@ -145,7 +161,7 @@ class EmulatedVLLM:
             return
         if path in self._pages:
             allowed = "GET"
-        elif path in self._replies or path in self._forms or path in self._actions:
+        elif any(path in k for k in (self._replies, self._forms, self._orders, self._actions)):
             allowed = "POST"
         elif (named := _RESPONSE.fullmatch(path)) is not None:
             allowed = "POST" if named[2] else "GET"
@@ -227,6 +243,20 @@ class EmulatedVLLM:
         )
         return self._filled(reply, context)
 
+    def _score(self, body: Json, context: _Context) -> Reply:
+        model = self._model(body)
+        ask, pairs = score_ask(body)
+        reply = ScoreReply(ask, f"score-{context.suffix}", model, *context.now)
+        reply.pairs = pairs
+        return self._filled(reply, context)
+
+    def _rerank(self, body: Json, context: _Context) -> Reply:
+        model = self._model(body)
+        ask, pairs, most = rerank_ask(body)
+        reply = RerankReply(ask, f"rerank-{context.suffix}", model, *context.now)
+        reply.pairs, reply.most = pairs, most
+        return self._filled(reply, context)
+
     def _invocation(self, body: Json, context: _Context) -> Reply:
         chat = isinstance(body, dict) and "messages" in body
         return self._chat(body, context) if chat else self._completion(body, context)
@@ -238,7 +268,7 @@ class EmulatedVLLM:
         digest = hashlib.blake2b(context.raw, digest_size=8, key=b"%d" % self.settings.seed)
         rng = Random(digest.digest())
         settings = self.settings
-        adapter = reply.model if reply.model in settings.lora_modules else None
+        adapter = reply.model if reply.model in self._adapters else None
         reply.says_cached = settings.prompt_tokens_details
         for prompt, limit in zip(ask.prompts, limits, strict=True):
             for _ in range(ask.n):
@@ -280,7 +310,7 @@ class EmulatedVLLM:
 
     def _model(self, body: Json) -> str:
         """The name that the request asks for; without one the first. Raises ApiError."""
-        names = self.settings.model_names
+        names = self._names()
         asked = body.get("model") if isinstance(body, dict) else None
         if not asked or not isinstance(asked, str):
             return names[0]
@@ -293,8 +323,48 @@ class EmulatedVLLM:
             )
         return asked
 
+    def _names(self) -> tuple[str, ...]:
+        """Every name that is served; the base model's first."""
+        return (*self.settings.base_names, *self._adapters)
+
+    def _load_adapter(self, body: Json) -> str:
+        adapter = validate(bodies.LoadAdapterBody, body)
+        name, path = adapter.lora_name, adapter.lora_path
+        if not name or not path:
+            raise ApiError(
+                "Both 'lora_name' and 'lora_path' must be provided.", kind="InvalidUserInput"
+            )
+        if name in self._names() and not adapter.load_inplace:
+            raise ApiError(
+                f"The lora adapter '{name}' has already been loaded. If you want to load the "
+                "adapter in place, set 'load_inplace' to True.",
+                kind="InvalidUserInput",
+            )
+        self._adapters[name] = path
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    def _unload_adapter(self, body: Json) -> str:
+        name = validate(bodies.LoadAdapterBody, body).lora_name
+        if not name:
+            raise ApiError(
+                "'lora_name' needs to be provided to unload a LoRA adapter.",
+                kind="InvalidUserInput",
+            )
+        if self._adapters.pop(name, None) is None:
+            raise ApiError(
+                f"The lora adapter '{name}' cannot be found.", status=404, kind="NotFoundError"
+            )
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    def _count_tokens(self, body: Json) -> Json:
+        tokens = bodies.count_messages_tokens(body, self._model(body))
+        return {
+            "input_tokens": tokens,
+            "context_management": {"original_input_tokens": tokens},
+        }
+
     def _models(self) -> bytes:
-        names = self.settings.model_names
+        names = self._names()
         permission = {
             "id": "modelperm-emulated",
             "object": "model_permission",
@@ -315,8 +385,8 @@ class EmulatedVLLM:
                 "object": "model",
                 "created": self._started,
                 "owned_by": "vllm",
-                "root": self.settings.profile.model,
-                "parent": names[0] if name in self.settings.lora_modules else None,
+                "root": self._adapters.get(name, self.settings.profile.model),
+                "parent": names[0] if name in self._adapters else None,
                 "max_model_len": self.settings.context_tokens,
                 "permission": [permission],
             }

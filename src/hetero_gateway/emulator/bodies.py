@@ -13,6 +13,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_gateway.emulator.errors import ApiError, bad_value, validate
+from hetero_gateway.emulator.logprobs import MOST_LOGPROBS
 from hetero_gateway.emulator.prefixes import chat_tokens, id_tokens, text_tokens
 from hetero_gateway.emulator.text import BYTES_PER_TOKEN, Json, SchemaError, sample_json
 
@@ -27,6 +28,7 @@ class Ask:
     ``prompts`` are their tokens (``prefixes``). ``max_tokens`` None means to the end of the context
     window. ``forced_text`` is what must come out (a tool's arguments, a JSON document); ``tool`` is
     the called function's name. Requests with different ``cache_salt`` share no cached prefix.
+    ``top_logprobs`` is how many likely tokens to name at each place; None: no probabilities.
     """
 
     prompts: tuple[bytes, ...]
@@ -44,6 +46,7 @@ class Ask:
     tool: str | None = None
     tool_finish: str = "stop"
     cache_salt: str | None = None
+    top_logprobs: int | None = None
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
@@ -51,7 +54,9 @@ class Ask:
         return tuple(len(prompt) // BYTES_PER_TOKEN for prompt in self.prompts)
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """What every body may have; unknown fields are ignored."""
+
     model_config = ConfigDict(extra="ignore")
     model: str | None = None
     cache_salt: str | None = None
@@ -62,7 +67,7 @@ class _StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class _Sampling(_Body):
+class _Sampling(Body):
     n: int | None = 1
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -133,14 +138,17 @@ class _ChatBody(_Sampling):
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
 
 
 class _CompletionBody(_Sampling):
     prompt: str | list[int] | list[str] | list[list[int]] | None = None
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+    logprobs: int | None = None
 
 
-class _ResponsesBody(_Body):
+class _ResponsesBody(Body):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -149,7 +157,7 @@ class _ResponsesBody(_Body):
     ignore_eos: bool = False
 
 
-class _MessagesBody(_Body):
+class _MessagesBody(Body):
     messages: list[dict[str, Any]]
     max_tokens: int
     system: str | list[dict[str, Any]] | None = None
@@ -159,22 +167,34 @@ class _MessagesBody(_Body):
     ignore_eos: bool = False
 
 
-class _EmbeddingBody(_Body):
+class _CountBody(Body):
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class _EmbeddingBody(Body):
     input: str | list[int] | list[str] | list[list[int]]
     encoding_format: Literal["float", "base64"] = "float"
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = False
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     tokens: list[int]
 
 
-class SlowdownBody(_Body):
+class LoadAdapterBody(Body):
+    lora_name: str = ""
+    lora_path: str = ""
+    load_inplace: bool = False
+
+
+class SlowdownBody(Body):
     factor: float = Field(gt=0, le=1e6, allow_inf_nan=False)
 
 
@@ -189,8 +209,14 @@ def chat_ask(body: Json, model: str) -> Ask:
         raise ApiError(
             "Cannot apply chat template to an empty conversation. Provide at least one message."
         )
+    if chat.top_logprobs is not None and not chat.logprobs:
+        raise ApiError(
+            "when using `top_logprobs`, `logprobs` must be set to true. (parameter=top_logprobs)",
+            param="top_logprobs",
+        )
     tool = _called_tool(chat)
     return Ask(
+        top_logprobs=_top_logprobs((chat.top_logprobs or 0) if chat.logprobs else None),
         prompts=(chat_tokens(role_texts(chat.messages, model), chat.tools),),
         max_tokens=limit,
         max_tokens_name=name,
@@ -208,6 +234,7 @@ def completion_ask(body: Json) -> Ask:
     completion.check(completion.max_tokens)
     prompts, are_ids = _prompts(completion.prompt)
     return Ask(
+        top_logprobs=_top_logprobs(completion.logprobs),
         prompts=prompts,
         prompts_are_ids=are_ids,
         max_tokens=completion.max_tokens,
@@ -251,9 +278,6 @@ def responses_ask(
 def messages_ask(body: Json, model: str) -> Ask:
     """/v1/messages (Anthropic's API), text only. Raises ApiError."""
     request = validate(_MessagesBody, body)
-    messages = role_texts(request.messages, model)
-    if request.system:
-        messages.insert(0, ("system", _content_text(request.system, model)))
     if request.max_tokens < 1:
         raise bad_value(
             f"max_tokens must be at least 1, got {request.max_tokens}.",
@@ -261,13 +285,37 @@ def messages_ask(body: Json, model: str) -> Ask:
             request.max_tokens,
         )
     return Ask(
-        prompts=(chat_tokens(messages, request.tools),),
+        prompts=(_messages_prompt(request, model),),
         cache_salt=request.cache_salt,
         max_tokens=request.max_tokens,
         ignore_eos=request.ignore_eos,
         stop=tuple(text for text in request.stop_sequences or () if text),
         stream=bool(request.stream),
     )
+
+
+def count_messages_tokens(body: Json, model: str) -> int:
+    """/v1/messages/count_tokens: tokens of the prompt. Raises ApiError."""
+    return len(_messages_prompt(validate(_CountBody, body), model)) // BYTES_PER_TOKEN
+
+
+def _messages_prompt(request: _MessagesBody | _CountBody, model: str) -> bytes:
+    messages = role_texts(request.messages, model)
+    if request.system:
+        messages.insert(0, ("system", _content_text(request.system, model)))
+    return chat_tokens(messages, request.tools)
+
+
+def _top_logprobs(wanted: int | None) -> int | None:
+    """How many are named. Raises ApiError: more than vLLM lets."""
+    if wanted is not None and wanted > MOST_LOGPROBS:
+        raise bad_value(
+            f"Requested sample logprobs of {wanted}, which is greater than max allowed: "
+            f"{MOST_LOGPROBS}",
+            "logprobs",
+            wanted,
+        )
+    return wanted
 
 
 def embedding_ask(body: Json) -> tuple[Ask, bool]:

@@ -5,8 +5,11 @@ Chunks are built from byte templates: a token costs one concatenation and no JSO
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from hetero_gateway.emulator.logprobs import chat_logprobs, completion_logprobs
 from hetero_gateway.emulator.reply import FINGERPRINT, Choice, Reply
 from hetero_gateway.engines.vllm import DONE
 
@@ -57,7 +60,23 @@ class _OpenAIReply(Reply):
             return b""
         return b",%b%b" % (self._usage(completion_tokens), b',"completion_tokens_details":null}')
 
+    def logprobs(self, choice: Choice, first: int, end: int) -> dict[str, Any]:
+        """Of a choice's tokens from the ``first`` on."""
+        raise NotImplementedError
+
+    def _probable(self, choices: bytes, choice: Choice, first: int, end: int) -> bytes:
+        """A choice with its probabilities in their place, where they are asked for."""
+        if self.ask.top_logprobs is None:
+            return choices
+        told = msgspec.json.encode(self.logprobs(choice, first, end))
+        # The mark cannot stand in a text, whose quotes are escaped.
+        return choices.replace(b'"logprobs":null', b'"logprobs":' + told, 1)
+
     def delta(self, choice: Choice) -> bytes:
+        data = self._delta(choice)
+        return self._probable(data, choice, choice.emitted - 1, choice.emitted)
+
+    def _delta(self, choice: Choice) -> bytes:
         if not choice.head:
             choice.head, choice.tail = self._templates(choice)
         data = choice.head + choice.pieces[choice.emitted - 1] + choice.tail
@@ -97,6 +116,10 @@ class CompletionReply(_OpenAIReply):
         b'"prompt_token_ids":null,"token_ids":null}'
     )
 
+    def logprobs(self, choice: Choice, first: int, end: int) -> dict[str, Any]:
+        before = sum(len(msgspec.json.decode(b'"%b"' % p)) for p in choice.pieces[:first])
+        return completion_logprobs(choice.pieces[first:end], self.ask.top_logprobs or 0, before)
+
     def last_delta(self, choice: Choice) -> bytes:
         inner = (
             b'{"index":%d,"text":"%b","logprobs":null,"finish_reason":"%b","stop_reason":%b,'
@@ -107,17 +130,12 @@ class CompletionReply(_OpenAIReply):
             choice.finish_reason.encode(),
             quoted(choice.stop_reason),
         )
+        inner = self._probable(inner, choice, len(choice.pieces) - 1, len(choice.pieces))
         return self._chunk(inner) + self._end(choice)
 
     def body(self) -> bytes:
         choices = b",".join(
-            (
-                b'{"index":%d,"text":"%b","logprobs":null,"finish_reason":"%b","stop_reason":%b,'
-                b'"token_ids":null,"prompt_logprobs":null,"prompt_token_ids":null,'
-                b'"routed_experts":null}'
-            )
-            % (c.index, c.text, c.finish_reason.encode(), quoted(c.stop_reason))
-            for c in self.choices
+            self._probable(self._choice(c), c, 0, len(c.pieces)) for c in self.choices
         )
         return b"%b%b,%b%b%b" % (
             self._chunk(choices).removeprefix(b"data: "),
@@ -126,6 +144,13 @@ class CompletionReply(_OpenAIReply):
             self._details(),
             b',"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}',
         )
+
+    def _choice(self, c: Choice) -> bytes:
+        return (
+            b'{"index":%d,"text":"%b","logprobs":null,"finish_reason":"%b","stop_reason":%b,'
+            b'"token_ids":null,"prompt_logprobs":null,"prompt_token_ids":null,'
+            b'"routed_experts":null}'
+        ) % (c.index, c.text, c.finish_reason.encode(), quoted(c.stop_reason))
 
 
 class ChatReply(_OpenAIReply):
@@ -149,9 +174,12 @@ class ChatReply(_OpenAIReply):
             )
         return b"".join(chunks)
 
-    def delta(self, choice: Choice) -> bytes:
+    def logprobs(self, choice: Choice, first: int, end: int) -> dict[str, Any]:
+        return chat_logprobs(choice.pieces[first:end], self.ask.top_logprobs or 0)
+
+    def _delta(self, choice: Choice) -> bytes:
         if self.ask.tool is None:
-            return super().delta(choice)
+            return super()._delta(choice)
         inner = (
             b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null,"token_ids":null}'
         ) % (choice.index, self._tool_delta(choice, choice.pieces[choice.emitted - 1]))
@@ -169,23 +197,12 @@ class ChatReply(_OpenAIReply):
             choice.finish_reason.encode(),
             quoted(choice.stop_reason),
         )
+        inner = self._probable(inner, choice, len(choice.pieces) - 1, len(choice.pieces))
         return self._chunk(inner) + self._end(choice)
 
     def body(self) -> bytes:
         choices = b",".join(
-            (
-                b'{"index":%d,"message":{"role":"assistant",%b,"refusal":null,"annotations":null,'
-                b'"audio":null,"function_call":null%b,"reasoning":null},"logprobs":null,'
-                b'"finish_reason":"%b","stop_reason":%b,"token_ids":null,"routed_experts":null}'
-            )
-            % (
-                choice.index,
-                b'"content":null' if self.ask.tool else b'"content":"%b"' % choice.text,
-                b',"tool_calls":[%b]' % self._tool_call(choice) if self.ask.tool else b"",
-                choice.finish_reason.encode(),
-                quoted(choice.stop_reason),
-            )
-            for choice in self.choices
+            self._probable(self._choice(c), c, 0, len(c.pieces)) for c in self.choices
         )
         start = self._chunk(choices).removeprefix(b"data: ")
         return b"%b%b,%b%b%b" % (
@@ -195,6 +212,19 @@ class ChatReply(_OpenAIReply):
             self._details(),
             b',"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null,'
             b'"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}',
+        )
+
+    def _choice(self, choice: Choice) -> bytes:
+        return (
+            b'{"index":%d,"message":{"role":"assistant",%b,"refusal":null,"annotations":null,'
+            b'"audio":null,"function_call":null%b,"reasoning":null},"logprobs":null,'
+            b'"finish_reason":"%b","stop_reason":%b,"token_ids":null,"routed_experts":null}'
+        ) % (
+            choice.index,
+            b'"content":null' if self.ask.tool else b'"content":"%b"' % choice.text,
+            b',"tool_calls":[%b]' % self._tool_call(choice) if self.ask.tool else b"",
+            choice.finish_reason.encode(),
+            quoted(choice.stop_reason),
         )
 
     def _call_id(self, choice: Choice) -> str:

@@ -89,7 +89,12 @@ class Settings:
     @property
     def model_names(self) -> tuple[str, ...]:
         """Every name that is served; the base model's first."""
-        return (self.models or (self.profile.model,)) + self.lora_modules
+        return self.base_names + self.lora_modules
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """The names of the model itself."""
+        return self.models or (self.profile.model,)
 
     @property
     def context_tokens(self) -> int:

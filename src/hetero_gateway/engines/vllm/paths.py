@@ -23,6 +23,7 @@ CHAT_COMPLETIONS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 EMBEDDINGS = "/v1/embeddings"
 INVOCATIONS = "/invocations"  # a chat or a completion, by its body
 TOKENIZE = "/tokenize"
@@ -98,7 +99,7 @@ WORK_BY_PATH = {
     INVOCATIONS: Work.GENERATE,
     TOKENIZE: Work.LIGHT,
     DETOKENIZE: Work.LIGHT,
-    "/v1/messages/count_tokens": Work.LIGHT,
+    COUNT_TOKENS: Work.LIGHT,
     "/v1/completions/render": Work.LIGHT,
     "/v1/chat/completions/render": Work.LIGHT,
     "/v1/messages/render": Work.LIGHT,

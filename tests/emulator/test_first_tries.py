@@ -1,0 +1,149 @@
+"""What people try first beside chats: probabilities, scores, token counts, adapters."""
+
+import json
+import math
+
+import openai
+import pytest
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "def f(x): return x"}]}
+FORCED = {"max_tokens": 3, "ignore_eos": True}
+
+
+def test_a_chat_names_the_likeliest_tokens_at_each_place(instance):
+    asked = {**CHAT, **FORCED, "logprobs": True, "top_logprobs": 2}
+    (choice,) = instance.post("/v1/chat/completions", asked).json()["choices"]
+    told = choice["logprobs"]["content"]
+    assert "".join(each["token"] for each in told) == choice["message"]["content"]
+    for each in told:
+        assert list(each) == ["token", "logprob", "bytes", "top_logprobs"]
+        assert bytes(each["bytes"]).decode() == each["token"]
+        assert each["logprob"] <= 0
+        assert [list(top) for top in each["top_logprobs"]] == [["token", "logprob", "bytes"]] * 2
+        assert len({top["token"] for top in each["top_logprobs"]}) == 2
+    chunks = [json.loads(data) for data in instance.stream("/v1/chat/completions", asked)[:-1]]
+    role, *deltas = [chunk["choices"][0] for chunk in chunks]
+    assert role["logprobs"] is None
+    for delta in deltas:
+        (each,) = delta["logprobs"]["content"]
+        assert each["token"] == delta["delta"]["content"]
+        assert each["top_logprobs"][0]["token"] == each["token"]
+
+
+def test_without_top_logprobs_only_the_chosen_token_is_told(instance):
+    (choice,) = instance.post("/v1/chat/completions", {**CHAT, **FORCED, "logprobs": True}).json()[
+        "choices"
+    ]
+    assert [each["top_logprobs"] for each in choice["logprobs"]["content"]] == [[]] * 3
+    (choice,) = instance.post("/v1/chat/completions", {**CHAT, **FORCED}).json()["choices"]
+    assert choice["logprobs"] is None
+
+
+def test_a_completion_tells_probabilities_in_the_older_shape(instance):
+    asked = {"prompt": "a b", **FORCED, "logprobs": 2}
+    (choice,) = instance.post("/v1/completions", asked).json()["choices"]
+    told = choice["logprobs"]
+    assert list(told) == ["text_offset", "token_logprobs", "tokens", "top_logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    assert [
+        choice["text"][at:].startswith(t)
+        for at, t in zip(told["text_offset"], told["tokens"], strict=True)
+    ] == [True] * 3
+    assert [len(top) for top in told["top_logprobs"]] == [2] * 3
+    chunks = [json.loads(data) for data in instance.stream("/v1/completions", asked)[:-1]]
+    said = ""
+    for (chunk,) in (each["choices"] for each in chunks):
+        assert chunk["logprobs"]["text_offset"] == [len(said)]
+        assert chunk["logprobs"]["tokens"] == [chunk["text"]]
+        said += chunk["text"]
+
+
+def test_each_choice_has_its_own_probabilities(instance):
+    asked = {"prompt": "a b", **FORCED, "logprobs": 0, "n": 2}
+    choices = instance.post("/v1/completions", asked).json()["choices"]
+    assert ["".join(c["logprobs"]["tokens"]) for c in choices] == [c["text"] for c in choices]
+
+
+def test_a_text_that_holds_the_mark_stays_as_it_is(instance):
+    mark = {"type": "object", "properties": {"logprobs": {"const": None}}, "required": ["logprobs"]}
+    schema = {"type": "json_schema", "json_schema": {"schema": mark}}
+    body = {**CHAT, "logprobs": True, "response_format": schema}
+    (choice,) = instance.post("/v1/chat/completions", body).json()["choices"]
+    assert json.loads(choice["message"]["content"]) == {"logprobs": None}
+    assert choice["logprobs"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 100},
+         "Requested sample logprobs of 100, which is greater than max allowed: 20 "
+         "(parameter=logprobs, value=100)"),
+        ("/v1/chat/completions", {**CHAT, "top_logprobs": 1}, "must be set to true"),
+        ("/v1/completions", {"prompt": "x", "logprobs": 21}, "max allowed: 20"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "1:1, 1:N or N:N"),
+        ("/rerank", {"query": "a", "documents": []}, "At least one"),
+        ("/v1/load_lora_adapter", {"lora_name": "x"}, "Both 'lora_name' and 'lora_path'"),
+        ("/v1/load_lora_adapter", {"lora_name": "tiny", "lora_path": "/x"}, "already been loaded"),
+    ],
+)  # fmt: skip
+def test_what_vllm_refuses_is_refused_in_its_words(instance, path, body, said):
+    answer = instance.post(path, body)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+def test_the_openai_client_reads_the_probabilities(instance):
+    with openai.OpenAI(base_url=f"{instance.base_url}/v1", api_key="none") as client:
+        chat = client.chat.completions.create(**CHAT, max_tokens=2, logprobs=True, top_logprobs=3)
+    told = chat.choices[0].logprobs
+    assert [len(each.top_logprobs) for each in told.content] == [3, 3]
+    assert 0 < math.exp(told.content[0].logprob) <= 1
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+def test_texts_are_scored_in_pairs(instance, path):
+    body = instance.post(path, {"text_1": "a cat", "text_2": ["a cat", "the sea"]}).json()
+    assert (body["object"], body["model"]) == ("list", "tiny")
+    assert [each["object"] for each in body["data"]] == ["score", "score"]
+    assert [each["index"] for each in body["data"]] == [0, 1]
+    assert body["data"][0]["score"] == 1 > body["data"][1]["score"] >= 0
+    assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] > 0
+    other = instance.post(path, {"queries": ["a", "b"], "documents": ["a", "c"]}).json()
+    assert [each["score"] == 1 for each in other["data"]] == [True, False]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_are_ranked_the_best_first(instance, path):
+    documents = ["the deep sea", {"text": "a black cat"}, "a cat"]
+    asked = {"model": "tiny", "query": "a cat", "documents": documents}
+    body = instance.post(path, asked).json()
+    assert [result["index"] for result in body["results"]] == [2, 1, 0]
+    assert body["results"][1]["document"] == {"text": "a black cat", "multi_modal": None}
+    (best,) = instance.post(path, {**asked, "top_n": 1}).json()["results"]
+    assert best == body["results"][0]
+
+
+def test_tokens_of_a_message_are_counted_as_they_are_charged(instance):
+    message = {"model": "tiny", "messages": CHAT["messages"], "system": "Be brief."}
+    counted = instance.post("/v1/messages/count_tokens", message).json()
+    answered = instance.post("/v1/messages", {**message, "max_tokens": 1}).json()
+    assert counted["input_tokens"] == answered["usage"]["input_tokens"]
+
+
+def test_adapters_come_and_go_and_are_listed_with_their_base(instance):
+    def listed():
+        data = instance.http.get("/v1/models").json()["data"]
+        return {card["id"]: (card["parent"], card["root"]) for card in data}
+
+    load = instance.post("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "/lora/sql"})
+    assert (load.status_code, load.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
+    assert listed()["sql"] == ("tiny", "/lora/sql")
+    assert instance.post("/v1/completions", {"model": "sql", "prompt": "x"}).status_code == 200
+    assert instance.post("/v1/unload_lora_adapter", {"lora_name": "sql"}).status_code == 200
+    assert set(listed()) == {"tiny", "alias"}
+    gone = instance.post("/v1/unload_lora_adapter", {"lora_name": "sql"})
+    assert (gone.status_code, gone.json()["error"]["message"]) == (
+        404,
+        "The lora adapter 'sql' cannot be found.",
+    )
