@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.paper.lengths import Source
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.cluster_config import load_cluster
 from hetero_gateway.files.profile_file import builtin_profiles
@@ -27,7 +28,7 @@ from hetero_gateway.sim.experiment import (
     mix_moments,
     run_once,
 )
-from hetero_gateway.sim.result import RunResult, Slo
+from hetero_gateway.sim.result import RunResult
 from hetero_gateway.sim.workload import TraceLengths
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"

@@ -38,6 +38,7 @@ from benchmarks.scheduling.policies import chat_mix, trace_mix
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.scheduling.disciplines import make_discipline
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
@@ -45,7 +46,7 @@ from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject,
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.experiment import Experiment, Moments, measure_bound, mix_moments
-from hetero_gateway.sim.result import Slo, summarise
+from hetero_gateway.sim.result import summarise
 from hetero_gateway.sim.workload import (
     Lengths,
     LogNormal,
@@ -214,24 +215,31 @@ class Front:
         return getattr(self._scheduler, name)
 
 
+def instances_of(cluster: tuple[Kind, ...]) -> list[SimulatedInstance]:
+    """In the cluster's order."""
+    found: list[SimulatedInstance] = []
+    for kind in cluster:
+        profile = load_profile(kind.profile)
+        profile = dataclasses.replace(
+            profile,
+            max_num_seqs=kind.max_num_seqs or profile.max_num_seqs,
+            kv_capacity_tokens=round(profile.kv_capacity_tokens * kind.kv_share),
+        )
+        for _ in range(kind.count):
+            found.append(SimulatedInstance(InstanceId(f"i{len(found)}"), profile, profile))
+    return found
+
+
 class Setting:
     """A cluster under one mix."""
 
     def __init__(self, cluster: tuple[Kind, ...], lengths: Lengths) -> None:
         self._lengths = lengths
-        self.instances: list[SimulatedInstance] = []
-        self._models: dict[InstanceId, tuple[str, ...]] = {}
-        for kind in cluster:
-            profile = load_profile(kind.profile)
-            profile = dataclasses.replace(
-                profile,
-                max_num_seqs=kind.max_num_seqs or profile.max_num_seqs,
-                kv_capacity_tokens=round(profile.kv_capacity_tokens * kind.kv_share),
-            )
-            for _ in range(kind.count):
-                name = InstanceId(f"i{len(self.instances)}")
-                self.instances.append(SimulatedInstance(name, profile, profile))
-                self._models[name] = kind.models
+        self.instances = instances_of(cluster)
+        kinds = [kind for kind in cluster for _ in range(kind.count)]
+        self._models = {
+            one.instance_id: kind.models for one, kind in zip(self.instances, kinds, strict=True)
+        }
         self._shared = any(len(kind.models) > 1 for kind in cluster)
         self._moments = mix_moments(lengths)
         self.slots = sum(i.profile.max_num_seqs for i in self.instances)
@@ -480,7 +488,7 @@ def print_table(cells: Cells, which: str) -> None:
                     print(f"{cluster:<12}{mix:<10}{load:<7}{other:<13.13}{shown}")
 
 
-def _named_trace(text: str) -> tuple[str, Path]:
+def named_trace(text: str) -> tuple[str, Path]:
     name, separator, path = text.partition("=")
     if not separator:
         raise argparse.ArgumentTypeError("give NAME=TRACE.csv")
@@ -493,7 +501,7 @@ def _names(text: str) -> list[str]:
 
 def main(make: MakeScheduler = make_scheduler) -> int:
     parser = argparse.ArgumentParser(description="where finish-time loses, and by how much")
-    parser.add_argument("--requests", type=_named_trace, action="append", metavar="NAME=TRACE.csv")
+    parser.add_argument("--requests", type=named_trace, action="append", metavar="NAME=TRACE.csv")
     parser.add_argument("--set", choices=CLUSTERS, default="development")
     parser.add_argument("--clusters", type=_names, help="default: all of the set")
     parser.add_argument("--loads", type=_names, default=list(LOADS))

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.tables import write_between_markers
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.policies import POLICY_NAMES
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.files.cluster_config import load_cluster
 from hetero_gateway.files.trace import CHAT_MIX, read_trace
 from hetero_gateway.sim.cluster import SimulatedInstance
@@ -40,7 +41,7 @@ from hetero_gateway.sim.experiment import (
     mix_moments,
     run_once,
 )
-from hetero_gateway.sim.result import RunResult, Slo
+from hetero_gateway.sim.result import RunResult
 from hetero_gateway.sim.workload import Lengths, LogNormal, LogNormalLengths, TraceLengths
 
 ROOT = Path(__file__).resolve().parents[2]

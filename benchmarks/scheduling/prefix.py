@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.scheduling.prefix_peers import RULES, geometric_mean, peer
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.cluster_config import load_cluster
@@ -40,7 +41,7 @@ from hetero_gateway.files.trace import read_trace
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.prefixes import KnownText, Prefixes, Run
-from hetero_gateway.sim.result import RunResult, Slo, summarise
+from hetero_gateway.sim.result import RunResult, summarise
 from hetero_gateway.sim.workload import Workload, all_at_once
 
 ROOT = Path(__file__).resolve().parents[2]

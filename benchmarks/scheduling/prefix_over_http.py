@@ -48,6 +48,7 @@ from benchmarks.simulator.simulated_and_measured import (
 from benchmarks.tables import write_between_markers
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.files.trace import LoadRequest, read_trace
 from hetero_gateway.load.children import Children
@@ -60,7 +61,6 @@ from hetero_gateway.sim import result as simulated_result
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.prefixes import KnownText, Prefixes, Run
-from hetero_gateway.sim.result import Slo
 from hetero_gateway.sim.workload import Workload
 
 BLIND = "blind"

@@ -87,17 +87,22 @@ class SamplingScheduler(Scheduler):
     keep = 0
 
     def _decide(
-        self, request: Request, eligible: Eligible, now_s: float, queue: ModelQueue | None
+        self,
+        request: Request,
+        eligible: Eligible,
+        now_s: float,
+        queue: ModelQueue | None,
+        waited_s: float = 0.0,
     ) -> Decision | None:
         count = len(eligible.pool.ids)
         if eligible.kept is None and self.size < count:
             drawn = self._draws.integers(0, count, self.size).tolist()
             among = Eligible(eligible.pool, sorted({*drawn, *self._last}), ())
-            decision = super()._decide(request, among, now_s, queue)
+            decision = super()._decide(request, among, now_s, queue, waited_s)
             if decision is not None:
                 self._remember(eligible, decision)
                 return decision
-        return super()._decide(request, eligible, now_s, queue)
+        return super()._decide(request, eligible, now_s, queue, waited_s)
 
     def _remember(self, eligible: Eligible, decision: Decision) -> None:
         if self.keep:

@@ -46,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.dataplane.cpu import MachineCpu, process_cpu_s
 from benchmarks.tables import write_between_markers
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.cluster_config import Cluster, load_cluster
 from hetero_gateway.files.trace import LoadRequest
@@ -66,7 +67,7 @@ from hetero_gateway.sim.experiment import (
     mix_moments,
     run_once,
 )
-from hetero_gateway.sim.result import RunResult, Slo
+from hetero_gateway.sim.result import RunResult
 from hetero_gateway.sim.workload import FaultKind, LogNormalLengths, Workload
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -106,6 +106,31 @@ def test_the_tables_go_to_stdout_and_the_progress_to_stderr(
     ]
 
 
+def test_the_load_that_is_held_is_printed_where_it_is_asked_for(
+    cluster: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetero_gateway.sim.fleet.can_compile", lambda: False)
+    flags = (
+        "--policy",
+        "finish-time,round-robin",
+        "--load",
+        "0.5",
+        "--seeds",
+        "1",
+        "--slo-tpot",
+        "0.03",
+    )
+    told = document(capsys, cluster, *flags, "--heed-slo", "--held")
+    assert told["heeds_slo"] is True
+    for loads in told["held"].values():
+        assert 2 >= loads["0.9"] >= loads["0.95"] >= loads["0.99"] >= 0
+    assert told["held"].keys() == {"finish-time", "round-robin"}
+    assert simulate(cluster, *flags, "--held") == 0
+    out, _ = capsys.readouterr()
+    assert "Highest load" in out
+    assert "held" not in document(capsys, cluster, *flags)
+
+
 def test_the_same_seeds_give_the_same_document(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.instances.table import SEATS, SPEED
+from hetero_gateway.core.instances.table import ROWS, SEATS, SPEED
 from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.policies import PolicyOptions, View, make_policy
 from hetero_gateway.core.policies.base import Backlog, Demand, Outlook
@@ -119,7 +119,7 @@ def candidates(
 
 def outlook(size: int) -> Outlook:
     """Equal, idle instances, and nobody in the queue."""
-    rows = np.zeros((15, size))
+    rows = np.zeros((ROWS, size))
     rows[SPEED] = 1.0
     rows[SEATS] = math.inf
     constants = np.array([dataclasses.astuple(FAST_CONSTANTS)] * size).T

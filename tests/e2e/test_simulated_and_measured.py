@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulator import simulated_and_measured as benchmark
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.files.cluster_config import load_cluster
 from hetero_gateway.sim.experiment import Experiment
-from hetero_gateway.sim.result import Slo
 from hetero_gateway.sim.workload import LogNormalLengths
 from tests.fakes.children import task_children
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time

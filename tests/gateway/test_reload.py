@@ -12,7 +12,8 @@ import httpx
 import pytest
 import yaml
 
-from hetero_gateway.core.types import InstanceId
+from hetero_gateway.core.policies.slo import Slo
+from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.config_changes import differences
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
@@ -115,6 +116,30 @@ async def test_what_a_reload_changes_is_as_if_it_had_been_started_so(tmp_path: P
             assert 'policy="least-requests"' in await running.metrics()
         async with running_gateway(fresh, path) as running:
             assert in_effect(running) == reloaded
+
+
+async def test_limits_of_requests_come_change_and_go_by_a_reload(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    body = Request("m", 10, 10.0)
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes)
+        write(path, config)
+        async with running_gateway(config, path) as running:
+            fleet = running.gateway.fleet
+            for section, slo in (
+                ({"ttft_s": 1, "tpot_s": 0.1}, Slo(1.0, 0.1)),
+                ({"ttft_s": 2, "classes": {"interactive": {"tpot_s": 0.2}}}, Slo(tpot_s=0.2)),
+                ({"models": {"m": {}}}, Slo()),
+                (None, None),
+            ):
+                write(path, config, scheduler={"slo": section})
+                told = await running.gateway.reloader.reload("a test")
+                assert told["needs_restart"] == []
+                slos = fleet.scheduler.policy.slos  # type: ignore[attr-defined]
+                assert (None if slos is None else slos.of(body)) == slo
+            write(path, config, scheduler={"slo": {"ttft_s": 0}})
+            with pytest.raises(ConfigError, match=r"scheduler\.slo\.ttft_s"):
+                await running.gateway.reloader.reload("a test")
 
 
 async def test_what_needs_a_restart_is_named_until_there_is_one(tmp_path: Path) -> None:

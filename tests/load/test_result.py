@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.load.result import RequestRecord, summarise
 from hetero_gateway.sim.figures import Distribution
 
@@ -59,6 +60,20 @@ def test_instances_have_their_share_and_their_last_answer() -> None:
     )
     got = [(i.instance_id, i.requests, i.completion_s) for i in summary.instances]
     assert got == [("a", 2, 9.0), ("b", 1, 4.0)]
+
+
+def test_those_within_the_limits_are_a_share_of_all_that_were_sent() -> None:
+    records = [
+        record(0),
+        record(1, first_s=2.5),  # late
+        record(2, end_s=12.5),  # slow
+        record(3, error="timeout"),
+        record(4, end_s=90.0, streamed=False),  # nobody saw its tokens
+    ]
+    assert summarise(records, Slo(1.5, 1.0)).slo_share == pytest.approx(2 / 5)
+    assert summarise(records, Slo(ttft_s=3.0)).slo_share == pytest.approx(4 / 5)
+    assert summarise(records).slo_share is None
+    assert summarise([], Slo()).slo_share is None
 
 
 def test_a_run_without_answers_is_none_and_zero_and_still_json() -> None:

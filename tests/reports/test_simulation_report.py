@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from hetero_gateway.cli import main
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.reports import page, simulation_report
 from hetero_gateway.sim.experiment import Experiment, Rate, compare, measure_bound
-from hetero_gateway.sim.result import Cell, Slo
+from hetero_gateway.sim.result import Cell
 from hetero_gateway.sim.workload import Fault, FaultKind, TraceLengths
 from tests.fakes.cluster import FakeSimulate, profile, simulated
 

@@ -16,6 +16,7 @@ from hetero_gateway.core.lengths.predictors import (
     LengthFeatures,
     NormalPredictor,
 )
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.experiment import (
     Bound,
@@ -28,7 +29,6 @@ from hetero_gateway.sim.experiment import (
     mix_moments,
     run_once,
 )
-from hetero_gateway.sim.result import Slo
 from hetero_gateway.sim.workload import Fault, FaultKind, LogNormal, LogNormalLengths, TraceLengths
 from tests.fakes.cluster import FakeSimulate, simulated
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.sim.cluster import Records
-from hetero_gateway.sim.result import Cell, RunResult, Slo, Spread, summarise, tokens_between
+from hetero_gateway.sim.result import Cell, RunResult, Spread, summarise, tokens_between
 from hetero_gateway.sim.workload import Workload
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,6 +83,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--seed", type=int, default=0, help="of arrivals, lengths and prompts (default: 0)"
     )
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a page with plots")
+    for name, what in (("ttft", "TTFT"), ("tpot", "TPOT")):
+        parser.add_argument(
+            f"--slo-{name}",
+            type=positive_float,
+            metavar="S",
+            help=f"limit of {what} in seconds: report the share of the requests within the limits",
+        )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
@@ -94,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
     from rich.console import Console
 
+    from hetero_gateway.core.policies.slo import Slo
     from hetero_gateway.files.gateway_config import secret
     from hetero_gateway.files.trace import read_trace, schedule, synthetic_trace
     from hetero_gateway.load.client import parse_target
@@ -120,6 +129,9 @@ def run(args: argparse.Namespace) -> int:
         pool=filler_pool(args.seed),
     )
     options = ReplayOptions(args.concurrency, args.timeout)
+    slo = None
+    if args.slo_ttft or args.slo_tpot:
+        slo = Slo(args.slo_ttft or math.inf, args.slo_tpot or math.inf)
 
     async def load() -> list[RequestRecord]:
         with progress_bar(Console(stderr=True)) as progress:
@@ -128,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         records = runner.run(load())
-    summary = summarise(records)
+    summary = summarise(records, slo)
     document = summary.to_dict() | {"url": target.base_url, "model": maker.model}
     if args.report is not None:
         from hetero_gateway.reports.bench_report import render

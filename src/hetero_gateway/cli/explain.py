@@ -16,6 +16,7 @@ _ESTIMATES = (
     ("DELAY", "delay_s", " s"),
     ("MEMORY", "memory_price_s", " s"),
     ("LATE", "late_price_s", " s"),
+    ("SLO", "slo_price_s", " s"),
     ("COST", "cost_s", ""),
 )
 

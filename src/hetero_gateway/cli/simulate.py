@@ -189,6 +189,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help=f"limit of TPOT in seconds per token (default: {DEFAULT_SLO_TPOT_S:g})",
     )
+    parser.add_argument(
+        "--heed-slo",
+        action="store_true",
+        help="finish-time knows the limits (scheduler.slo); default: it is only judged by them",
+    )
+    parser.add_argument(
+        "--held",
+        action="store_true",
+        help="print the highest load, too, at which each policy has 90, 95 and 99 %% of the "
+        "requests within the limits: some 20 loads more for each",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a page with plots")
     parser.set_defaults(run=run)
@@ -216,10 +227,15 @@ def run(args: argparse.Namespace) -> int:
     bound = measure_bound(experiment)
     cells = _compare(args, experiment, _rates_to_run(args, experiment, bound, moments), bound)
     document = simulation_table.document(args.config, experiment, bound, moments, cells)
+    held = _held(args, experiment, bound) if args.held else {}
+    if held:
+        document["held"] = simulation_table.held_document(held)
     if args.json:
         print(json.dumps(document))
     else:
         simulation_table.print_results(args.config, experiment, bound, moments, cells)
+        if held:
+            simulation_table.print_held(held)
     if args.report is not None:
         html = simulation_report.render(str(args.config), experiment, bound, cells, document)
         page.write(args.report, html)
@@ -234,8 +250,8 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
     """Flags over the cluster file."""
     import numpy as np
 
+    from hetero_gateway.core.policies.slo import Slo
     from hetero_gateway.sim.experiment import Experiment
-    from hetero_gateway.sim.result import Slo
 
     if args.scheduling == "chunked":
         for instance in cluster.instances:
@@ -279,6 +295,7 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         prefix_cache=args.prefix_cache == "on",
         queue=args.queue,
         batch_share=args.batch_share,
+        heeds_slo=args.heed_slo,
     )
 
 
@@ -348,6 +365,36 @@ def _rates_to_run(
     if loads and bound.tokens_per_s <= 0:
         raise ConfigError(f"{args.config}: no request of the mix fits any instance")
     return [Rate(bound.rate_per_s(load, moments), load) for load in loads] + rates
+
+
+def _held(
+    args: argparse.Namespace, experiment: Experiment, bound: Bound
+) -> dict[str, tuple[float, ...]]:
+    """By policy, with progress on standard error."""
+    from functools import partial
+
+    from rich.console import Console
+
+    from hetero_gateway.load.progress import progress_bar
+    from hetero_gateway.sim.cluster import simulate
+    from hetero_gateway.sim.experiment import held
+    from hetero_gateway.sim.fleet import can_compile
+
+    if bound.tokens_per_s <= 0:
+        raise ConfigError(f"{args.config}: no request of the mix fits any instance")
+    # So many short runs are worth what compiling takes.
+    run = partial(simulate, compiled=can_compile())
+    found = {}
+    with progress_bar(Console(stderr=True, highlight=False, markup=False)) as progress:
+        task = progress.add_task("held", total=None, note="")
+        for policy in args.policy:
+
+            def on_load(load: float, policy: str = policy) -> None:
+                progress.update(task, note=f"{policy}, load {load:.2f}", refresh=True)
+
+            seeds = range(args.seeds)
+            found[policy] = held(experiment, policy, seeds, bound, simulate=run, on_load=on_load)
+    return found
 
 
 def _compare(

@@ -341,6 +341,35 @@ class SharingConfig(StrictModel):
         return self
 
 
+class SloLimits(StrictModel):
+    """What requests should be within."""
+
+    ttft_s: float | None = Field(
+        None, gt=0, le=86400, description="Until the first token, in seconds; default: no limit."
+    )
+    tpot_s: float | None = Field(
+        None,
+        gt=0,
+        le=3600,
+        description="For each further token, in the mean, in seconds; default: no limit.",
+    )
+
+
+class SloConfig(SloLimits):
+    """Limits that ``finish-time`` keeps as many requests within as it can."""
+
+    models: dict[str, SloLimits] = Field(
+        default_factory=dict,
+        max_length=256,
+        description="By model, in place of those above.",
+    )
+    classes: dict[str, SloLimits] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="By class of requests, in place of the model's.",
+    )
+
+
 class SchedulerConfig(StrictModel):
     """Which policy chooses, and its constants."""
 
@@ -364,6 +393,9 @@ class SchedulerConfig(StrictModel):
         le=100,
         description="finish-time: what a second until the first token counts beside a second of "
         "latency, for prompts of which something is cached.",
+    )
+    slo: SloConfig | None = Field(
+        None, description="finish-time: limits that requests should be within; default: none."
     )
     prefix_key_env: str | None = Field(
         None,

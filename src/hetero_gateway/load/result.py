@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.sim.figures import Distribution
 
 
@@ -78,7 +79,8 @@ class Summary:
     """A run in figures. Failed requests count in ``errors`` and in nothing else.
 
     ``cached_share``: of the prompts' tokens, what engines had in their prefix caches; of those
-    whose answers say so, None where none does.
+    whose answers say so, None where none does. ``slo_share``: of all requests, those within the
+    limits; None: there are none.
     """
 
     requests: int
@@ -93,6 +95,7 @@ class Summary:
     instances: tuple[InstanceShare, ...] = ()
     errors_by_kind: dict[str, int] = field(default_factory=dict)
     cached_share: float | None = None
+    slo_share: float | None = None
 
     @property
     def throughput_tokens_per_s(self) -> float:
@@ -122,6 +125,7 @@ class Summary:
             ),
             errors_by_kind=self.errors_by_kind,
             cached_share=self.cached_share,
+            slo_share=self.slo_share,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,6 +140,7 @@ class Summary:
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
             "cached_share": self.cached_share,
+            "slo_share": self.slo_share,
             "latency_s": self.latency_s.to_dict(),
             "ttft_s": self.ttft_s.to_dict(),
             "tpot_s": self.tpot_s.to_dict(),
@@ -147,7 +152,15 @@ class Summary:
         }
 
 
-def summarise(records: Sequence[RequestRecord]) -> Summary:
+def within(record: RequestRecord, slo: Slo) -> bool:
+    """Whether a request was answered within the limits. What does not stream has no TPOT."""
+    if record.error is not None:
+        return False
+    first_s, token_s = record.ttft_s or 0.0, record.tpot_s or 0.0
+    return first_s <= slo.ttft_s and token_s <= slo.tpot_s
+
+
+def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summary:
     """Sum up a run; an empty or wholly failed one has figures of 0 and None."""
     good = [r for r in records if r.error is None]
     start_s = min((r.sent_s for r in records), default=0.0)
@@ -176,4 +189,7 @@ def summarise(records: Sequence[RequestRecord]) -> Summary:
         cached_share=sum(r.cached_tokens or 0 for r in says) / prompt_tokens
         if prompt_tokens
         else None,
+        slo_share=None
+        if slo is None or not records
+        else sum(within(r, slo) for r in records) / len(records),
     )

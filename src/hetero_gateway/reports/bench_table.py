@@ -40,12 +40,14 @@ def figure_rows(summary: Summary) -> list[tuple[str, str]]:
     ]
     if summary.cached_share is not None:
         rows.append(("of them cached", f"{summary.cached_share:.1%}"))
-    return [
-        *rows,
+    rows += [
         ("output tokens", f"{summary.output_tokens}"),
         ("throughput", f"{summary.throughput_tokens_per_s:.0f} tokens/s"),
         ("of it output", f"{summary.output_tokens_per_s:.0f} tokens/s"),
     ]
+    if summary.slo_share is not None:
+        rows.append(("within the limits", f"{summary.slo_share:.1%}"))
+    return rows
 
 
 def time_rows(summary: Summary) -> list[tuple[str, ...]]:

@@ -7,7 +7,7 @@ A terminal gets as many as it is wide, by rank; docs/guide/simulate.md says what
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from hetero_gateway.reports.columns import print_table
 from hetero_gateway.sim.experiment import Bound, Experiment, Moments
+from hetero_gateway.sim.held import SHARES
 from hetero_gateway.sim.result import Cell, RunResult, Spread
 
 # A pipe has no width: there, everything ranked fits.
@@ -116,6 +118,7 @@ def document(
         "prefix_cache": experiment.prefix_cache and experiment.prefixes is not None,
         "faults": len(experiment.faults),
         "slo": {"ttft_s": experiment.slo.ttft_s, "tpot_s": experiment.slo.tpot_s},
+        "heeds_slo": experiment.heeds_slo,
         "caution": short_runs(cells),
         "results": [cell.to_dict() for cell in cells],
     }
@@ -143,6 +146,23 @@ def print_results(
     )
     if caution := short_runs(cells):
         print(caution)
+
+
+def held_document(held: Mapping[str, tuple[float, ...]]) -> dict[str, dict[str, float]]:
+    """``held`` of ``simulate --json``: by policy, the load that holds each share."""
+    return {
+        policy: {f"{share:g}": load for share, load in zip(SHARES, loads, strict=True)}
+        for policy, loads in held.items()
+    }
+
+
+def print_held(held: Mapping[str, tuple[float, ...]]) -> None:
+    """The highest load that holds each share, by policy."""
+    print("\nHighest load at which so many requests are within the SLO:")
+    print_table(
+        ("POLICY", *(f"{share:.0%}" for share in SHARES)),
+        [(policy, *(f"{load:.2f}" for load in loads)) for policy, loads in held.items()],
+    )
 
 
 def by_rate(cells: Sequence[Cell]) -> list[list[Cell]]:

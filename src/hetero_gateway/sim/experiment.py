@@ -28,6 +28,7 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.policies import PolicyOptions, default_predictor, make_policy
 from hetero_gateway.core.policies.base import Objective
+from hetero_gateway.core.policies.slo import Slo, Slos
 from hetero_gateway.core.scheduling.disciplines import DisciplineName, make_discipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import DEFAULT_CLASS
@@ -35,8 +36,9 @@ from hetero_gateway.sim import cluster
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
+from hetero_gateway.sim.held import held_loads
 from hetero_gateway.sim.prefixes import Prefixes
-from hetero_gateway.sim.result import Cell, RunResult, Slo, summarise
+from hetero_gateway.sim.result import Cell, RunResult, summarise
 from hetero_gateway.sim.workload import (
     EvenLengths,
     Fault,
@@ -102,6 +104,7 @@ class Experiment:
         prefix_cache: whether the scheduler knows of them.
         queue: the discipline of those that wait.
         batch_share: of the requests, drawn at random, are of the class ``batch``.
+        heeds_slo: ``finish-time`` knows ``slo``; or else it is only judged by it.
 
     Raises:
         ValueError: the predictor and ``length_model`` do not agree, or there are fewer
@@ -125,6 +128,7 @@ class Experiment:
     prefix_cache: bool = True
     queue: DisciplineName = "fifo"
     batch_share: float = 0.0
+    heeds_slo: bool = False
 
     def __post_init__(self) -> None:
         if (self.length_model is not None) != (self.predictor == "trained"):
@@ -232,6 +236,30 @@ def compare(
     return cells
 
 
+def held(
+    experiment: Experiment,
+    policy: str,
+    seeds: Sequence[int],
+    bound: Bound,
+    *,
+    simulate: Simulate = cluster.simulate,
+    on_load: Callable[[float], None] = lambda load: None,
+) -> tuple[float, ...]:
+    """The highest loads at which ``held.SHARES`` of the requests are within the SLO.
+
+    The share is the mean over the seeds; ``on_load`` is told before a load is tried.
+    """
+    moments = mix_moments(experiment.lengths)
+
+    def share_at(load: float) -> float:
+        on_load(load)
+        rate = bound.rate_per_s(load, moments)
+        runs = [run_once(experiment, policy, rate, seed, moments, simulate) for seed in seeds]
+        return sum(run.slo_share for run in runs) / len(runs)
+
+    return held_loads(share_at)
+
+
 def make_workload(experiment: Experiment, rate_per_s: float, seed: int) -> Workload:
     """The requests of one run: the same for every policy, in the same pattern at every rate."""
     prompt, output = experiment.lengths.draw(experiment.count, np.random.default_rng((seed, 0)))
@@ -255,6 +283,7 @@ def _scheduler(experiment: Experiment, policy: str, seed: int, moments: Moments)
         randomised=experiment.randomised,
         single_instance=experiment.instances[0].instance_id,
         objective=experiment.objective,
+        slos=Slos(experiment.slo) if experiment.heeds_slo else None,
     )
     return Scheduler(
         make_policy(policy, options),

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.sim.cluster import Records
 from hetero_gateway.sim.figures import Distribution, RequestTimes, finite, request_times
 from hetero_gateway.sim.workload import Workload
@@ -44,14 +45,6 @@ from hetero_gateway.sim.workload import Workload
 _FROM, _TO = 0.2, 0.8
 # The quantiles that a latency distribution is kept as.
 QUANTILES = np.linspace(0, 1, 201)
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Limits that a request is within when neither is exceeded; seconds."""
-
-    ttft_s: float
-    tpot_s: float
 
 
 @dataclass(frozen=True, slots=True)

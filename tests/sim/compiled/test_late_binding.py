@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime
+from hetero_gateway.core.policies.slo import Slo, Slos
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 from tests.sim.compiled.cases import (
@@ -42,12 +43,14 @@ SLOW = [Fault(1, FaultKind.SLOW, 0.5, 9.0, 8.0)]
     st.sampled_from(PREDICTORS),
     st.booleans(),
     faults,
+    st.sampled_from([None, Slo(), Slo(0.1, 0.02), Slo(tpot_s=0.05), Slo(ttft_s=0.5)]),
 )
 def test_records_are_the_same_to_the_bit(
-    profiles, jobs, objective, depth, predictor, oracle, faults
+    profiles, jobs, objective, depth, predictor, oracle, faults, slo
 ):
     load = make_workload(jobs)
-    options = PolicyOptions(objective=objective, prefill_depth=depth)
+    slos = None if slo is None else Slos(slo)
+    options = PolicyOptions(objective=objective, prefill_depth=depth, slos=slos)
     predictions = load.output_tokens.astype(float) if oracle else None
     given = {"predictions": predictions, "faults": faults}
     expected = run(profiles, load, "finish-time", options, predictor, compiled=False, **given)
@@ -74,6 +77,12 @@ def test_requests_that_not_all_can_hold_are_left_to_the_objects():
     assert not used
 
 
+def test_limits_that_are_not_the_same_for_all_are_left_to_the_objects():
+    options = PolicyOptions(slos=Slos(Slo(1.0, 0.1), classes={"batch": Slo()}))
+    _, used = run_interpreted(CLUSTER, heavy_workload(20, 0.1), "finish-time", options, "constant")
+    assert not used
+
+
 def test_a_rule_that_is_not_known_is_left_to_the_objects(monkeypatch):
     made = FinishTime.__init__
 
@@ -88,9 +97,16 @@ def test_a_rule_that_is_not_known_is_left_to_the_objects(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["latency", "makespan"])
-def test_compiled_by_numba_too(objective):
-    options = PolicyOptions(objective=objective)
+@pytest.mark.parametrize(
+    "options",
+    [
+        PolicyOptions(),
+        PolicyOptions(objective="makespan"),
+        PolicyOptions(slos=Slos(Slo(0.2, 0.03))),
+    ],
+    ids=["latency", "makespan", "slo"],
+)
+def test_compiled_by_numba_too(options):
     for gap_s in (0.002, 0.1):
         load = heavy_workload(1500, gap_s)
         runs = [

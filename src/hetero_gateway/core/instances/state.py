@@ -35,6 +35,7 @@ placement never walks the running requests:
             shared_tokens          of both, what several have in common: held once     tokens
     f       speed                  observed over modelled step time, forgetting        –
             heard_s                when it last gave a first token, or began to owe one
+            recent_prefill         prompt tokens to compute that were sent, forgetting     tokens
 
 g is not counted token by token. The step clock counts the decode steps that the engine has made as
 the model has it (times f), set right by every observation; all that stream on one engine advance
@@ -84,6 +85,8 @@ _STAND_IN_BOUNDS = (1e-3, 1e3)
 # A request whose tokens nobody sees says something of the speed where streams have not for so long.
 STREAMS_SAY_S = 2.0
 _MOST_MISS = 4.0
+# What was sent lately, of prompts, is forgotten over so long: about as long as an answer takes.
+PREFILL_OVER_S = 10.0
 # Rows, about one a second, that wait for the ends of their requests.
 _MOST_AWAITED = 1024
 
@@ -132,6 +135,8 @@ class InstanceState:
         "peers",
         "prefix",
         "read_s",
+        "recent_prefill",
+        "recent_prefill_s",
         "seats",
         "shared_tokens",
         "slot",
@@ -174,6 +179,8 @@ class InstanceState:
         self.context = 0.0
         self.shared_tokens = 0.0
         self.heard_s = 0.0
+        self.recent_prefill = 0.0
+        self.recent_prefill_s = 0.0
         self.stages = [0] * _STAGES  # streaming sequences by stage
         self.peers: PeerLoad | None = None
         self._peer_loads: dict[str, PeerLoad] = {}
@@ -310,12 +317,18 @@ class InstanceState:
             self.waiting_prompt += entry.prompt_tokens
             self.waiting_prefill += prefill_tokens
             self.waiting_output += entry.output_tokens
+            self._note_prefill(prefill_tokens, now_s)
             if now_s - self._streams_seen_s >= STREAMS_SAY_S:
                 self._owe(entry, now_s)
         if not self.noted:
             self.noted = True
             self.changed.append(self)
         return entry
+
+    def _note_prefill(self, tokens: float, now_s: float) -> None:
+        since_s = self.recent_prefill_s - now_s
+        self.recent_prefill = self.recent_prefill * math.exp(since_s / PREFILL_OVER_S) + tokens
+        self.recent_prefill_s = now_s
 
     def first_token(self, entry: Dispatch, now_s: float, *, seen: bool = True) -> bool:
         """It streams. False, and no change, unless it was WAITING (and is followed).
@@ -425,6 +438,8 @@ class InstanceState:
             self._peer_loads.pop(peer, None)
         else:
             self._peer_loads[peer] = load
+            if before is not None:
+                self._note_prefill(max(0.0, load.prompt_tokens - before.prompt_tokens), now_s)
             if before is not None and self.streaming > 0:
                 # A peer that has begun to count anew has fewer.
                 interval = self._interval

@@ -33,8 +33,10 @@ from hetero_gateway.core.types import InstanceId
     _STEPS_PER_S,
     SEATS,  # sequences that may be there, where that was learnt; else 2^53
     SHARED,
-) = range(15)
-ROWS = 15
+    RECENT_PREFILL,
+    PREFILL_AGE_S,  # how long ago that was so
+) = range(17)
+ROWS = 17
 
 # The members of a pool: a slice where their slots are consecutive, as they mostly are.
 Slots = slice | NDArray[np.intp]
@@ -116,6 +118,7 @@ class Table:
         elapsed_s = np.maximum(now_s - rows[_READ_S], 0.0)
         rows[CONTEXT] += rows[STREAMING] * elapsed_s * rows[_STEPS_PER_S]
         rows[SILENT_S] = (now_s - rows[SILENT_S]) * (rows[WAITING] > 0)
+        rows[PREFILL_AGE_S] = now_s - rows[PREFILL_AGE_S]
         return rows
 
     def stages(self, slots: Slots) -> FloatArray:
@@ -163,6 +166,8 @@ class Table:
                 s.steps_per_s,
                 s.seats,
                 s.shared_tokens,
+                s.recent_prefill,
+                s.recent_prefill_s,
             )
             stages[:, s.slot] = s.stages
             stages[0, s.slot] += p.streaming  # how far those are, nobody says

@@ -22,6 +22,7 @@ from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.types import InstanceId, Request
 
 if TYPE_CHECKING:
+    from hetero_gateway.core.policies.slo import Slos
     from hetero_gateway.core.scheduling.decision import Decision
 
 Objective = Literal["latency", "makespan"]
@@ -43,6 +44,7 @@ class PolicyOptions:
             instance.
         first_token_weight: how much a second until the first token counts for ``finish-time``
             beside a second of latency, where a cached prefix is known; 0 or more.
+        slos: limits that ``finish-time`` keeps requests within, where it can; None: it has none.
     """
 
     randomised: bool = False
@@ -50,6 +52,7 @@ class PolicyOptions:
     objective: Objective = "latency"
     prefill_depth: int = 8
     first_token_weight: float = 1.0
+    slos: Slos | None = None
 
 
 # In arrays, or plain: for a few candidates numpy costs more than it saves.
@@ -101,6 +104,7 @@ class Backlog(NamedTuple, Generic[Numbers]):
         profiled: some candidate has constants of its own, or was observed.
         stands_in: some candidate's constants are not its own, so its times come from its observed
             speed.
+        waited_s: since the request arrived.
     """
 
     queued: int
@@ -111,6 +115,7 @@ class Backlog(NamedTuple, Generic[Numbers]):
     residual: Numbers
     profiled: bool
     stands_in: bool
+    waited_s: float = 0.0
 
 
 class Outlook(NamedTuple):

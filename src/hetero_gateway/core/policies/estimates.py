@@ -89,8 +89,9 @@ SEATS_USAGE = 2.0
 
 # Of one instance, in this order: T of the request, KV usage, load and requests in flight there, as
 # in ``base.COLUMNS``; latency, delay, the memory price without the lowest latency on offer (its
-# unit), and the time to the first token. A bare tuple: one is made for each candidate.
-Estimate = tuple[float, float, float, float, float, float, float, float]
+# unit), the time to the first token, and one decode step. A bare tuple: one is made for each
+# candidate.
+Estimate = tuple[float, float, float, float, float, float, float, float, float]
 
 
 def seats(max_num_seqs: float) -> float:
@@ -215,8 +216,8 @@ def estimates(
     n_r: float,
     prompt_tokens: float,
     output: float,
-) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    """lat, ext, price, late, their sum, and the time to the first token, s.
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+    """lat, ext, price, late, their sum, the time to the first token, and one decode step, s.
 
     Args:
         constants, rows, kv, max_num_seqs: as in ``Outlook``.
@@ -274,7 +275,7 @@ def estimates(
     if cached is not None:
         late_price_s += first_token_weight * ttft_s
     cost_s += late_price_s
-    return latency_s, delay_s, price_s, late_price_s, cost_s, ttft_s
+    return latency_s, delay_s, price_s, late_price_s, cost_s, ttft_s, step_s
 
 
 def late_prices_s(ttfts_s: list[float], first_token_weight: float, *, cached: bool) -> list[float]:
@@ -394,4 +395,5 @@ def estimate(
         # What is cached takes no time of the machine.
         computed_s -= n_r * cached * (p1 + 0.5 * p9 * cached)
     price = computed_s / typical_request_time_s * usage * usage
-    return request_time_s, kv_tokens / kv, load_s, in_flight, latency_s, delay_s, price, ttft_s
+    usage = kv_tokens / kv
+    return request_time_s, usage, load_s, in_flight, latency_s, delay_s, price, ttft_s, step_s

@@ -60,6 +60,12 @@ from hetero_gateway.core.policies.estimates import (
     needed_tokens,
     room_of,
 )
+from hetero_gateway.core.policies.slo import (
+    VIOLATION_PRICE_S,
+    Slos,
+    violations,
+    violations_wide,
+)
 
 if TYPE_CHECKING:
     from hetero_gateway.core.scheduling.decision import Decision
@@ -77,6 +83,7 @@ _ESTIMATES = (
     "latency_s", "delay_s", "memory_price_s", "late_price_s", "cost_s", "ttft_s", "room",
 )  # fmt: skip
 _NAMES = (*COLUMNS, *_ESTIMATES)
+_NAMES_WITH_SLO = (*_NAMES, "slo_price_s")
 _NAMES_OF_COUNTS = (*COLUMNS, "cost_s", "room")
 
 __all__ = ["MOST_PATIENCE_S", "FinishTime", "idle_before_drain_s"]
@@ -104,6 +111,7 @@ class FinishTime(PlacesAtOnce):
         self.objective: Objective = options.objective
         self.prefill_depth = options.prefill_depth
         self._first_token_weight = options.first_token_weight
+        self.slos = options.slos
         self._room = arithmetic.room
         self._matched_room = arithmetic.matched_room
         self._estimates = arithmetic.estimates
@@ -161,7 +169,7 @@ class FinishTime(PlacesAtOnce):
             figures = Figures(_NAMES_OF_COUNTS, (*told, cost, room))
         else:
             output = float(view.request.predicted_output_tokens)
-            latency_s, delay_s, price_s, late_s, cost, ttft_s = self._estimates(
+            latency_s, delay_s, price_s, late_s, cost, ttft_s, step_s = self._estimates(
                 outlook.constants,
                 outlook.rows,
                 outlook.kv_capacity_tokens,
@@ -177,8 +185,15 @@ class FinishTime(PlacesAtOnce):
                 float(view.request.prompt_tokens),
                 output,
             )
+            names: tuple[str, ...] = _NAMES
+            data: tuple[FloatArray | BoolArray, ...]
             data = (*told, latency_s, delay_s, price_s, late_s, cost, ttft_s, room)
-            figures = Figures(_NAMES, data, by_speed=backlog.stands_in)
+            if self.slos is not None:
+                slo_s = self._slo_prices_wide(view, outlook, ttft_s, step_s)
+                cost = cost + slo_s
+                names = _NAMES_WITH_SLO
+                data = (*told, latency_s, delay_s, price_s, late_s, cost, ttft_s, room, slo_s)
+            figures = Figures(names, data, by_speed=backlog.stands_in)
         if self._drains(backlog):
             slots = slots & self._worth_it(outlook, backlog, latency_s)
             room = room & slots
@@ -195,6 +210,23 @@ class FinishTime(PlacesAtOnce):
             figures,
             waits,
             float(ttft_s[position]),
+        )
+
+    def _slo_prices_wide(
+        self, view: View, outlook: Outlook, ttft_s: FloatArray, step_s: FloatArray
+    ) -> FloatArray:
+        assert self.slos is not None
+        request = view.request
+        return VIOLATION_PRICE_S * violations_wide(
+            outlook.constants,
+            outlook.rows,
+            ttft_s,
+            step_s,
+            float(request.sequences),
+            float(request.prompt_tokens),
+            float(request.predicted_output_tokens),
+            outlook.backlog.waited_s,
+            self.slos.of(request),
         )
 
     def _drains(self, backlog: Backlog[Any]) -> bool:
@@ -259,22 +291,39 @@ class FinishTime(PlacesAtOnce):
         soonest_s = min(latencies)
         costs: list[float] = []
         told: list[float] = []
-        for one, late_s, (_, room) in zip(found, late_prices, rooms, strict=True):
-            time_s, usage, load_s, in_flight, lat_s, delay_s, price, ttft_s = one
+        slo_prices = None if self.slos is None else self._slo_prices(view, self.slos, found)
+        for i, (one, late_s, (_, room)) in enumerate(zip(found, late_prices, rooms, strict=True)):
+            time_s, usage, load_s, in_flight, lat_s, delay_s, price, ttft_s, _ = one
             price_s = price * soonest_s
             cost_s = lat_s + delay_s + price_s + late_s
+            if slo_prices is not None:
+                cost_s += slo_prices[i]
             costs.append(cost_s)
             told += (
                 time_s, usage, load_s, in_flight, lat_s, delay_s, price_s, late_s, cost_s, ttft_s,
                 room,
             )  # fmt: skip
+            if slo_prices is not None:
+                told.append(slo_prices[i])
         latest_s = self._latest_small(view, soonest_s)
         position = _cheapest_small(costs, rooms, latencies, latest_s, rng)
         if position is None:
             return None
         best = found[position]
-        figures = Figures(_NAMES, array("d", told), by_speed=backlog.stands_in)
+        names = _NAMES if slo_prices is None else _NAMES_WITH_SLO
+        figures = Figures(names, array("d", told), by_speed=backlog.stands_in)
         return Choice(position, workload(best[0], best[1], view.theta), figures, False, best[7])
+
+    def _slo_prices(self, view: SmallView, slos: Slos, found: list[Estimate]) -> list[float]:
+        """What the limits that would be missed cost beside latency, by candidate, s."""
+        slo, lengths = slos.of(view.request), _lengths(view)
+        return [
+            VIOLATION_PRICE_S
+            * violations(
+                state, member, one[7], one[8], *lengths, view.now_s, view.backlog.waited_s, slo
+            )
+            for state, member, one in zip(view.states, view.members, found, strict=True)
+        ]
 
     def _rooms_small(
         self, view: SmallView, rooms: list[tuple[bool, bool]]
@@ -347,9 +396,11 @@ class FinishTime(PlacesAtOnce):
         cached = self._because_cached(decision)
         late_s = float(figures.column("late_price_s")[position])
         first = f", with {number(late_s)} s for its first token," if late_s else ""
+        slo_s = figures.at("slo_price_s", position) if "slo_price_s" in figures else 0.0
+        missed = f", with {number(slo_s)} s for limits that would be missed," if slo_s else ""
         ours = (
-            f"done in {mine_s} s{cached} and holding others up for {delay_s} s{memory}{first} "
-            "costs {} s, the lowest"
+            f"done in {mine_s} s{cached} and holding others up for {delay_s} s{memory}{first}"
+            f"{missed} costs {{}} s, the lowest"
         )
         told = lowest(decision, cost, ours, "{} would cost {} s")
         if figures.by_speed:

@@ -14,7 +14,9 @@ _MOST_NAMED = 3
 
 
 # What finish-time expects of a candidate.
-_ESTIMATES = ("ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "cost_s")
+_ESTIMATES = (
+    "ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "slo_price_s", "cost_s",
+)  # fmt: skip
 
 
 class Decision(NamedTuple):

@@ -520,6 +520,7 @@ class Scheduler:
                 if roomy is None:
                     return False
                 eligible = takers = roomy
+            waited_s = now_s - ticket.enqueued_s
             if self._restraints.by_id:
                 judged = self._judge_now(ticket, eligible, now_s)
                 if judged is None or isinstance(judged, Reject):
@@ -532,13 +533,13 @@ class Scheduler:
             if now_s >= probes.next_s:
                 probes.revise(now_s)
             if trial is not None:
-                decision = self._decide(ticket.request, trial, now_s, queue)
+                decision = self._decide(ticket.request, trial, now_s, queue, waited_s)
             elif probes and (one := probes.due(takers, now_s)) is not None:
-                decision = self._decide(ticket.request, one, now_s, queue)
+                decision = self._decide(ticket.request, one, now_s, queue, waited_s)
                 if decision is not None:
                     probes.sent(now_s)
             if decision is None:
-                decision = self._decide(ticket.request, takers, now_s, queue)
+                decision = self._decide(ticket.request, takers, now_s, queue, waited_s)
             if decision is None:
                 return False
             ticket.dispatch = self.dispatch(decision, now_s)
@@ -616,15 +617,20 @@ class Scheduler:
         return self._decision(view, policy.would_choose(view, rng), eligible)
 
     def _decide(
-        self, request: Request, eligible: Eligible, now_s: float, queue: ModelQueue | None
+        self,
+        request: Request,
+        eligible: Eligible,
+        now_s: float,
+        queue: ModelQueue | None,
+        waited_s: float = 0.0,
     ) -> Decision | None:
         """None: it has to wait."""
         policy = self.policy
         if len(eligible.kept or eligible.pool.ids) <= self._small_pool:
-            small = self._views.small(request, eligible, now_s, queue)
+            small = self._views.small(request, eligible, now_s, queue, waited_s)
             choice = policy.choose_small(small, self._rng)
             return None if choice is None else self._decision(small, choice, eligible)
-        view = self._views.wide(request, eligible, now_s, queue, keep=True)
+        view = self._views.wide(request, eligible, now_s, queue, waited_s, keep=True)
         choice = policy.choose(view, self._rng)
         return None if choice is None else self._decision(view, choice, eligible)
 

@@ -56,16 +56,21 @@ class Views:
         self._caches = caches
 
     def small(
-        self, request: Request, eligible: Eligible, now_s: float, queue: ModelQueue | None
+        self,
+        request: Request,
+        eligible: Eligible,
+        now_s: float,
+        queue: ModelQueue | None,
+        waited_s: float = 0.0,
     ) -> SmallView:
-        """The form in plain numbers."""
+        """The form in plain numbers. ``waited_s``: since the request arrived."""
         pool, kept, _ = eligible
         ids, states, members = pool.ids, pool.states, pool.members
         if kept is not None:
             ids = tuple([ids[i] for i in kept])
             states = tuple([states[i] for i in kept])
             members = tuple([members[i] for i in kept])
-        backlog = self._plain_backlog(request.model, eligible, now_s, queue)
+        backlog = self._plain_backlog(request.model, eligible, now_s, queue, waited_s)
         demand = None
         if self._caches is not None and request.prefix is not None:
             found = self._caches.find(request.prefix, states)
@@ -91,6 +96,7 @@ class Views:
         eligible: Eligible,
         now_s: float,
         queue: ModelQueue | None,
+        waited_s: float = 0.0,
         *,
         keep: bool,
     ) -> View:
@@ -130,7 +136,7 @@ class Views:
                 columns.max_num_seqs,
                 self._table.rows(columns.where, now_s),
                 self._table.stages(columns.where),
-                self._backlog(request.model, eligible, now_s, queue, keep=keep),
+                self._backlog(request.model, eligible, now_s, queue, waited_s, keep=keep),
             )
         return view
 
@@ -140,6 +146,7 @@ class Views:
         eligible: Eligible,
         now_s: float,
         queue: ModelQueue | None,
+        waited_s: float,
         *,
         keep: bool,
     ) -> Backlog[FloatArray]:
@@ -150,10 +157,16 @@ class Views:
             typical if kept is None else typical[pool.narrowed(kept).at],
             self.residual.table(model),
             *_known(eligible),
+            waited_s,
         )
 
     def _plain_backlog(
-        self, model: str, eligible: Eligible, now_s: float, queue: ModelQueue | None
+        self,
+        model: str,
+        eligible: Eligible,
+        now_s: float,
+        queue: ModelQueue | None,
+        waited_s: float,
     ) -> Backlog[list[float]]:
         pool, kept, _ = eligible
         typical = pool.typical_plain(*self._typical_lengths(queue))
@@ -168,6 +181,7 @@ class Views:
                 self.residual.plain(model),
                 profiled,
                 stands_in,
+                waited_s,
             ),
         )
 

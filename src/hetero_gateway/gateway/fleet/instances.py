@@ -22,6 +22,7 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.ejections import Ejections
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.policies import Policy, PolicyOptions, make_policy
+from hetero_gateway.core.policies.slo import Slo, Slos
 from hetero_gateway.core.scheduling.disciplines import (
     ClassRule,
     QueueDiscipline,
@@ -36,6 +37,8 @@ from hetero_gateway.files.gateway_config import (
     InstanceConfig,
     QueueConfig,
     SchedulerConfig,
+    SloConfig,
+    SloLimits,
     check_reachable,
     instance_profile,
     secret,
@@ -444,7 +447,7 @@ _POLICY_FIELDS = tuple(
     f"scheduler.{name}"
     for name in (
         "policy", "randomised", "single_instance", "objective", "prefill_depth",
-        "first_token_weight",
+        "first_token_weight", "slo",
     )
 )  # fmt: skip
 
@@ -465,8 +468,22 @@ def _policy_of(scheduling: SchedulerConfig) -> Policy:
         objective=scheduling.objective,
         prefill_depth=scheduling.prefill_depth,
         first_token_weight=scheduling.first_token_weight,
+        slos=None if scheduling.slo is None else _slos_of(scheduling.slo),
     )
     return make_policy(scheduling.policy, options)
+
+
+def _slos_of(config: SloConfig) -> Slos:
+    return Slos(
+        _slo_of(config),
+        {name: _slo_of(limits) for name, limits in config.models.items()},
+        {name: _slo_of(limits) for name, limits in config.classes.items()},
+    )
+
+
+def _slo_of(limits: SloLimits) -> Slo:
+    given = {"ttft_s": limits.ttft_s, "tpot_s": limits.tpot_s}
+    return Slo(**{name: limit for name, limit in given.items() if limit is not None})
 
 
 def _age_s(day: Any) -> float | None:

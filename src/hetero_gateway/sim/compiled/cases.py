@@ -25,6 +25,7 @@ from hetero_gateway.core.policies.base import Policy
 from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
 from hetero_gateway.core.policies.finish_time import DRAIN_FACTOR, FinishTime
 from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, WeightedRoundRobin
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.policies.workload import LeastWork, MemoryBased, MinMax, Paper
 from hetero_gateway.core.scheduling import pool as core_pool
 from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
@@ -53,7 +54,7 @@ _EXPONENTIAL_RULES = {placing.MIN_MAX, placing.PAPER, placing.MEMORY}
 
 # All that ``FinishTime`` consists of. Whatever else it may get is a rule that is not known here.
 _FINISH_TIME = {
-    "objective", "prefill_depth", "_first_token_weight",
+    "objective", "prefill_depth", "_first_token_weight", "slos",
     "_room", "_matched_room", "_estimates", "_cheapest",
 }  # fmt: skip
 
@@ -135,14 +136,17 @@ def _rule(policy: Policy, pool: core_pool.Pool) -> placing.Rule | None:
 def _world(
     fresh: Fresh, policy: FinishTime, requests: Requests, means: BucketMeans, interval_s: float
 ) -> late_binding.World | None:
-    """None: there are too many instances for plain floats, or not all can hold all requests."""
+    """None: there are too many instances for plain floats, not all can hold all requests, or these
+    have not all the same limits."""
     pool = fresh.pool
+    slo = Slo() if policy.slos is None else policy.slos.everyones()
     longest = float(max(means.prior_tokens, requests.output_tokens.max()))
     if requests.predictions.size:
         longest = max(longest, float(requests.predictions.max()))
     tokens = float(requests.prompt_tokens.max()) + longest
     if (
         type(policy) is not FinishTime
+        or slo is None
         or not vars(policy).keys() <= _FINISH_TIME
         or len(pool.ids) > fresh.small_pool
         or tokens > pool.table.smallest_capacity_tokens
@@ -157,6 +161,8 @@ def _world(
         policy.objective == "makespan",
         DRAIN_FACTOR[policy.objective],
         interval_s,
+        policy.slos is not None,
+        slo,
     )
     reference_tokens = float(fresh.reference[1])
     return late_binding.new_world(requests, pool_of(fresh), there, rules, means, reference_tokens)

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest
 
 from hetero_gateway.core.costs import cost_model
 from hetero_gateway.core.lengths import estimates as length_estimates
-from hetero_gateway.core.policies import estimates, finish_time
+from hetero_gateway.core.policies import estimates, finish_time, slo
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.compiled import (
     late_binding,
@@ -37,6 +37,8 @@ _SHARED: tuple[Any, ...] = (
     length_estimates.residuals,
     estimates.room_of,
     estimates.estimate,
+    slo.violations,
+    slo.surely,
     finish_time.idle_before_drain_s,
 )
 

@@ -30,6 +30,7 @@ from hetero_gateway.core.policies.estimates import (
     room_of,
 )
 from hetero_gateway.core.policies.finish_time import idle_before_drain_s
+from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slo, violations
 from hetero_gateway.core.scheduling.queue import MEAN_OVER_GAPS, MEAN_OVER_REQUESTS
 from hetero_gateway.sim.compiled import progress, speeds
 from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
@@ -72,6 +73,8 @@ class Rules(NamedTuple):
     always_drains: bool
     drain_factor: float
     interval_s: float
+    has_slo: bool
+    slo: Slo
 
 
 class Queue(NamedTuple):
@@ -97,6 +100,7 @@ class Scratch(NamedTuple):
     cost_s: FloatArray
     price: FloatArray
     ttft_s: FloatArray
+    slo_price_s: FloatArray
 
 
 class World(NamedTuple):
@@ -134,7 +138,7 @@ def new_world(
     )
     scratch = Scratch(
         np.zeros(size, np.bool_), np.zeros(size, np.bool_),
-        np.zeros(size), np.zeros(size), np.zeros(size), np.zeros(size),
+        np.zeros(size), np.zeros(size), np.zeros(size), np.zeros(size), np.zeros(size),
     )  # fmt: skip
     return World(
         r, pool, p, queue, scratch, rules, means,
@@ -410,6 +414,20 @@ def _choose(
         s.cost_s[i] = one[4] + one[5]
         s.price[i] = one[6]
         s.ttft_s[i] = one[7]
+        if w.rules.has_slo:
+            missed = violations(
+                state_row(p, i),
+                member_of(p, i),
+                one[7],
+                one[8],
+                1.0,
+                prompt,
+                output,
+                now_s,
+                now_s - w.r.arrival_s[request],
+                w.rules.slo,
+            )
+            s.slo_price_s[i] = VIOLATION_PRICE_S * missed
         soonest_s = min(soonest_s, one[4])
         soonest_ttft_s = min(soonest_ttft_s, one[7])
     late_s = max(LATE_S, LATE_FACTOR * soonest_ttft_s)
@@ -418,6 +436,8 @@ def _choose(
         if s.ttft_s[i] > late_s:
             late_price_s = LATE_WEIGHT * (s.ttft_s[i] - late_s)
         s.cost_s[i] = s.cost_s[i] + s.price[i] * soonest_s + late_price_s
+        if w.rules.has_slo:
+            s.cost_s[i] += s.slo_price_s[i]
     return _cheapest(s, first, last, _latest_s(w, first, last, soonest_s, now_s), rng)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from hetero_gateway.core.costs.cost_model import FloatArray, attended_pairs
 from hetero_gateway.core.instances.concurrency import NO_LIMIT
 from hetero_gateway.core.instances.dispatch import NO_PEERS, PeerLoad
-from hetero_gateway.core.instances.state import STREAMS_SAY_S
+from hetero_gateway.core.instances.state import PREFILL_OVER_S, STREAMS_SAY_S
 from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.policies.base import Member
 from hetero_gateway.sim.compiled import speeds
@@ -29,8 +29,8 @@ _INTEGERS = 4
 WAITING_PREFILL, WAITING_OUTPUT, CONTEXT, CLOCK, READ_S, STEPS_PER_S, OBSERVED_CLOCK = range(7)
 # Of the interval since the last observation; and when the next stream comes to its next stage.
 STREAMED_S, SEQUENCES, CONTEXT_S, PROMPTS, PROMPT_TOKENS, NEXT_DUE = range(7, 13)
-STREAMS_SEEN_S, OWED_S = range(13, 15)
-_FLOATS = 15
+STREAMS_SEEN_S, OWED_S, RECENT_PREFILL, RECENT_PREFILL_S = range(13, 17)
+_FLOATS = 17
 
 
 class Progress(NamedTuple):
@@ -75,6 +75,8 @@ class StateRow(NamedTuple):
     steps_per_s: float
     heard_s: float
     seats: float
+    recent_prefill: float
+    recent_prefill_s: float
 
 
 def new_progress(members: FloatArray, most_streams: int, requests: int) -> Progress:
@@ -120,6 +122,8 @@ def state_row(p: Progress, i: int) -> Any:
         x[STEPS_PER_S],
         p.heard_s[i],
         NO_LIMIT,
+        x[RECENT_PREFILL],
+        x[RECENT_PREFILL_S],
     )
 
 
@@ -137,6 +141,9 @@ def dispatch(p: Progress, i: int, request: int, prompt: int, now_s: float) -> No
     n[WAITING_PROMPT] += prompt
     x[WAITING_PREFILL] += prompt
     x[WAITING_OUTPUT] += predicted
+    since_s = x[RECENT_PREFILL_S] - now_s
+    x[RECENT_PREFILL] = x[RECENT_PREFILL] * math.exp(since_s / PREFILL_OVER_S) + prompt
+    x[RECENT_PREFILL_S] = now_s
     if now_s - x[STREAMS_SEEN_S] >= STREAMS_SAY_S:
         _read_clock(p, i, now_s)
         c = p.members[i]

@@ -492,7 +492,7 @@ let sought = ""; // a request id
 
 const COLUMNS = ["Instance", "", "T, s", "KV", "w", "Load before", "Load after", "", "In flight"];
 // What a policy that estimates (finish-time) tells beside, where it does.
-const ESTIMATES = [["First token, s", "ttft_s"], ["Latency, s", "latency_s"], ["Delay, s", "delay_s"], ["Memory, s", "memory_price_s"], ["Late, s", "late_price_s"], ["Cost", "cost_s"]];
+const ESTIMATES = [["First token, s", "ttft_s"], ["Latency, s", "latency_s"], ["Delay, s", "delay_s"], ["Memory, s", "memory_price_s"], ["Late, s", "late_price_s"], ["SLO, s", "slo_price_s"], ["Cost", "cost_s"]];
 
 /** What an instance should have cached of a prompt: the match with what it was sent, times trust. */
 function cachedPart(prefix) {

@@ -1,0 +1,169 @@
+"""Limits that requests should be within, and what a placement is expected to do to them.
+
+A violation is a request whose first token comes later than ``ttft_s`` after it arrived, or whose
+further tokens take longer than ``tpot_s`` each, in the mean. A placement may cause its own, and
+those of the sequences that it joins: ``violations`` is how many are to be expected of it, and
+``finish-time`` takes each for so many seconds of cost (``VIOLATION_PRICE_S``).
+
+It switches itself off where nothing can be won: who has waited for ``ttft_s`` has missed it
+wherever he goes, and who is beyond his limit already is not lost a second time, so that what is too
+much gathers on few instances. Where every instance is beyond its limits, all prices are equal.
+
+    symbol   here            what it is                                                 unit
+    ρ        busy            share of the machine's time that prompts take              –
+    step     step_s          one decode step of all that are there, and of the request  s
+    TPOT     step / (1 − ρ)  steps wait for the prompts that are computed in between    s
+
+ρ is what was sent there lately: long prompts go to some machines, short ones to others, so what is
+typical of all requests says little of one instance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.instances.state import PREFILL_OVER_S, InstanceState
+from hetero_gateway.core.instances.table import (
+    PREFILL_AGE_S,
+    RECENT_PREFILL,
+    SPEED,
+    STREAMING,
+    WAITING,
+)
+from hetero_gateway.core.policies.base import Member
+from hetero_gateway.core.types import Request
+
+# More than what a long prompt costs the streams of a fast machine (some 15 s in sum): long prompts
+# gather on slow machines otherwise, whose streams then stand still half of the time. 10 leaves them
+# there, 100 is no better.
+VIOLATION_PRICE_S = 40.0
+# A predicted TPOT between these multiples of the limit is a violation in part: it holds for a while
+# and is averaged over a whole answer. A first token is predicted worse, as what comes meanwhile
+# may be in front of it.
+_TPOT_FROM, _TPOT_TO = 0.9, 1.3
+_TTFT_FROM, _TTFT_TO = 0.3, 1.0
+# Prompts take no more than this share of a machine, whatever was sent there lately.
+_MOST_BUSY = 0.95
+
+
+class Slo(NamedTuple):
+    """Limits that a request is within when neither is exceeded; seconds, inf: none."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+
+class Slos:
+    """Whose requests have which limits.
+
+    Args:
+        default: of those that no other applies to.
+        models: by the name that the client asked for.
+        classes: by ``Request.request_class``; they go before models.
+    """
+
+    __slots__ = ("_classes", "_default", "_models")
+
+    def __init__(
+        self,
+        default: Slo,
+        models: Mapping[str, Slo] | None = None,
+        classes: Mapping[str, Slo] | None = None,
+    ) -> None:
+        self._default = default
+        self._models = dict(models or {})
+        self._classes = dict(classes or {})
+
+    def of(self, request: Request) -> Slo:
+        found = self._classes.get(request.request_class)
+        return found or self._models.get(request.model, self._default)
+
+    def everyones(self) -> Slo | None:
+        """The limits of every request; None: they differ."""
+        return None if self._models or self._classes else self._default
+
+
+def violations(
+    state: InstanceState,
+    member: Member,
+    ttft_s: float,
+    step_s: float,
+    n_r: float,
+    prompt_tokens: float,
+    output: float,
+    now_s: float,
+    waited_s: float,
+    slo: Slo,
+) -> float:
+    """How many requests are expected to miss their limits by this placement: 0 or more.
+
+    Args:
+        ttft_s, step_s: as predicted of the request there (``estimates.estimate``).
+        n_r, prompt_tokens, output: its sequences, and the tokens of each.
+        waited_s: since it arrived.
+        slo: its limits; those that are there are taken to have the same.
+    """
+    if waited_s >= slo.ttft_s:
+        return 0.0
+    p1, p5, p6 = member[0], member[4], member[5]
+    f = state.speed
+    n: float = state.waiting + state.streaming
+    peers = state.peers
+    if peers is not None:
+        n += peers.waiting + peers.streaming
+    recent = state.recent_prefill * math.exp((state.recent_prefill_s - now_s) / PREFILL_OVER_S)
+    left = 1.0 - f * p1 * recent / PREFILL_OVER_S
+    if left < 1.0 - _MOST_BUSY:
+        left = 1.0 - _MOST_BUSY
+    added_s = f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
+    after = surely(step_s / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
+    before = surely((step_s - added_s) / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
+    late = surely((waited_s + ttft_s) / slo.ttft_s, _TTFT_FROM, _TTFT_TO)
+    # The first token is the prefill's: an answer of one has no TPOT.
+    slow = after if output > 1 else 0.0
+    return n_r * (1.0 - (1.0 - late) * (1.0 - slow)) + n * (after - before)
+
+
+def surely(ratio: float, start: float, end: float) -> float:
+    """How surely a limit is missed, where the prediction is so many times the limit."""
+    share = (ratio - start) / (end - start)
+    if share <= 0.0:
+        return 0.0
+    return share if share < 1.0 else 1.0
+
+
+def violations_wide(
+    constants: FloatArray,
+    rows: FloatArray,
+    ttft_s: FloatArray,
+    step_s: FloatArray,
+    n_r: float,
+    prompt_tokens: float,
+    output: float,
+    waited_s: float,
+    slo: Slo,
+) -> FloatArray:
+    """The same, one entry per instance; ``constants`` and ``rows`` as in ``Outlook``."""
+    if waited_s >= slo.ttft_s:
+        return np.zeros(step_s.size)
+    f = rows[SPEED]
+    recent = rows[RECENT_PREFILL] * np.exp(-rows[PREFILL_AGE_S] / PREFILL_OVER_S)
+    left = np.maximum(1.0 - f * constants[0] * recent / PREFILL_OVER_S, 1.0 - _MOST_BUSY)
+    added_s = f * n_r * (constants[5] + constants[4] * (prompt_tokens + output / 2))
+    after = _surely_wide(step_s / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
+    before = _surely_wide((step_s - added_s) / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
+    late = _surely_wide((waited_s + ttft_s) / slo.ttft_s, _TTFT_FROM, _TTFT_TO)
+    slow = after if output > 1 else np.zeros(step_s.size)
+    n = rows[WAITING] + rows[STREAMING]
+    result: FloatArray = n_r * (1.0 - (1.0 - late) * (1.0 - slow)) + n * (after - before)
+    return result
+
+
+def _surely_wide(ratios: FloatArray, start: float, end: float) -> FloatArray:
+    result: FloatArray = np.clip((ratios - start) / (end - start), 0.0, 1.0)
+    return result

@@ -1,0 +1,156 @@
+"""Limits of requests: what is expected to miss them, whose they are, and what they change."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_gateway.core.policies import PolicyOptions
+from hetero_gateway.core.policies.finish_time import FinishTime
+from hetero_gateway.core.policies.slo import Slo, Slos, violations, violations_wide
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.types import InstanceId, Outcome, Request
+from tests.core.builders import SLOW, request, spec, state, view_of
+
+TIGHT = Slo(1.0, 0.05)
+
+
+def with_limits(slo: Slo | None, *specs: object, small_pool: int = 16) -> Scheduler:
+    slos = None if slo is None else Slos(slo)
+    policy = FinishTime(PolicyOptions(slos=slos))
+    s = Scheduler(policy, np.random.default_rng(0), small_pool=small_pool)
+    for one in specs:
+        s.add(one)  # type: ignore[arg-type]
+    return s
+
+
+def placed(s: Scheduler, body: Request, now_s: float = 0.0) -> Ticket:
+    ticket = s.place(body, now_s)
+    assert isinstance(ticket, Ticket)
+    assert ticket.dispatch is not None
+    return ticket
+
+
+def test_a_class_goes_before_a_model_and_both_before_the_rest() -> None:
+    slos = Slos(Slo(1.0, 0.1), {"m": Slo(2.0, 0.2)}, {"batch": Slo()})
+    assert slos.of(request(model="other")) == Slo(1.0, 0.1)
+    assert slos.of(request(model="m")) == Slo(2.0, 0.2)
+    assert slos.of(request(model="m")._replace(request_class="batch")) == Slo(math.inf, math.inf)
+    assert slos.everyones() is None
+    assert Slos(TIGHT).everyones() == TIGHT
+
+
+def expected(s: Scheduler, body: Request, slo: Slo, waited_s: float = 0.0, now_s: float = 0.0):
+    """Of the one instance, for figures that the scheduler itself predicts."""
+    view = view_of(s, body, now_s)
+    assert view.outlook is not None
+    policy = s.policy
+    assert isinstance(policy, FinishTime)
+    choice = policy.would_choose(view, np.random.default_rng(0))
+    ttft_s = choice.figures.at("ttft_s", 0)
+    latency_s = choice.figures.at("latency_s", 0)
+    output = float(body.predicted_output_tokens)
+    step_s = (latency_s - ttft_s) / output
+    there = state(s, "a")
+    member = s._members.pool(body.model).members[0]
+    lengths = (float(body.sequences), float(body.prompt_tokens), output)
+    plain = violations(there, member, ttft_s, step_s, *lengths, now_s, waited_s, slo)
+    wide = violations_wide(
+        view.outlook.constants, view.outlook.rows, np.array([ttft_s]), np.array([step_s]),
+        *lengths, waited_s, slo,
+    )  # fmt: skip
+    assert wide[0] == pytest.approx(plain, rel=1e-9, abs=1e-12)
+    return plain
+
+
+@given(
+    st.integers(0, 40),
+    st.floats(0.001, 5.0),
+    st.floats(0.001, 0.5),
+    st.floats(0, 3),
+    st.integers(1, 4),
+)
+def test_both_forms_are_the_same(there, ttft_s, tpot_s, waited_s, sequences):
+    s = with_limits(None, spec("a"))
+    for _ in range(there):
+        placed_there = s.place(request(200), 0.0)
+        if isinstance(placed_there, Ticket) and placed_there.dispatch is not None:
+            s.first_token(placed_there.dispatch, 0.01)
+    body = request(300, 40.0)._replace(sequences=sequences)
+    assert expected(s, body, Slo(ttft_s, tpot_s), waited_s, 0.5) >= 0
+
+
+def test_nothing_is_missed_where_there_is_no_limit() -> None:
+    s = with_limits(None, spec("a"))
+    assert expected(s, request(), Slo()) == 0
+
+
+def test_a_step_above_the_limit_is_missed_by_all_that_are_newly_above_it() -> None:
+    s = with_limits(None, spec("a"))
+    for _ in range(8):
+        s.first_token(placed(s, request(10)).dispatch, 0.0)  # type: ignore[arg-type]
+    nobody = expected(s, request(10), Slo(math.inf, 1.0))
+    everybody = expected(s, request(10), Slo(math.inf, 1e-6))
+    assert nobody == 0
+    # Those that are there miss such a limit already, so only the request's own is new.
+    assert everybody == pytest.approx(1.0)
+
+
+def test_an_answer_of_one_token_has_only_a_first() -> None:
+    s = with_limits(None, spec("a"))
+    assert expected(s, request(10, 1.0), Slo(math.inf, 1e-6)) == 0
+
+
+def test_who_has_waited_too_long_already_is_placed_as_without_limits() -> None:
+    s = with_limits(None, spec("a"))
+    limit = Slo(0.2, 1e-6)
+    assert expected(s, request(), limit, waited_s=0.1) > 0
+    assert expected(s, request(), limit, waited_s=0.2) == 0
+
+
+def test_prompts_that_were_sent_lately_make_steps_longer_and_are_forgotten() -> None:
+    s = with_limits(None, spec("a"))
+    for _ in range(8):
+        s.first_token(placed(s, request(4000, 100.0)).dispatch, 0.0)  # type: ignore[arg-type]
+    there = state(s, "a")
+    assert there.recent_prefill == pytest.approx(32_000)
+    s.place(request(0 + 1), 10.0)
+    assert there.recent_prefill == pytest.approx(32_000 / math.e + 1)
+
+
+@pytest.mark.parametrize("small_pool", [0, 16])
+def test_a_machine_whose_streams_would_be_too_slow_is_avoided(small_pool: int) -> None:
+    def chosen_of(slo: Slo | None) -> str:
+        s = with_limits(slo, spec("a"), spec("b"), small_pool=small_pool)
+        # One has computed prompts all the time: its streams stand still half of it.
+        for _ in range(12):
+            one = s.place(request(7000, 400.0)._replace(only=InstanceId("a")), 0.0)
+            assert isinstance(one, Ticket)
+            if one.dispatch is not None:
+                s.first_token(one.dispatch, 0.1)
+                s.settle(one.dispatch, Outcome.COMPLETED, 0.2)
+        # And the other has more to do.
+        other = placed(s, request(3000, 100.0)._replace(only=InstanceId("b")), 0.3)
+        s.first_token(other.dispatch, 0.4)  # type: ignore[arg-type]
+        return placed(s, request(200, 100.0), 0.5).decision.instance_id  # type: ignore[union-attr]
+
+    assert chosen_of(None) == "a"
+    assert chosen_of(Slo(1.0, 0.015)) == "b"
+
+
+def test_explain_says_what_would_be_missed() -> None:
+    s = with_limits(Slo(1e-3, 1e-6), spec("a"), spec("b", SLOW))
+    decision = s.explain(request())
+    assert isinstance(decision, Decision)
+    assert "limits that would be missed" in decision.reason()
+    assert all("slo_price_s" in one.estimates for one in decision.explain())
+    without = with_limits(None, spec("a"), spec("b", SLOW)).explain(request())
+    assert isinstance(without, Decision)
+    assert "limits" not in without.reason()
+    assert all("slo_price_s" not in one.estimates for one in without.explain())
