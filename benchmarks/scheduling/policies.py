@@ -1,7 +1,8 @@
 """``finish-time`` against every other policy in virtual time, for docs/evidence/scheduling.md.
 
     python benchmarks/scheduling/policies.py --requests sharegpt=TRACE.csv \
-        --requests azure=TRACE.csv [--seeds 5] [--write docs/evidence/scheduling.md] [--json]
+        --requests azure=TRACE.csv [--seeds 5] [--clusters A,B,mix]
+        [--write docs/evidence/scheduling.md] [--json]
 
 Three clusters (configs/clusters), three loads (0.7 and 0.9 of the sum of the instances' own
 throughputs, and everything at once). All policies see the same requests at the same times. A ratio
@@ -96,9 +97,9 @@ def _scaled(instance: SimulatedInstance, factor: float) -> Profile:
     return dataclasses.replace(profile, constants=profile.constants.scaled(factor))
 
 
-def settings(mixes: dict[str, Lengths]) -> list[Setting]:
+def settings(mixes: dict[str, Lengths], clusters: Sequence[str]) -> list[Setting]:
     result = []
-    for cluster, name in CLUSTERS.items():
+    for cluster, name in ((c, CLUSTERS[c]) for c in clusters):
         instances = load_cluster(ROOT / "configs" / "clusters" / f"{name}.yaml").instances
         for mix, lengths in mixes.items():
             count = REQUESTS_PER_INSTANCE[cluster] * len(instances)
@@ -238,11 +239,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="finish-time against every other policy")
     parser.add_argument("--requests", type=_named_trace, action="append", metavar="NAME=TRACE.csv")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--clusters", type=lambda text: text.split(","), default=list(CLUSTERS))
     parser.add_argument("--write", type=Path, help="a Markdown file with the markers")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args()
     mixes = {name: trace_mix(path) for name, path in args.requests or ()} or {"chat": chat_mix()}
-    every = settings(mixes)
+    every = settings(mixes, args.clusters)
     table, goal_lines = against_all(every, args.seeds)
     wrong = wrong_constants(every, args.seeds)
     goal_table = ["| goal | bound | came out | met |", "|---|---|---|---|", *goal_lines]
