@@ -196,7 +196,7 @@ def test_metrics_have_vllms_series_and_bounds(emulate):
     told = read_metrics(text)
     assert told == EngineMetrics(
         0, 0, 0, 50, 5, 0, 50, 0, told.started_s, told.asleep,
-        CacheFacts(4800, 16, None, "auto", prefix_caching=True),
+        cache=CacheFacts(4800, 16, None, "auto", prefix_caching=True),
     )  # fmt: skip
     assert abs(told.started_s - time.time()) < 3600
     assert instance.metric("vllm:prompt_tokens_total") == 50

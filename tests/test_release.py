@@ -1,0 +1,118 @@
+"""What a release is made of: the package's metadata, its page, and the workflow that publishes."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
+URL = "https://host.example/somebody/hetero-gateway"
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def metadata_of(folder: Path, url: str | None) -> Message:
+    """Of a wheel that is built now."""
+    environment = {key: value for key, value in os.environ.items() if key != "PROJECT_URL"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        cwd=ROOT,
+        env=environment | ({"PROJECT_URL": url} if url else {}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith("/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def page_of(metadata: Message) -> str:
+    payload = metadata.get_payload(decode=True)
+    assert isinstance(payload, bytes)
+    return payload.decode("utf-8")
+
+
+def test_the_package_page_has_links_that_lead_somewhere(tmp_path: Path) -> None:
+    metadata = metadata_of(tmp_path, URL + "/")
+    named = dict(each.split(", ") for each in metadata.get_all("Project-URL", []))
+    assert named["Homepage"] == URL
+    links = LINK.findall(page_of(metadata))
+    ours = [link for link in links if link.startswith(URL)]
+    assert ours
+    assert all(link.startswith(("http", "#")) for link in links)
+    version = metadata["Version"]
+    for link in ours:
+        path = re.fullmatch(rf"{URL}/(?:raw|blob)/v{version}/([^#]+)(?:#.*)?", link)
+        assert path is not None, link
+        assert (ROOT / path[1]).exists(), link
+
+
+def test_without_an_address_no_link_is_made_up(tmp_path: Path) -> None:
+    metadata = metadata_of(tmp_path, None)
+    assert metadata.get_all("Project-URL") is None
+    page = page_of(metadata)
+    assert all(link.startswith(("http", "#")) for link in LINK.findall(page))
+    assert page.startswith("# hetero-gateway\n")
+
+
+def test_the_package_says_what_it_is_and_where_it_runs(tmp_path: Path) -> None:
+    from trove_classifiers import classifiers
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["authors"]
+    assert {"vllm", "load-balancing"} <= set(project["keywords"])
+    assert set(project["classifiers"]) <= set(classifiers)
+    for minor in (11, 12, 13, 14):
+        assert f"Programming Language :: Python :: 3.{minor}" in project["classifiers"]
+
+
+@pytest.fixture(scope="module")
+def workflow() -> Any:
+    return yaml.safe_load(WORKFLOW.read_text("utf-8"))
+
+
+def test_the_workflow_is_one_by_its_schema() -> None:
+    words = ["--builtin-schema", "vendor.github-workflows", str(WORKFLOW)]
+    done = subprocess.run(
+        [sys.executable, "-m", "check_jsonschema", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_workflow_publishes_wheel_image_and_chart_after_the_checks(workflow: Any) -> None:
+    jobs = workflow["jobs"]
+    assert {"wheel", "image", "chart"} <= set(jobs)
+    for name in set(jobs) - {"check"}:
+        reached, needs = set(), jobs[name]["needs"]
+        while needs != "check" and needs not in reached:
+            reached.add(needs)
+            needs = jobs[needs]["needs"]
+        assert needs == "check", name
+
+
+def test_what_the_workflow_names_is_there(workflow: Any) -> None:
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    text = " ".join(str(step.get("run", "")) + str(step.get("with", "")) for step in steps)
+    named = set(re.findall(r"\b(?:scripts|docker|requirements|src)/[\w./]*\w", text))
+    assert {"scripts/test", "docker/Dockerfile", "docker/kubernetes/chart"} <= named
+    assert all((ROOT / path).exists() for path in named), named
+
+
+def test_nobody_is_given_more_than_a_job_needs(workflow: Any) -> None:
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert "timeout-minutes" in job
+        assert "secrets." not in yaml.safe_dump(job)
