@@ -24,7 +24,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.client_keys import ClientsConfig, read_clients
 from hetero_gateway.files.discovery_config import SourceConfig
 from hetero_gateway.files.link_local import is_link_local
-from hetero_gateway.files.log_config import LogConfig
+from hetero_gateway.files.log_config import LogConfig, TracesConfig
 from hetero_gateway.files.problems import Key, Problems
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
@@ -680,6 +680,7 @@ class GatewayConfig(StrictModel):
     health: HealthConfig = Field(default_factory=HealthConfig)
     picker: PickerConfig = Field(default_factory=PickerConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    traces: TracesConfig = Field(default_factory=TracesConfig)
     discovery: list[SourceConfig] = Field(
         default_factory=list, description="Sources of instances besides this file."
     )

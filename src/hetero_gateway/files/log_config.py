@@ -1,4 +1,4 @@
-"""``log`` of the gateway's configuration: what is written about requests, and in which form."""
+"""``log`` and ``traces`` of the gateway's configuration: what is written about requests."""
 
 from __future__ import annotations
 
@@ -17,4 +17,25 @@ class LogConfig(StrictModel):
     )
     access: bool = Field(
         True, description="A line on standard output for each request on an engine's path."
+    )
+
+
+class TracesConfig(StrictModel):
+    """Spans of requests, by OpenTelemetry; needs the extra ``otel``."""
+
+    endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://\S+$",
+        description="OTLP over HTTP: the whole URL, as http://collector:4318/v1/traces; none: no "
+        "traces, and a client's traceparent goes on as it came.",
+    )
+    share: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Of the requests whose client sent no traceparent, how many are traced; for "
+        "the others the client decides.",
+    )
+    service_name: str = Field(
+        "hetero-gateway", min_length=1, max_length=200, description="The spans' service.name."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import os
 import socket
@@ -15,13 +16,16 @@ from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_t
 from hetero_gateway.core.lengths.predictors import LengthFeatures
 from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.client_keys import changes, read_clients
 from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig, secret
+from hetero_gateway.files.log_config import TracesConfig
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.control.board import Board
 from hetero_gateway.gateway.control.client_metrics import client_families
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.application import DataPlane
+from hetero_gateway.gateway.dataplane.ended import Tracing
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor
 from hetero_gateway.gateway.dataplane.recording import RunFile
@@ -62,6 +66,27 @@ def _tls_files(config: GatewayConfig) -> set[Path | None]:
     files = [(i.ca_file, i.certificate_file, i.key_file) for i in config.instances]
     files += [(s.ca_file, s.certificate_file, s.key_file) for s in config.discovery]
     return {None, *itertools.chain.from_iterable(files)}
+
+
+def check_traces(config: TracesConfig) -> None:
+    """Raises ConfigError: what traces need is not installed."""
+    if config.endpoint is None:
+        return
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ConfigError("traces.endpoint: needs the extra: pip install 'hetero-gateway[otel]'")
+
+
+def make_tracing(config: TracesConfig) -> Tracing | None:
+    """What has spans of requests; None: it is off, and nothing of it is imported."""
+    if config.endpoint is None:
+        return None
+    from hetero_gateway.gateway.dataplane.tracing import Tracer
+
+    return Tracer(config)
 
 
 def make_admission(config: GatewayConfig, base_dir: Path) -> Admission:
@@ -107,6 +132,7 @@ class Gateway:
         # None is one of them: an instance without a key.
         self.known_key_names = _key_names(config)
         self.known_tls_files = _tls_files(config)
+        check_traces(config.traces)
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
         base_dir = self._base_dir = config_path.parent if config_path else Path()
         self.admission = make_admission(config, base_dir)
@@ -188,7 +214,7 @@ class Gateway:
             self._prefix_secret,
             run,
         )
-        self.dataplane.write_about(self.config.log, self.access)
+        self.dataplane.write_about(self.config.log, self.access, make_tracing(self.config.traces))
         self._stack.callback(self.dataplane.close)
         self.dataplane.wakes_by(self.engine_calls, self.settings)
         self.board = Board(self)

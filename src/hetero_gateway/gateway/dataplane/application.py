@@ -29,7 +29,7 @@ from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.access_log import AccessLog
 from hetero_gateway.gateway.dataplane.attempts import AnsweredRequests, Attempts, RetryBudget, Rooms
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
-from hetero_gateway.gateway.dataplane.ended import EndedRequests, Take
+from hetero_gateway.gateway.dataplane.ended import EndedRequests, Take, Tracing
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
@@ -209,16 +209,25 @@ class DataPlane:
 
         return Prepared(apply)
 
-    def write_about(self, log: LogConfig, access: Callable[[list[bytes]], None] | None) -> None:
+    def write_about(
+        self,
+        log: LogConfig,
+        access: Callable[[list[bytes]], None] | None,
+        tracing: Tracing | None = None,
+    ) -> None:
         """Have something written of each request that is over.
 
         Args:
             access: takes the access log's lines; None: nobody does.
+            tracing: has spans of requests; closed with this.
         """
         takers: list[Take] = []
         if access is not None and log.access:
             knows = self.dispatcher.placement.knows
             takers.append(AccessLog(access, as_json=log.format == "json", knows=knows))
+        self.rooms.tracing = tracing
+        if tracing is not None:
+            takers.append(tracing)
         if takers:
             self.rooms.ended = EndedRequests(takers)
 
@@ -279,4 +288,6 @@ class DataPlane:
         if self.rooms.ended is not None:
             self.rooms.ended.pass_on()
         self.intake.routes.close()
+        if self.rooms.tracing is not None:
+            self.rooms.tracing.close()
         self.recorder.close()

@@ -58,7 +58,7 @@ from hetero_gateway.gateway.dataplane.answers import (
     shutting_down,
 )
 from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher, Place, Waiting
-from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
+from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests, Tracing
 from hetero_gateway.gateway.dataplane.intake import Intake, Job, LongBodies, shorten_body
 from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
 from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
@@ -145,7 +145,8 @@ class AnsweredRequests:
 class Rooms:
     """What every request passes through.
 
-    ``open``: the requests that are not over; ``ended``: hears of those that are, if anybody does.
+    ``open``: the requests that are not over; ``ended``: hears of those that are, and
+    ``tracing`` has spans of them, if anybody wants that.
     """
 
     admission: Admission
@@ -160,6 +161,7 @@ class Rooms:
     answered: AnsweredRequests
     ended: EndedRequests | None = None
     cors: Cors | None = None
+    tracing: Tracing | None = None
 
 
 class Attempts:
@@ -179,6 +181,7 @@ class Attempts:
         "_overhead_s",
         "_placed",
         "_rooms",
+        "_span",
         "_status",
         "_task",
         "_tried",
@@ -207,6 +210,7 @@ class Attempts:
         # What came of it, for whoever writes about it.
         self._last: tuple[Place | OutsidePlace, Exchange, Outcome] | None = None
         self._verdict = ""
+        self._span: Any = None
         self._overhead_s: float | None = None
         self.over = False
         rooms.open.add(self)
@@ -446,6 +450,11 @@ class Attempts:
             dropped = NOT_TO_INSTANCES_NOR_CREDENTIALS
         if inbound.dropped:
             dropped = dropped.union(inbound.dropped)
+        if (tracing := self._rooms.tracing) is not None:
+            if self._span is None:
+                self._span = tracing.begin(inbound)
+            dropped = dropped.union((b"traceparent",))
+            parts += (b"traceparent: ", tracing.parent_header(self._span), b"\r\n")
         for name, value in inbound.headers:
             if name not in dropped:
                 parts += (name, b": ", value, b"\r\n")
@@ -702,6 +711,7 @@ class Attempts:
                 len(self._tried) + (not failed),
                 self._overhead_s,
                 time.monotonic(),
+                self._span,
             )
         )
 

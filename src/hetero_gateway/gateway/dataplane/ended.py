@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from hetero_gateway.core.types import Outcome, Usage
 from hetero_gateway.engines.vllm import tokens_of_events
@@ -37,6 +37,7 @@ class Ended(NamedTuple):
         attempts: how many there were.
         overhead_s: from its last byte in to sending it on, less its wait; None: it was not sent.
         ended_s: monotonic.
+        span: of whoever traces it.
     """
 
     inbound: Inbound
@@ -48,6 +49,7 @@ class Ended(NamedTuple):
     attempts: int
     overhead_s: float | None
     ended_s: float
+    span: Any = None
 
     @property
     def outcome(self) -> str:
@@ -92,6 +94,18 @@ class Ended(NamedTuple):
             counted = tokens_of_events(self.inbound.path, seen.events)
             return usage._replace(output_tokens=counted)
         return usage
+
+
+class Tracing(Protocol):
+    """Has a span for each request; see ``tracing``, which is not imported where it is off."""
+
+    def begin(self, inbound: Inbound) -> Any: ...
+
+    def parent_header(self, span: Any) -> bytes: ...
+
+    def __call__(self, requests: Sequence[Ended]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 Take: TypeAlias = Callable[[Sequence[Ended]], None]

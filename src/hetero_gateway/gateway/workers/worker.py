@@ -32,7 +32,7 @@ from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.tls import server_tls
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
-from hetero_gateway.gateway.wiring import make_admission, prefix_secret
+from hetero_gateway.gateway.wiring import make_admission, make_tracing, prefix_secret
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 from hetero_gateway.gateway.workers.control import ControlRelay
@@ -186,7 +186,7 @@ class Worker:
         self.fleet.settings(self.settings)
         placement.settings(self.settings)
         self.dataplane.settings(self.settings, self._base_dir, self.metrics.predictor_failures)
-        self.dataplane.write_about(self.config.log, self.access)
+        self.dataplane.write_about(config.log, self.access, make_tracing(config.traces))
         self._stack.callback(self.dataplane.close)
         for work in (self._keep_connected(), self.fleet.close_idle_connections()):
             task = tasks.create_task(work)
