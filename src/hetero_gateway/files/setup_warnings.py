@@ -22,8 +22,9 @@ class Seen:
 
     Args:
         models: what requests reach it by; empty: not known (yet).
-        listed: what its engine lists, with what those were made from; empty: not known (yet).
+        listed: what its engine lists; empty: not known (yet).
         profile_model: the model that its profile was made for; None: it has no profile.
+        roots: where its engine has the weights from, as it says: names or paths.
     """
 
     instance_id: str
@@ -31,6 +32,7 @@ class Seen:
     models: frozenset[str]
     listed: frozenset[str] = frozenset()
     profile_model: str | None = None
+    roots: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,13 @@ def _of_models(each: Seen) -> Iterable[SetupWarning]:
     if each.profile_model is None:
         return
     served = each.listed or each.models
-    said = {same_model(each.profile_model, name) for name in served}
-    if False in said and True not in said:
-        text = f"its profile is of {each.profile_model}, and it serves {_named(served)}"
+    # A served name may be an alias that says nothing: then the checkpoint's says.
+    for names in (served, each.roots):
+        said = {same_model(each.profile_model, name) for name in names} - {None}
+        if said:
+            break
+    if said == {False}:
+        text = f"its profile is of {each.profile_model}, and it serves {_named(names)}"
         yield SetupWarning(text, each.instance_id, "profile")
 
 

@@ -1,6 +1,7 @@
 """Set-ups that are hardly meant: warned of in the log and by ``status``, as instances say more."""
 
 import asyncio
+import json
 import logging
 
 import httpx
@@ -26,6 +27,21 @@ async def test_a_profile_of_another_model_is_seen_when_the_instance_says_what_it
             assert logged(caplog) == [OTHER]
             assert await asyncio.to_thread(main, ["status", running.url]) == 0
             assert f"warning: {OTHER}" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("root", "odd"), [("/models/Qwen2.5-14B-Instruct", True), ("/models/Meta-Llama-3-8B", False)]
+)
+async def test_behind_an_alias_the_checkpoint_is_looked_at(
+    root: str, odd: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fake_instances(1, models=("chat",)) as fakes:
+        fakes[0].models_body = json.dumps({"data": [{"id": "chat", "root": root}]}).encode()
+        async with running_gateway(config_for(fakes, profiles=(FAST,))):
+            assert (
+                logged(caplog)
+                == [f"instance i0: its profile is of Llama-3-8B, and it serves {root}"] * odd
+            )
 
 
 async def test_a_warning_comes_with_a_change_once_and_goes_with_its_cause(

@@ -54,4 +54,5 @@ def _seen(instance: Instance) -> Seen:
         instance.models,
         instance.listed,
         None if instance.profile is None else instance.profile.model,
+        frozenset(card.root for card in instance.cards.values() if card.root and not card.parent),
     )
