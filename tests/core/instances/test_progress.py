@@ -269,6 +269,15 @@ def test_the_load_of_a_peer_is_added_where_a_policy_looks_and_goes_with_it() -> 
     assert gone(d, 1.0)
 
 
+def test_a_peers_load_without_a_time_takes_no_clock_back() -> None:
+    p = progress()
+    # A machine that has been up for weeks.
+    at(p).set_peer("other", PeerLoad(prompt_tokens=50.0), 3e6)
+    at(p).set_peer("other", PeerLoad(prompt_tokens=80.0), 3e6)
+    at(p).set_peer("other", PeerLoad(prompt_tokens=90.0))
+    assert (at(p).recent_prefill, at(p).recent_prefill_s) == (40.0, 3e6)
+
+
 def test_residual_lives_of_a_constant_length_fall_as_it_streams() -> None:
     lives = ResidualLives(prior_tokens=100.0, prior_requests=1e-9)
     for _ in range(64):

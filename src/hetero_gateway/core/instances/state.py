@@ -326,6 +326,8 @@ class InstanceState:
         return entry
 
     def _note_prefill(self, tokens: float, now_s: float) -> None:
+        # Whoever says no time, or one that is past, says nothing of how long ago the others were.
+        now_s = max(now_s, self.recent_prefill_s)
         since_s = self.recent_prefill_s - now_s
         self.recent_prefill = self.recent_prefill * math.exp(since_s / PREFILL_OVER_S) + tokens
         self.recent_prefill_s = now_s

@@ -158,7 +158,7 @@ class OutcomeWatch:
             return
         if not left:
             del self._charged[instance_id]
-            self._fleet.scheduler.set_peer(instance_id, _FAILED, None)
+            self._fleet.scheduler.set_peer(instance_id, _FAILED, None, now_s)
             return
         self._charged[instance_id] = left
         total = PeerLoad(*map(sum, zip(*(entry.load for entry in left), strict=True)))
@@ -166,7 +166,7 @@ class OutcomeWatch:
         shown = total._replace(
             streaming=sequences, context=total.context * sequences / total.streaming
         )
-        self._fleet.scheduler.set_peer(instance_id, _FAILED, shown)
+        self._fleet.scheduler.set_peer(instance_id, _FAILED, shown, now_s)
 
     # Standing
 
