@@ -1,4 +1,4 @@
-"""Clients whose every answer can be told from every other, and a verdict on each.
+"""Clients whose every answer can be distinguished from every other, and a verdict on each.
 
 A request carries a tag as its ``x-request-id``. The emulated instance puts the tag into the ``id``
 of the answer (of each event, too), and its text is a function of the body, so that a client knows

@@ -35,7 +35,7 @@ GOOD = PartFit(
     outliers=2,
     intervals=((1.2e-4, 1.3e-4), (0.0, 1e-4), (0.0, 0.0), (1.9e-2, 2.1e-2), (1.1e-9, 1.3e-9)),
     identified=(True, False, False, True, True),
-    notes=("p2, p3 cannot be told from 0",),
+    notes=("p2, p3 cannot be distinguished from 0",),
     eq_3_error=0.051,
 )
 FIT = Fit(
@@ -179,7 +179,7 @@ def test_the_report_has_the_errors_the_counts_and_the_cautions() -> None:
     assert cells == ["prefill", "40", "2", "0.988", "2.0%", "3.5%", "12.3%", "5.1%"]
     assert "prefill errors: 36 cells, a fifth of them held out in turn" in text
     assert "4 samples discarded: 3 waited, 1 preempted" in text
-    assert "note: p2, p3 cannot be told from 0" in text
+    assert "note: p2, p3 cannot be distinguished from 0" in text
     assert "discarded" not in report(FIT)
 
 

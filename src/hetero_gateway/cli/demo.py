@@ -1,4 +1,4 @@
-"""``demo``: two unequal emulated instances, the gateway before them, real load, and a comparison.
+"""``demo``: two unequal emulated instances, the gateway in front of them, load, a comparison.
 
 The paper's second experiment (section 5.2) in small: V100 t=4 and V100 t=1 of Llama-3-8B. Every
 process is real and speaks HTTP; only the accelerators' time is computed, from profiles derived

@@ -57,7 +57,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_share,
         default=DEFAULT_HOLD_OUT,
         metavar="X",
-        help=f"share of the requests, the last, that tell the error (default: {DEFAULT_HOLD_OUT})",
+        help="share of the requests, the last ones, held out to measure the error "
+        f"(default: {DEFAULT_HOLD_OUT})",
     )
     fit.add_argument("--json", action="store_true", help="print one JSON document")
     fit.set_defaults(run=run)

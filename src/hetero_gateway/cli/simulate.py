@@ -161,7 +161,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=share,
         default=0.0,
         metavar="X",
-        help="so many of the requests are of the class batch, the others interactive: for --queue "
+        help="this share of the requests is of the class batch, the rest interactive: for --queue "
         "classes; --json has each class's times (default: 0)",
     )
     parser.add_argument(

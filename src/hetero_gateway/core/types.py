@@ -89,7 +89,7 @@ class Usage(NamedTuple):
         prompt_tokens: of all its prompts, cached ones included.
         output_tokens: of all its sequences.
         cached_tokens: what of a prompt was in the engine's prefix cache; 0 is not None. With
-            several sequences, engines tell one's.
+            several sequences, engines report one's.
     """
 
     prompt_tokens: int | None = None

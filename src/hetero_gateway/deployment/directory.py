@@ -176,7 +176,7 @@ def _scripts(instances: Sequence[DeployedInstance], options: DeploymentOptions) 
     if one_host:
         programs = [instance_program(i, options, listen) for i in instances]
         programs.append(gateway_program(options))
-        title = f"Starts the {kind} instances and the gateway before them."
+        title = f"Starts the {kind} instances and the gateway in front of them."
         files["start.sh"] = script_text(title, programs, options, up=".")
     return files
 

@@ -3,7 +3,7 @@
 A step's end is planned from the last step's planned end, so that late wake-ups (timers have a
 resolution of about 1 ms) do not add up. When the process falls behind by more than ``MAX_LAG_S``
 the schedule is moved to now, and what was lost is counted, so that a measurement on an overloaded
-machine can be told from a good one.
+machine can be distinguished from a good one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The gateway's configuration: its schema, its loader, and the environment variables of secrets.
 
-The file is read by ``yaml_file``, which expands ``${NAME}`` and tells errors in one line; no other
-modules read the environment. Precedence: flags over environment over file.
+The file is read by ``yaml_file``, which expands ``${NAME}`` and reports errors in one line; no
+other modules read the environment. Precedence: flags over environment over file.
 docs/reference/configuration.md lists every field; a test compares the two.
 """
 
@@ -319,7 +319,7 @@ class SharingConfig(StrictModel):
         0.005,
         ge=0.001,
         le=5,
-        description="Where a request went is said at once, then not again for so many seconds.",
+        description="Others learn at once where a request went, then not again for this long.",
     )
     ttl_s: float = Field(
         3.0, ge=0.2, le=60, description="A gateway that is silent for so long is gone; seconds."
@@ -503,7 +503,7 @@ class EjectionConfig(StrictModel):
     failure_ratio: float = Field(
         0.5, gt=0, le=1, description="Or such a share of what came of its requests within 10 s,"
     )
-    min_outcomes: int = Field(10, ge=1, le=10_000, description="where there were at least so many.")
+    min_outcomes: int = Field(10, ge=1, le=10_000, description="once there were this many.")
     base_s: float = Field(
         2.0,
         gt=0,

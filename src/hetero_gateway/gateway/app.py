@@ -366,7 +366,7 @@ def _served(gateway: Gateway) -> dict[str, ModelCard]:
 
 
 def _card(model: str, card: ModelCard) -> dict[str, Any]:
-    """As its engine shows it: a base and its adapters can be told apart."""
+    """As its engine shows it: a base and its adapters can be distinguished."""
     return {
         "id": model,
         "object": "model",

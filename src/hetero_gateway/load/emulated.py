@@ -1,4 +1,4 @@
-"""Emulated instances and a gateway before them, each in a process of its own.
+"""Emulated instances and a gateway in front of them, each in a process of its own.
 
 The instances run ``time_scale`` times faster than their profiles say, and the gateway is given the
 profiles in the same time. Its own constants in seconds (time-outs, and those of ``finish-time``)

@@ -47,7 +47,7 @@ class EngineFacts:
     Args:
         model: the name to ask for; ``served`` are all that it lists.
         kv_capacity_tokens: of all its data-parallel ranks together.
-        max_num_seqs: given, or vLLM's default: no API tells it. ``max_num_seqs_known`` says which.
+        max_num_seqs: given, or vLLM's default: no API has it. ``max_num_seqs_known`` says which.
         version: what /version answers, or "unknown".
         has_metrics: whether batches can be checked against the engine's counters.
         utilisation, kv_dtype: what the KV capacity was made with (vLLM's
@@ -172,7 +172,7 @@ async def read_engine(client: EngineClient, target: Target, given: Overrides) ->
     model = _chosen(given.model, tuple(served), target)
     capacity = given.kv_capacity_tokens or cache.capacity_tokens
     if capacity is None:
-        what = "does not tell the KV capacity" if look.has_metrics else "has no vLLM metrics"
+        what = "does not report the KV capacity" if look.has_metrics else "has no vLLM metrics"
         raise ConfigError(
             f"{target.base_url}{paths.METRICS} {what}: give --kv-capacity-tokens (vLLM logs it "
             'when it starts, as "GPU KV cache size: N tokens")'

@@ -10,9 +10,9 @@ each stratum:
   many cached tokens (p5, p7) and to say how far Eq. (3) is off. Of single prompts there are twice
   as many: what a prompt's time gains on its length is attention (p9), and it shows only there.
 
-Batch size and length vary independently, so that b·I, b, I and 1 can be told apart. The order takes
-one cell of every batch size before the second of any, so that an interruption at any time leaves a
-usable spread.
+Batch size and length vary independently, so that b·I, b, I and 1 can be distinguished. The order
+takes one cell of every batch size before the second of any, so that an interruption at any time
+leaves a usable spread.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from hetero_gateway.profiler.samples import discarded_counts, kept_samples, read
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What no API tells: for the profile's name, and how the weights are stored (None: 16 bits)."""
+    """What no API has: for the profile's name, and how the weights are stored (None: 16 bits)."""
 
     gpu: str
     tensor_parallel: int

@@ -21,7 +21,7 @@ from hetero_gateway.reports.page import colour, fill, json_block, table, text
 _PARTS = 60
 # Points of a curve; a run may have a million requests.
 _QUANTILES = np.linspace(0.0, 1.0, 201)
-# Colours of more instances than this cannot be told apart.
+# Colours of more instances than this cannot be distinguished.
 _MANY_INSTANCES = 10
 
 

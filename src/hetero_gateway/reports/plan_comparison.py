@@ -85,7 +85,7 @@ def print_comparison(traffic: Traffic, comparison: Comparison) -> None:
     )
     names = printable(", ".join(fitted[:_NAMES]) or "none")
     print(f"Times are by their own traffic of: {names}{more}.")
-    print(f"Latencies are told for {plan.rate_per_s:.3g} requests/s.")
+    print(f"Latencies are for {plan.rate_per_s:.3g} requests/s.")
     print()
     rows = [_row(*line) for line in _lines(now, best)]
     print_table(("", "now", "proposed", "worth"), rows)

@@ -68,7 +68,7 @@ def decode_figure(samples: Sequence[Sample], fit: Fit) -> dict[str, Any]:
 
 
 def size_classes(samples: Sequence[Sample]) -> FloatArray:
-    """Each sample's batch size; of more than ten, which are not to be told apart, per octave."""
+    """Each sample's batch size; of more than ten, which are not to be distinguished, per octave."""
     batches = np.array([s.batch_size for s in samples], dtype=float)
     if len(np.unique(batches)) <= _MANY_SIZES:
         return batches

@@ -14,7 +14,7 @@ from hetero_gateway.reports.simulation_table import COLUMNS, by_rate, rate_name
 from hetero_gateway.sim.experiment import Bound, Experiment
 from hetero_gateway.sim.result import QUANTILES, Cell, Spread
 
-# Bars of more instances than this cannot be told apart; then the slowest and fastest are shown.
+# Bars of more instances than this cannot be distinguished; then the slowest and fastest are shown.
 _MANY_INSTANCES = 24
 
 

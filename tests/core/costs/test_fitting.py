@@ -173,14 +173,14 @@ def test_a_constant_of_0_is_not_called_identified() -> None:
         right.append(identified(found) == truth)
     # Of 15 at 95 % and two constants each, 1.5 would be wrong.
     assert sum(right) >= 12
-    assert found.prefill.notes == ("p2 cannot be told from 0",)
+    assert found.prefill.notes == ("p2 cannot be distinguished from 0",)
 
 
 def test_one_batch_size_identifies_nothing_and_is_named_as_the_reason() -> None:
     found = fitted(grid(TYPICAL, batches=(8,)))
     assert identified(found) == [False] * 9
     assert found.prefill.notes == (
-        "p1, p2, p3, p4 cannot be told apart: every prefill sample has batch size 8",
+        "p1, p2, p3, p4 cannot be distinguished: every prefill sample has batch size 8",
     )
     assert found.decode.notes[0].endswith("every decode sample has batch size 8")
 

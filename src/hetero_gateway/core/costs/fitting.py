@@ -465,7 +465,7 @@ def _identified(
     unclear = (low <= IDENTIFIED_SHARE * constants) | (constants <= IDENTIFIED_DEVIATIONS * errors)
     weak = [n for n, u, t in zip(names, unclear, tied, strict=True) if u and not t]
     if weak:
-        notes.append(f"{', '.join(weak)} cannot be told from 0")
+        notes.append(f"{', '.join(weak)} cannot be distinguished from 0")
     return [not (u or t) for u, t in zip(unclear, tied, strict=True)], notes
 
 
@@ -506,4 +506,4 @@ def _tie_note(merged: _Rows, tied: list[str]) -> str:
         )
     else:
         why = f"batch sizes and lengths of the {merged.part} samples vary together"
-    return f"{', '.join(tied)} cannot be told apart: {why}"
+    return f"{', '.join(tied)} cannot be distinguished: {why}"

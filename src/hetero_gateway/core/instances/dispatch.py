@@ -49,7 +49,7 @@ class Dispatch:
         before: when it was sent, s, and what was there: sequences waiting, what of their prompts
             was to be computed, sequences streaming, tokens cached; None: nothing is to be learnt
             from it.
-        hit_tokens: what of its prompts was in the prefix cache, as its answer told in the end;
+        hit_tokens: what of its prompts was in the prefix cache, as its answer reported in the end;
             None: it has not, or did not.
         interval: where its prefill is counted, until it is over.
         first_token: the row of it, as long as it is not known what was prefilled.

@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """The two ratios, their standard errors (infinite: not told apart), and the spread."""
+    """The two ratios, their standard errors (infinite: not distinguished), and the spread."""
 
     decode: float
     prefill: float

@@ -8,8 +8,8 @@ ejections that would end first end now.
 
 *Poison*: a request that fails on one instance and then on another, and was never answered well, is
 itself at fault. Its failures are taken back and no more of them count. Once it is answered well
-somewhere, all of them count after all. Requests are told apart by a fingerprint of their body; the
-last 256 that failed are known, for a minute each.
+somewhere, all of them count after all. Requests are distinguished by a fingerprint of their body;
+the last 256 that failed are known, for a minute each.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ sources say how many there were, and each has its limits:
     source               what it says                            exact
     -------------------  --------------------------------------  ----------------------------------
     ``usage``            the cached tokens of one answer, at     for one sequence; of several, the
-                         its end                                 engine tells one's
+                         its end                                 engine reports one's
     counters             tokens queried and hit, of the whole    as a sum over a scrape's interval,
                          engine, at each scrape                  of all its clients
     caching is off       that there are none                     yes
@@ -112,7 +112,7 @@ class PrefixHits:
 
     @property
     def answers_tell(self) -> bool:
-        """Whether any answer has told how much was cached."""
+        """Whether any answer has reported how much was cached."""
         return self._told_charged > 0
 
     @property
@@ -162,7 +162,7 @@ class PrefixHits:
         return False
 
     def end(self, entry: Dispatch) -> None:
-        """A request was completed; ``entry.hit_tokens`` is what its answer told, if anything."""
+        """A request was completed; ``entry.hit_tokens`` is what its answer reported, if so."""
         prompt, charged, hits = entry.prompt_tokens, entry.prefill_tokens, entry.hit_tokens
         if hits is not None:
             self._told_prefilled = _KEEP * self._told_prefilled + (prompt - hits)
@@ -173,7 +173,7 @@ class PrefixHits:
             self.actual_tokens += hits
 
     def believed_hits(self, entry: Dispatch) -> float | None:
-        """Cached tokens of an ended request's prompt: as its answer told, else by the counters."""
+        """Cached tokens of an ended request's prompt: by its answer, else by the counters."""
         if entry.hit_tokens is not None:
             return entry.hit_tokens
         if self._counted is None or (ratio := self.ratio) is None:
@@ -185,7 +185,7 @@ class Interval:
     """What happened between two looks at an instance, for its row of steps.
 
     ``open``: requests whose prefill was in it and that have not ended. ``untold``: prompts of which
-    no answer has told, those of ``open`` included, and their tokens, whole and as charged.
+    no answer has reported, those of ``open`` included, and their tokens, whole and as charged.
     ``ratio``: the counters', between two scrapes of which the second came first after it, at
     ``scraped_s``. ``row``: made of it, and ``number``, that row's; -1: there is none that waits.
     ``shown``: the part of it that its row covers.

@@ -377,7 +377,7 @@ class InstanceState:
     ) -> bool:
         """It is over: take off what it put on. True the first time, False and no change after.
 
-        ``usage``: what its answer told in the end. Raises KeyError when it is another instance's.
+        ``usage``: what its answer reported in the end. Raises KeyError for another instance's.
         """
         if entry.outcome is not None:
             return False
@@ -586,7 +586,7 @@ class InstanceState:
         return None if modelled_s == believed_s else modelled_s
 
     def _learn_hits(self, entry: Dispatch, usage: Usage | None) -> None:
-        """A request is over: what of its prompt was cached, if its answer told."""
+        """A request is over: what of its prompt was cached, if its answer reported."""
         prefix = self.prefix
         entry.hit_tokens = _told_hits(entry, usage)
         if entry.outcome is Outcome.COMPLETED:
@@ -631,7 +631,7 @@ class InstanceState:
         return renewed
 
     def _merge(self, intervals: list[Interval]) -> None:
-        """What no answer told of these is known by the counters."""
+        """What no answer reported of these is known by the counters."""
         rows, number = [], intervals[0].number
         for interval in intervals:
             assert interval.row is not None

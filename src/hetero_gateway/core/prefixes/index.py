@@ -60,7 +60,7 @@ class _Member:
 
 
 class PrefixIndex:
-    """The estimate for all instances. Instances are told apart by slots, small and used again."""
+    """The estimate for all instances. Instances have slots, small and used again."""
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}

@@ -45,7 +45,7 @@ DEFAULT_PATIENCE_S = 60.0
 _RETRY = -math.inf
 # What arrives changes over minutes, not from one request to the next.
 _MEAN_OVER_REQUESTS = 1000
-# Few requests are longer than so many mean ones; they need not be told apart.
+# Few requests are longer than so many mean ones; they need not be distinguished.
 _LONG = 4.0
 # Clients that come and go leave nothing behind.
 _MOST_COUNTERS = 10_000
@@ -277,7 +277,7 @@ class Clients(Classes):
         """A request is over; later calls change nothing.
 
         Args:
-            usage: as its answer told; None, or what is None in it: nobody knows.
+            usage: as its answer reported; None, or what is None in it: nobody knows.
             made_tokens: what it had made when it was cut short; None: it came to its end.
         """
         served, dispatch.turn = dispatch.turn, None

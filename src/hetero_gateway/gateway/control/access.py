@@ -9,8 +9,8 @@
                                loopback: a first try. Only from a loopback address, by a loopback
                                name, not from another site's page, and through no proxy
 
-The last one looks for what proxies leave behind. One that leaves nothing cannot be told from a
-person at this machine; so wherever clients have keys, which is where others are let in, it is off.
+The last one looks for what proxies leave behind. One that leaves nothing looks like a person at
+this machine; so wherever clients have keys, which is where others are let in, it is off.
 
 The other paths each have a setting (``server.expose``).
 """

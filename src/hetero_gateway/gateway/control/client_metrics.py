@@ -17,9 +17,9 @@ from hetero_gateway.gateway.admission.usage import OTHER
 _PREFIX = "hetero_gateway_client_"
 _AMOUNTS = (
     ("requests", "Requests of a client that reached an instance and are over."),
-    ("input_tokens", "Prompt tokens of a client, as engines told them, or estimated."),
-    ("input_tokens_cached", "Of them, what was in a prefix cache, as engines told."),
-    ("output_tokens", "Output tokens of a client, as told or counted."),
+    ("input_tokens", "Prompt tokens of a client, as engines reported them, or estimated."),
+    ("input_tokens_cached", "Of them, what was in a prefix cache, as engines reported."),
+    ("output_tokens", "Output tokens of a client, as reported or counted."),
 )
 
 

@@ -87,7 +87,7 @@ def instance_families(every: Iterable[InstanceGauges]) -> Iterator[Metric]:
     )
     kv = GaugeMetricFamily(
         PREFIX + "instance_kv_usage_ratio",
-        "KV-cache usage: estimated from outstanding requests, or told by the engine.",
+        "KV-cache usage: estimated from outstanding requests, or reported by the engine.",
         labels=("backend", "source"),
     )
     speed = GaugeMetricFamily(
@@ -113,7 +113,7 @@ def instance_families(every: Iterable[InstanceGauges]) -> Iterator[Metric]:
     cached = CounterMetricFamily(
         PREFIX + "prompt_cached_tokens",
         "Tokens of completed prompts that were in the engine's prefix cache: as predicted when "
-        "they were sent, and as the engine told.",
+        "they were sent, and as the engine reported.",
         labels=("backend", "source"),
     )
     trust = GaugeMetricFamily(

@@ -297,15 +297,15 @@ class Metrics:
             labels=labels,
         )
         tokens_in = CounterMetricFamily(
-            PREFIX + "input_tokens", "Prompt tokens, as the engine told them.", labels=labels
+            PREFIX + "input_tokens", "Prompt tokens, as the engine reported them.", labels=labels
         )
         tokens_cached = CounterMetricFamily(
             PREFIX + "input_tokens_cached",
-            "Of them, what was in a prefix cache and not computed, as engines told.",
+            "Of them, what was in a prefix cache and not computed, as engines reported.",
             labels=labels,
         )
         tokens_out = CounterMetricFamily(
-            PREFIX + "output_tokens", "Output tokens, as told or counted.", labels=labels
+            PREFIX + "output_tokens", "Output tokens, as reported or counted.", labels=labels
         )
         for key, series in entries:
             for outcome, count in series.outcomes.items():

@@ -279,7 +279,7 @@ class Recorder:
                 metrics.latency_prediction.observe((now_s - placed.placed_s) / expected_s)
 
     def _believed(self, job: Job, context: int, exchange: Answered) -> tuple[int | None, int]:
-        """(prompt tokens, output tokens) as the engine told them, where they can be true.
+        """(prompt tokens, output tokens) as the engine reported them, where they can be true.
 
         A prompt is no longer than its body and the instance's context; an answer no longer than
         the context and what was asked for. Where no output is told, its events are counted.

@@ -335,7 +335,7 @@ class Exchange:
         return b"".join(self._tail)[-_TAIL_BYTES:]
 
     def usage(self) -> Usage:
-        """The tokens as the engine told them, where it did."""
+        """The tokens as the engine reported them, where it did."""
         usage = self._usage
         if usage is None:
             usage = Usage(*usage_in_tail(self.tail()))

@@ -6,7 +6,7 @@ fitted anew after each minute of observed time and replaced when that changes wh
 fit runs in a thread, as it takes some 5 ms, and the first one imports scipy; what comes of it is
 applied on the event loop, unless the instance has gone or was taken back meanwhile. The original
 profile is kept, and PATCH /admin/instances/ID {"recalibrated": false} brings it back for good. An
-instance without a profile gets a learned one, once its engine has told how large its KV cache is.
+instance without a profile gets a learned one, once its engine has reported its KV cache's size.
 """
 
 from __future__ import annotations

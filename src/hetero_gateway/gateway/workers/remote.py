@@ -522,7 +522,7 @@ class RemoteDispatcher:
         self._channel = channel
         self._session += 1
         if self._session > 1:
-            _log.info("the scheduler process is back; it is told of %d requests", len(self._open))
+            _log.info("the scheduler process is back; it learns of %d requests", len(self._open))
         carried = []
         for place in self._open.values():
             if place.local is not None:
