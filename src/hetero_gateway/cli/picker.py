@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
         description="Run the scheduler as an endpoint picker: Envoy moves the bytes, and asks here "
         "over gRPC (ext_proc) where each request goes. /metrics, /admin and /dashboard are on the "
         "HTTP port of the configuration's server section.",
-        epilog="example: hetero-gateway picker -c configs/gateway.yaml --port 9002",
+        epilog="example: hetero-gateway picker -c gateway.yaml --port 9002",
     )
     parser.add_argument(
         "-c",

@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
         "serve",
         help="run the gateway",
         description="Run the gateway.",
-        epilog="example: hetero-gateway serve -c configs/gateway.yaml --port 8000",
+        epilog="example: hetero-gateway serve -c gateway.yaml --port 8000",
     )
     parser.add_argument(
         "-c",

@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
         help="check a configuration without serving",
         description="Check a gateway's configuration, or the cluster file of simulate or plan, "
         "profiles included, without serving.",
-        epilog="example: hetero-gateway validate -c configs/gateway.yaml",
+        epilog="example: hetero-gateway validate -c gateway.yaml",
     )
     parser.add_argument(
         "-c", "--config", type=Path, required=True, metavar="FILE", help="the file to check"
