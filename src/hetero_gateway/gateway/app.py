@@ -22,7 +22,14 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from hetero_gateway import __version__
-from hetero_gateway.engines.vllm import ENGINE_CALLS, ModelCard, Work, asked_at, work_of_path
+from hetero_gateway.engines.vllm import (
+    ENGINE_CALLS,
+    REALTIME,
+    ModelCard,
+    Work,
+    asked_at,
+    work_of_path,
+)
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import Exposure, GatewayConfig
 from hetero_gateway.gateway.admission.clients import Client
@@ -30,6 +37,7 @@ from hetero_gateway.gateway.control import admin
 from hetero_gateway.gateway.control.access import check_exposed
 from hetero_gateway.gateway.control.docs_page import docs_page
 from hetero_gateway.gateway.dataplane.application import DataPlane
+from hetero_gateway.gateway.dataplane.realtime import Realtime
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import (
     Downstream,
@@ -84,6 +92,7 @@ class App:
     def __init__(self, gateway: Gateway, control: FastAPI) -> None:
         self.gateway = gateway
         self.control = control
+        self._realtime: Realtime | None = None
 
     @property
     def body_limits(self) -> BodyLimits:
@@ -94,7 +103,11 @@ class App:
         return self.gateway.dataplane.open(inbound, downstream)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] == "websocket":
+            if self._realtime is None:
+                self._realtime = Realtime(self.gateway.dataplane)
+            await self._realtime.serve(scope, receive, send)
+        elif scope["type"] == "http":
             await route(scope, receive, send, self.gateway.dataplane, self.control)
         else:
             await self.control(scope, receive, send)
@@ -124,6 +137,10 @@ async def route(
     if work is not None or asked is not None:
         allowed = ("POST",) if asked is None else asked.methods
         await _wrong_method(path, allowed)(scope, receive, send)
+        return
+    if path == REALTIME:
+        refusal = Refusal(426, "upgrade_required", f"{path} is a WebSocket.")
+        await _error(refusal, path, {"upgrade": "websocket"})(scope, receive, send)
         return
     if path in ENGINE_CALLS:
         await _error(_engine_call(path), path)(scope, receive, send)

@@ -21,6 +21,7 @@ from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control.access import ADDRESS, ADMIN_LISTENER, UNIX
 from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.realtime import MOST_MESSAGE_BYTES
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.clients import (
     Watch,
@@ -31,6 +32,7 @@ from hetero_gateway.gateway.wire.clients import (
 from hetero_gateway.gateway.wire.cycle import Service
 from hetero_gateway.gateway.wire.protocol import engine_protocol
 from hetero_gateway.gateway.wire.tls import ServerTls
+from hetero_gateway.gateway.wire.websocket import ClientWebSocket
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +95,9 @@ class DrainingServer(uvicorn.Server):
                 host=config.host,
                 port=config.port,
                 loop="uvloop",
-                ws="none",
+                ws=ClientWebSocket,
+                ws_max_size=MOST_MESSAGE_BYTES,
+                ws_per_message_deflate=False,
                 lifespan="on",
                 access_log=False,
                 server_header=False,

@@ -30,6 +30,7 @@ from hetero_gateway.engines.vllm.metrics import (
 from hetero_gateway.engines.vllm.paths import (
     CHAT_COMPLETIONS,
     ENGINE_CALLS,
+    REALTIME,
     RESPONSES,
     WORK_BY_PATH,
     Asked,
@@ -46,6 +47,7 @@ __all__ = [
     "CLOSING_EVENTS",
     "DONE",
     "ENGINE_CALLS",
+    "REALTIME",
     "RESPONSES",
     "WORK_BY_PATH",
     "Asked",

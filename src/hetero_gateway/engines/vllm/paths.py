@@ -29,6 +29,7 @@ INVOCATIONS = "/invocations"  # a chat or a completion, by its body
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 
+REALTIME = "/v1/realtime"  # a WebSocket
 TOKENIZER_INFO = "/tokenizer_info"  # GET; only with --enable-tokenizer-info-endpoint
 
 # What concerns an engine and no request: most of it only with VLLM_SERVER_DEV_MODE=1.

@@ -127,6 +127,7 @@ class DataPlane:
             metrics=metrics,
             budget=RetryBudget(config.retry),
             total_timeout_s=config.timeouts.total_s,
+            connect_timeout_s=config.timeouts.connect_s,
             open=set(),
             reading=LongBodies(),
             answered=AnsweredRequests(),
@@ -204,6 +205,7 @@ class DataPlane:
         def apply() -> None:
             self.rooms.budget.config = fresh.retry
             self.rooms.total_timeout_s = fresh.timeouts.total_s
+            self.rooms.connect_timeout_s = fresh.timeouts.connect_s
             self.open_exchanges.set_config(fresh.timeouts)
             self.body_limits.set(fresh.server.max_body_bytes, fresh.server.max_buffered_bytes)
 

@@ -156,6 +156,7 @@ class Rooms:
     metrics: Metrics
     budget: RetryBudget
     total_timeout_s: float
+    connect_timeout_s: float
     open: set[Attempts]
     reading: LongBodies
     answered: AnsweredRequests

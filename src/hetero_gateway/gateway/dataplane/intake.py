@@ -219,12 +219,27 @@ class Intake:
         if asked.response_id:
             parsed.previous = self.response_name(inbound, asked.response_id.encode())
         else:
-            query = inbound.target.partition(b"?")[2].decode("latin-1")
-            named = parse_qs(query, max_num_fields=_MOST_QUERY_FIELDS).get("model")
-            parsed.model = named[-1] if named else self._default_model()
-            if named and (model := self.routes.target(parsed.model, inbound)) is not None:
-                parsed.asked, parsed.model = parsed.model, model
+            self._name_in_query(parsed, inbound)
         return parsed
+
+    def read_realtime(self, inbound: Inbound) -> ParsedRequest:
+        """A session by WebSocket, of which nothing is known but its model. Raises Refusal."""
+        parsed = ParsedRequest("", False, None, 1, 0, 0, None, 1)
+        self._name_in_query(parsed, inbound)
+        return parsed
+
+    def _name_in_query(self, parsed: ParsedRequest, inbound: Inbound) -> None:
+        query = inbound.target.partition(b"?")[2].decode("latin-1")
+        try:
+            named = parse_qs(query, max_num_fields=_MOST_QUERY_FIELDS).get("model")
+        except ValueError as error:
+            raise Refusal(400, "bad_request", "The query has too many fields.") from error
+        if not named:
+            parsed.model = self._default_model()
+            return
+        parsed.model = named[-1]
+        if (model := self.routes.target(parsed.model, inbound)) is not None:
+            parsed.asked, parsed.model = parsed.model, model
 
     def _seed_for(self, inbound: Inbound) -> int | None:
         """What the keys of its prompt begin with; None: it has none that are of use."""

@@ -373,6 +373,11 @@ class Deadlines:
         shortest_s = min(config.first_byte_s, config.idle_s, config.total_s)
         self._tick_s = min(1.0, max(0.02, shortest_s / 8))
 
+    @property
+    def idle_s(self) -> float:
+        """How long a response, or a session, may be silent."""
+        return self._config.idle_s
+
     def __len__(self) -> int:
         return len(self._exchanges)
 

@@ -41,7 +41,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from hetero_gateway.engines.vllm import WORK_BY_PATH
+from hetero_gateway.engines.vllm import REALTIME, WORK_BY_PATH
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.wire.bodies import SMALL_BYTES
 from hetero_gateway.gateway.wire.chunks import ChunkedBody
@@ -51,6 +51,7 @@ from hetero_gateway.gateway.wire.heads import RequestHead, head_size, read_head
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import error_body
 
+_REALTIME = REALTIME.encode()
 _IDLE, _HEAD, _BODY, _SERVING, _CLOSING = Phase
 
 _LINE_ENDS = re.compile(rb"(?:\r\n)+")
@@ -192,6 +193,9 @@ class EngineProtocol(HttpToolsProtocol):
         path = head.target.partition(b"?")[0]
         engine_path = _BY_TARGET.get(path) if head.method == b"POST" else None
         if engine_path is None:
+            if path == _REALTIME and _wants_websocket(head):
+                self._upgrade(head, rest)
+                return
             self.cycle = cycle = self._uvicorn_cycle(head, path)
             self._start_asgi_task(cycle, self.app)
         else:
@@ -207,6 +211,23 @@ class EngineProtocol(HttpToolsProtocol):
             self._end_body(rest)
         elif rest and self.phase is _BODY:
             self._take_body(rest)
+
+    def _upgrade(self, head: RequestHead, rest: bytes) -> None:
+        """From here on the connection is a WebSocket's, by uvicorn's protocol for them."""
+        self.watch.discard(self)
+        self.connections.discard(self)
+        self.phase = _CLOSING
+        parts = [b"GET ", head.target, b" HTTP/1.1\r\n"]
+        for name, value in head.headers:
+            parts += (name, b": ", value, b"\r\n")
+        parts += (b"\r\n", rest)
+        protocol: Any = self.ws_protocol_class
+        websocket = protocol(
+            config=self.config, server_state=self.server_state, app_state=self.app_state
+        )
+        websocket.connection_made(self.transport)
+        self.transport.set_protocol(websocket)
+        websocket.data_received(b"".join(parts))
 
     def _uvicorn_cycle(self, head: RequestHead, path: bytes) -> RequestResponseCycle:
         text = path.decode("ascii")
@@ -446,6 +467,15 @@ class EngineProtocol(HttpToolsProtocol):
         cycle: Any = self.cycle
         if type(cycle) is EngineCycle:
             cycle.lost()
+
+
+def _wants_websocket(head: RequestHead) -> bool:
+    return (
+        head.method == b"GET"
+        and not head.http_10
+        and head.length == 0
+        and head.by_name.get(b"upgrade", b"").lower() == b"websocket"
+    )
 
 
 _LATE = Refusal(408, "request_timeout", "The request did not come in time.")

@@ -17,7 +17,7 @@ from typing import Any
 
 from hetero_gateway import __version__
 from hetero_gateway.core.types import InstanceId, Reject, Usage
-from hetero_gateway.engines.vllm import Work, work_of_path
+from hetero_gateway.engines.vllm import REALTIME, Work, work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
@@ -260,7 +260,10 @@ class Session:
 
     def _job_of(self, facts: messages.Facts, describe: _Describe) -> Job:
         """Raises Refusal."""
-        inbound = Inbound(facts.path, b"", work_of_path(facts.path) or Work.LIGHT, facts.headers)
+        work = work_of_path(facts.path)
+        if work is None:
+            work = Work.GENERATE if facts.path == REALTIME else Work.LIGHT
+        inbound = Inbound(facts.path, b"", work, facts.headers)
         inbound.request_id = facts.request_id
         inbound.received_s = facts.received_s
         inbound.body = facts.body

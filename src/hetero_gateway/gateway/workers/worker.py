@@ -22,6 +22,7 @@ from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
+from hetero_gateway.gateway.dataplane.realtime import Realtime
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
@@ -106,6 +107,7 @@ class Worker:
         self._stack = AsyncExitStack()
         self.dataplane: DataPlane
         self.remote: RemoteDispatcher
+        self.realtime: Realtime
 
     @property
     def config(self) -> GatewayConfig:
@@ -124,6 +126,8 @@ class Worker:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
+        elif scope["type"] == "websocket":
+            await self.realtime.serve(scope, receive, send)
         elif self.draining and scope["path"] == "/readyz":
             # The scheduler process hears of it within a second, which is late.
             await unready()(scope, receive, send)
@@ -181,6 +185,7 @@ class Worker:
             draining=lambda: self.draining,
             on_config=self._take_up,
         )
+        self.realtime = Realtime(self.dataplane)
         self._stack.callback(self.remote.close)
         self.dataplane.rooms.dispatcher = self.remote
         self.fleet.settings(self.settings)

@@ -1,0 +1,252 @@
+"""/v1/realtime over real sockets: a WebSocket to an instance, placed like a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.http11 import Request, Response
+from websockets.typing import Subprotocol
+
+from hetero_gateway.core.types import InstanceId
+from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
+from tests.fakes.vllm import FakeInstance
+
+PATH = "/v1/realtime"
+
+
+class Speaker:
+    """An instance that transcribes: it says which it is, then sends back what it gets."""
+
+    def __init__(self, model: str = "m") -> None:
+        self.model = model
+        self.heads: list[Request] = []
+        self.closed: list[tuple[int | None, str | None]] = []
+        self.refuses = 0
+        self._server: Server
+
+    async def start(self) -> FakeInstance:
+        self._server = await serve(
+            self._session,
+            "127.0.0.1",
+            0,
+            process_request=self._answer,
+            select_subprotocol=lambda _, offered: offered[0] if offered else None,
+            max_size=None,
+        )
+        port = next(iter(self._server.sockets)).getsockname()[1]
+        return FakeInstance((self.model,)).at(f"http://127.0.0.1:{port}")
+
+    async def stop(self) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
+        if request.path.startswith(PATH):
+            self.heads.append(request)
+            return connection.respond(self.refuses, "no") if self.refuses else None
+        cards = {"data": [{"id": self.model, "max_model_len": 4096}]}
+        return connection.respond(200, json.dumps(cards) if "models" in request.path else "")
+
+    async def _session(self, connection: ServerConnection) -> None:
+        await connection.send(json.dumps({"type": "session.created"}))
+        try:
+            async for message in connection:
+                if message == "close":
+                    await connection.close(4001, "enough")
+                elif message == "die":
+                    connection.transport.abort()
+                else:
+                    await connection.send(message)
+        except ConnectionClosed:
+            pass
+        self.closed.append((connection.close_code, connection.close_reason))
+
+
+@asynccontextmanager
+async def serving(
+    *speakers: Speaker, workers: int = 1, **sections: Any
+) -> AsyncIterator[RunningGateway]:
+    fakes = [await speaker.start() for speaker in speakers]
+    async with running_gateway(config_for(fakes, **sections), workers=workers) as running:
+        yield running
+        await eventually(running.settled)
+    for speaker in speakers:
+        await speaker.stop()
+
+
+def session(running: RunningGateway, query: str = "", **options: Any) -> connect:
+    return connect(
+        f"ws://127.0.0.1:{running.port}{PATH}{query}", proxy=None, max_size=None, **options
+    )
+
+
+async def refusal_of(opening: connect) -> tuple[int, dict[str, Any]]:
+    with pytest.raises(InvalidStatus) as caught:
+        await opening
+    answer = caught.value.response
+    return answer.status_code, json.loads(answer.body or b"{}")["error"]
+
+
+async def closed(client: ClientConnection) -> tuple[int | None, str | None]:
+    with contextlib.suppress(ConnectionClosed):
+        async for _ in client:
+            pass
+    return client.close_code, client.close_reason
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_messages_pass_both_ways_and_the_load_is_held_until_it_closes(workers: int) -> None:
+    one, other = Speaker(), Speaker()
+    scheduler = {"policy": "least-requests"}
+    async with serving(one, other, workers=workers, scheduler=scheduler) as running:
+        query = "?model=m&x=1"
+        async with session(running, query, subprotocols=[Subprotocol("realtime")]) as client:
+            assert json.loads(await client.recv()) == {"type": "session.created"}
+            assert client.subprotocol == "realtime"
+            for message in ("text", b"\x00\xff", "ü" * 100_000, b"x" * 3_000_000, ""):
+                await client.send(message)
+                assert await client.recv() == message
+            await asyncio.sleep(20)
+            loads = running.loads()
+            assert sum(in_flight for *_, in_flight in loads) == 1
+            assert sum(load for load, *_ in loads) > 0
+            head = (one.heads or other.heads)[0]
+            assert head.path == PATH + query
+            assert client.response is not None
+            assert client.response.headers["x-request-id"] == head.headers["x-request-id"]
+            assert client.response.headers["x-hetero-gateway-instance"] in ("i0", "i1")
+            async with session(running) as second:
+                assert await second.recv()
+            assert len(one.heads) == len(other.heads) == 1, "the second goes where there is less"
+        await eventually(running.settled)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_either_sides_close_reaches_the_other(workers: int) -> None:
+    speaker = Speaker()
+    async with serving(speaker, workers=workers) as running:
+        async with session(running) as client:
+            await client.recv()
+            await client.close(3007, "bye")
+        await eventually(lambda: speaker.closed == [(3007, "bye")])
+        async with session(running) as client:
+            await client.send("close")
+            assert await closed(client) == (4001, "enough")
+        async with session(running) as client:
+            await client.send("die")
+            assert (await closed(client))[0] == 1011
+        async with session(running) as client:
+            await client.recv()
+            client.transport.abort()
+        await eventually(lambda: len(speaker.closed) == 4)
+        await eventually(running.settled)
+
+
+async def test_it_is_bounded_in_size_time_and_silence() -> None:
+    speaker = Speaker()
+    async with serving(speaker, timeouts={"total_s": 60, "idle_s": 20}) as running:
+        async with session(running) as client:
+            await client.send(b"x" * (1 << 24))
+            with contextlib.suppress(ConnectionClosed):
+                await client.send(b"y" * ((1 << 24) + 1))
+            assert (await closed(client))[0] == 1009
+        loop = asyncio.get_running_loop()
+        for talks, after_s in ((False, 20), (True, 60)):
+            began_s = loop.time()
+            async with session(running) as client:
+                await client.recv()
+                if talks:
+                    talking = asyncio.create_task(talk(client))
+                assert (await closed(client))[0] == 1001
+            assert loop.time() - began_s == pytest.approx(after_s, abs=5)
+        talking.cancel()
+        await eventually(running.settled)
+
+
+async def talk(client: ClientConnection) -> None:
+    while True:
+        await asyncio.sleep(10)
+        await client.send("hello")
+
+
+async def test_keys_models_and_limits_apply(tmp_path: Path) -> None:
+    keys = [
+        {"name": "a", "hash": f"sha256:{sha256(b'ka').hexdigest()}", "concurrency": 1},
+        {"name": "b", "hash": f"sha256:{sha256(b'kb').hexdigest()}", "models": ["other"]},
+    ]
+    file = tmp_path / "keys.yaml"
+    file.write_text(json.dumps({"keys": keys}))
+    speaker = Speaker()
+    async with serving(speaker, clients={"keys_file": str(file)}) as running:
+        mine = {"authorization": "Bearer ka"}
+        for headers, query, status, code in (
+            ({}, "", 401, "invalid_api_key"),
+            ({"authorization": "Bearer kb"}, "?model=m", 403, "model_not_allowed"),
+            (mine, "?model=zz", 404, "model_not_found"),
+        ):
+            refused = await refusal_of(session(running, query, additional_headers=headers))
+            assert (refused[0], refused[1]["code"]) == (status, code)
+        async with session(running, additional_headers=mine) as client:
+            await client.recv()
+            assert "authorization" not in speaker.heads[0].headers
+            refused = await refusal_of(session(running, additional_headers=mine))
+            assert (refused[0], refused[1]["code"]) == (429, "rate_limit_exceeded")
+        await eventually(running.settled)
+        async with session(running, additional_headers=mine) as client:
+            await client.recv()
+
+
+async def test_where_none_can_be_had_the_answer_is_http() -> None:
+    one, other = Speaker(), Speaker("other")
+    async with serving(one, other) as running:
+        refused = await refusal_of(session(running))
+        assert refused[1]["code"] == "missing_required_parameter"
+        one.refuses = 403
+        status, error = await refusal_of(session(running, "?model=m"))
+        assert (status, error["code"]) == (502, "upstream_error")
+        assert "403" in error["message"]
+        instance = running.gateway.fleet.instances[InstanceId("i1")]
+        instance.draining = True
+        running.gateway.fleet.publish(instance)
+        status, error = await refusal_of(session(running, "?model=other"))
+        assert (status, error["code"]) == (503, "no_healthy_instance")
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            plain = await client.get(PATH)
+            assert (plain.status_code, plain.headers["upgrade"]) == (426, "websocket")
+            assert plain.json()["error"]["code"] == "upgrade_required"
+            elsewhere = await client.get("/v1/models", headers={"upgrade": "websocket"})
+            assert elsewhere.status_code == 200, "an offer to upgrade is ignored"
+
+
+async def test_another_instance_is_tried_where_one_refuses() -> None:
+    one, other = Speaker(), Speaker()
+    async with serving(one, other) as running:
+        one.refuses = 500
+        for _ in range(4):
+            async with session(running) as client:
+                await client.recv()
+                assert client.response is not None
+                assert client.response.headers["x-hetero-gateway-instance"] == "i1"
+
+
+async def test_the_gateways_end_closes_it() -> None:
+    speaker = Speaker()
+    fake = await speaker.start()
+    async with running_gateway(config_for([fake])) as running:
+        client = await session(running)
+        await client.recv()
+    assert (await closed(client))[0] == 1012
+    await eventually(lambda: len(speaker.closed) == 1)
+    await speaker.stop()
