@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from hashlib import sha256
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import trustme
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -36,7 +38,7 @@ class Speaker:
         self.refuses = 0
         self._server: Server
 
-    async def start(self) -> FakeInstance:
+    async def start(self, context: ssl.SSLContext | None = None) -> FakeInstance:
         self._server = await serve(
             self._session,
             "127.0.0.1",
@@ -44,6 +46,7 @@ class Speaker:
             process_request=self._answer,
             select_subprotocol=lambda _, offered: offered[0] if offered else None,
             max_size=None,
+            ssl=context,
         )
         port = next(iter(self._server.sockets)).getsockname()[1]
         return FakeInstance((self.model,)).at(f"http://127.0.0.1:{port}")
@@ -249,4 +252,28 @@ async def test_the_gateways_end_closes_it() -> None:
         await client.recv()
     assert (await closed(client))[0] == 1012
     await eventually(lambda: len(speaker.closed) == 1)
+    await speaker.stop()
+
+
+async def test_it_speaks_tls_on_both_sides(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    identity = authority.issue_cert("127.0.0.1")
+    trusted, own = tmp_path / "ca.pem", tmp_path / "own.pem"
+    authority.cert_pem.write_to_path(str(trusted))
+    identity.private_key_and_cert_chain_pem.write_to_path(str(own))
+    theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    identity.configure_cert(theirs)
+    speaker = Speaker()
+    fake = await speaker.start(theirs)
+    there = {"id": "i0", "base_url": fake.url.replace("http:", "https:"), "ca_file": str(trusted)}
+    server = {"port": 0, "certificate_file": str(own), "key_file": str(own)}
+    config = config_for([], instances=[there], server=server)
+    async with running_gateway(config) as running:
+        context = ssl.create_default_context(cafile=str(trusted))
+        url = f"wss://127.0.0.1:{running.port}{PATH}"
+        async with connect(url, ssl=context, proxy=None) as client:
+            await client.recv()
+            await client.send("over TLS")
+            assert await client.recv() == "over TLS"
+        await eventually(running.settled)
     await speaker.stop()
