@@ -90,7 +90,9 @@ def test_odd_bodies_are_rewritten_or_refused() -> None:
     assert with_model(form, b"multipart/form-data; boundary=x", "bb") == form.replace(
         b"\r\n\r\na\r\n", b"\r\n\r\nbb\r\n"
     )
-    for unusable in (b"{}", b"[]", b'{"model', b'{"a":NaN' + b" " * 20_000):
+    assert with_model(b" { }", b"", "b") == b' {"model":"b" }'
+    assert with_model(b'{"a":1}', b"", "b") == b'{"model":"b","a":1}'
+    for unusable in (b"[]", b"", b'{"model', b'{"a":NaN' + b" " * 20_000):
         with pytest.raises(Refusal):
             with_model(unusable, b"application/json", "b")
 
@@ -239,6 +241,20 @@ async def test_a_full_queue_falls_back() -> None:
         assert not second.done()
         assert (await second).headers[FALLBACK] == "other"  # it has waited for 5 s
         assert FALLBACK not in (await first).headers
+
+
+async def test_a_request_without_a_model_falls_back_too() -> None:
+    one, outside = await fake("one"), await fake("big")
+    models = {"one": {"fallbacks": [{"model": "big", "base_url": outside.url}]}}
+    async with serving(one, outside=outside, models=models) as (_, client):
+        one.fault = {"status": 503}
+        answer = await client.post(CHAT, json={"messages": []})
+        assert (answer.status_code, answer.headers[FALLBACK]) == (200, "127.0.0.1/big")
+        assert json.loads(outside.bodies[-1]) == {"model": "big", "messages": []}
+        form = b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\na\r\n--x--\r\n'
+        kind = {"content-type": "multipart/form-data; boundary=x"}
+        refused = await client.post("/v1/audio/transcriptions", content=form, headers=kind)
+        assert refused.status_code == 400
 
 
 async def test_what_an_engine_refuses_or_has_begun_does_not_fall_back() -> None:

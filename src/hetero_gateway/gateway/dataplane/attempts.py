@@ -174,7 +174,7 @@ class Attempts:
         "_downstream",
         "_exchange",
         "_failure",
-        "_fallbacks",
+        "_fallen",
         "_inbound",
         "_job",
         "_kept",
@@ -203,7 +203,8 @@ class Attempts:
         self._kept: tuple[Place | OutsidePlace, Exchange] | None = None
         self._wait: Waiting | None = None  # for a place
         self._placed: Place | OutsidePlace | None = None  # and not settled
-        self._fallbacks = 0  # that were looked at
+        # How many fallbacks were looked at, and the last one's label.
+        self._fallen: tuple[int, str] | None = None
         self._exchange: Exchange | None = None  # of that one
         self._task: asyncio.Task[None] | None = None
         self._deadline_s = 0.0
@@ -386,8 +387,9 @@ class Attempts:
             (b"x-request-id", inbound.request_id),
             (b"x-hetero-gateway-instance", instance.id.encode()),
         ]
-        if self._fallbacks:
-            headers.append((b"x-hetero-gateway-fallback", self._fallback_label().encode()))
+        if self._fallen is not None:
+            label = self._fallen[1].encode("ascii", "backslashreplace")
+            headers.append((b"x-hetero-gateway-fallback", label))
         if rooms.cors is not None:
             headers += rooms.cors.headers(inbound.headers)
         assert self._job is not None
@@ -571,26 +573,28 @@ class Attempts:
         job, client, routes = self._job, self._client, self._rooms.intake.routes
         if not routes or job is None or client is None or job.parsed.previous:
             return None
+        if self._inbound.method != b"POST":
+            return None
         fallbacks = routes.fallbacks(job.parsed.asked or job.parsed.model or "")
-        while self._fallbacks < len(fallbacks):
-            fallback = fallbacks[self._fallbacks]
-            self._fallbacks += 1
+        seen = 0 if self._fallen is None else self._fallen[0]
+        for number, fallback in enumerate(fallbacks[seen:], seen + 1):
             allowed = client.models is None or fallback.label in client.models
             if allowed and (fallback.outside is None or self._inbound.path.startswith("/v1/")):
                 job.parsed.asked = job.parsed.asked or job.parsed.model or ""
+                self._fallen = number, fallback.label
                 return fallback
         return None
-
-    def _fallback_label(self) -> str:
-        assert self._job is not None
-        fallbacks = self._rooms.intake.routes.fallbacks(self._job.parsed.asked)
-        return fallbacks[self._fallbacks - 1].label if fallbacks else ""
 
     def _fall_back(self, fallback: Fallback) -> None:
         job, inbound = self._job, self._inbound
         assert job is not None
-        inbound.body = with_model(inbound.body, inbound.content_type, fallback.model)
         self._tried = []
+        try:
+            inbound.body = with_model(inbound.body, inbound.content_type, fallback.model)
+        except Refusal as refusal:
+            self._note("rejected")
+            self._answer(refusal)
+            return
         if fallback.outside is not None:
             self._send(OutsidePlace(fallback.outside, fallback.label))
             return
@@ -658,7 +662,7 @@ class Attempts:
         if refusal.code in _FALLS_BACK and (fallback := self._next_fallback()) is not None:
             self._fall_back(fallback)
             return
-        if self._fallbacks and refusal.code == "model_not_found":
+        if self._fallen is not None and refusal.code == "model_not_found":
             refusal = nobody_can()  # of the fallback alone
         if self._kept is not None:
             placed, exchange = self._kept

@@ -282,7 +282,7 @@ _decode_model = msgspec.json.Decoder(_Model).decode
 
 
 def with_model(body: bytes | bytearray, content_type: bytes, name: str) -> bytes:
-    """A usable body with another model's name in place of its own, else byte for byte.
+    """A usable body with another model's name in place of its own, if any, else byte for byte.
 
     Of equal keys the last one is replaced, which is the one that is read. What only Python's
     ``json`` can read is written anew.
@@ -300,8 +300,11 @@ def with_model(body: bytes | bytearray, content_type: bytes, name: str) -> bytes
         start, end = place(short, cuts, _decode_model(short).model)
     except _ERRORS:
         return _with_model_slowly(body, name)
-    if start == end:
-        raise _nothing_to_rewrite()
+    if start == end:  # it has none: the only one that is served was meant
+        start = end = body.index(b"{") + 1
+        comma = b"" if body[start:].lstrip(b" \t\r\n").startswith(b"}") else b","
+        field = b'"model":' + msgspec.json.encode(name) + comma
+        return b"".join((body[:start], field, body[end:]))
     return b"".join((body[:start], msgspec.json.encode(name), body[end:]))
 
 
