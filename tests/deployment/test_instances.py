@@ -15,6 +15,8 @@ from hetero_gateway.deployment.instances import deployed_instances, on_one_host
 from hetero_gateway.deployment.script import instance_program
 from hetero_gateway.emulator.settings import BLOCK_TOKENS
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.plan_config import load_request
+from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.layouts import machine_names
 from hetero_gateway.planner.models import MODEL_CARDS
 from tests.deployment.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
@@ -189,3 +191,37 @@ def test_every_card_has_a_checkpoint_and_every_checkpoint_a_card():
     assert set(CHECKPOINTS) <= set(MODEL_CARDS)
     assert all("/" in checkpoint_of(card) for card in MODEL_CARDS)
     assert checkpoint_of("my-model") == "my-model"
+
+
+@pytest.mark.parametrize("version", ["0.6.4", "0.8.5", "0.11", "0.21", "0.32"])
+@pytest.mark.parametrize("card", ["H100-80GB-SXM", "A100-80GB-SXM", "L4", "B200", "V100-16GB"])
+def test_memory_simulation_and_command_take_the_same_step(card, version, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        f"model: Llama-3.2-3B\nmachines: [{{id: one, accelerator: {card}, count: 1}}]\n"
+        f"max_model_len: 8192\nengine: {{vllm_version: '{version}'}}\n"
+    )
+    request = load_request(path)
+    device = accelerator(card)
+    type_ = request.question.types[device.name, 1]
+    step = request.options.batched_tokens(device)
+    made = plan({"one": (device.name, 1, (1,))})
+    made = dataclasses.replace(made, types={(device.name, 1): type_})
+    told = options(max_num_batched_tokens=request.question.engines.max_batched_tokens)
+    words = serve_arguments(deployed_instances(made, told, made.best)[0], told)
+    assert int(words[words.index("--max-num-batched-tokens") + 1]) == step
+    assert int(words[words.index("--max-num-seqs") + 1]) == request.options.sequences(device)
+
+
+def test_mxfp4_is_left_its_own_dtype():
+    made = plan({"one": ("V100-16GB-PCIe3", 1, (1,))})
+    told = options(quantization="mxfp4", dtype="bfloat16")
+    assert "--dtype" not in serve_arguments(deployed_instances(made, told, made.best)[0], told)
+
+
+def test_a_checkpoint_that_is_stored_in_fp8_is_not_quantised_again():
+    made = ONE_MACHINE
+    for wide in (True, False):
+        told = options(quantization="fp8", quantise_on_loading=wide)
+        words = serve_arguments(deployed_instances(made, told, made.best)[0], told)
+        assert ("--quantization" in words) == wide

@@ -272,3 +272,60 @@ def test_every_field_is_in_the_documentation() -> None:
     text = (ROOT / "docs" / "reference" / "plan-file.md").read_text("utf-8")
     listed = set(re.findall(r"^\| `([a-z0-9_]+)`", text, re.MULTILINE))
     assert fields_of(PlanConfig) <= listed
+
+
+OWN = """\
+model: Llama-3-8B
+max_model_len: 4096
+accelerators:
+  my-card:
+    memory_bytes: 51539607552
+    memory_bytes_per_s: 1.0e+12
+    flop_per_s: 2.0e+14
+    link_bytes_per_s: 32.0e+9
+    cuda_capability: 7.5
+machines: [{id: box, accelerator: My Card, count: 2}]
+"""
+
+
+def test_an_accelerator_of_the_users_own_is_planned_with(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(OWN)
+    request = load_request(path)
+    assert sorted(request.question.types) == [("my-card", 1), ("my-card", 2)]
+    assert request.question.types["my-card", 1].time_uncertainty == 0.4
+    assert not request.accelerators["my-card"].bf16
+
+
+def test_what_is_wrong_with_an_accelerator_is_named(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(OWN.replace("memory_bytes: 51539607552", "memory_bytes: -1"))
+    with pytest.raises(ConfigError, match=r"accelerators\.my-card\.memory_bytes"):
+        load_request(path)
+
+
+def test_a_name_of_several_cards_is_noted(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("model: Llama-3-8B\nmachines: [{id: a, accelerator: H100, count: 1}]\n")
+    request = load_request(path)
+    assert any("H100 is taken for H100-80GB-SXM" in note for note in request.question.notes)
+
+
+def test_a_modelopt_checkpoint_says_beside_its_config_how_it_is_stored(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    }))  # fmt: skip
+    stored = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(stored))
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        f"model: {{config: {tmp_path}}}\nmax_model_len: 4096\n"
+        "machines: [{id: a, accelerator: B200, count: 1}]\n"
+    )
+    request = load_request(path)
+    assert request.model.quantization.method == "modelopt_fp4"
+    assert request.model.kv_dtype == "fp8"
+    assert request.stored_in_config
+    assert request.model_directory == tmp_path

@@ -1,10 +1,12 @@
 """The catalogue of accelerators: complete, plausible, and findable by what people call them."""
 
+import dataclasses
+
 import pytest
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.profile_file import builtin_profiles
-from hetero_gateway.planner.accelerators import ACCELERATORS, GIB, accelerator
+from hetero_gateway.planner.accelerators import ACCELERATORS, GIB, accelerator, taken_for
 
 
 def test_every_built_in_profile_is_of_an_accelerator_in_the_catalogue():
@@ -53,6 +55,12 @@ def test_what_vllm_logged_as_a_cards_memory_is_in_the_catalogue():
         ("RTX-4090-24GB", "RTX4090-24GB"),
         ("MI250X", "MI250X-64GB"),
         ("Ascend 910B", "Ascend-910B-64GB"),
+        ("H100", "H100-80GB-SXM"),
+        ("A100-80GB", "A100-80GB-SXM"),
+        ("V100-16GB", "V100-16GB-NVLink2"),
+        ("RTX 2080 Ti", "RTX2080Ti-11GB"),
+        ("GH200", "GH200-96GB"),
+        ("MI325X", "MI325X-256GB"),
     ],
 )
 def test_case_dashes_and_usual_names_do_not_matter(said, meant):
@@ -61,7 +69,7 @@ def test_case_dashes_and_usual_names_do_not_matter(said, meant):
 
 @pytest.mark.parametrize(
     ("said", "nearest"),
-    [("H100", "H100-80GB-SXM"), ("A100-80GB", "A100-80GB-PCIe"), ("L4OS-48GB", "L40S-48GB")],
+    [("H101", "H100-80GB-SXM"), ("L4OS-48GB", "L40S-48GB")],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(said, nearest):
     with pytest.raises(ConfigError, match=f"{said!r} is not in the catalogue.*{nearest}"):
@@ -73,3 +81,16 @@ def test_one_link_direction_is_less_over_a_slot_than_over_nvlink():
         slot = next(d for n, d in ACCELERATORS.items() if n.startswith(kind) and "PCIe" in n)
         nvlink = next(d for n, d in ACCELERATORS.items() if n.startswith(kind) and "PCIe" not in n)
         assert slot.link_bytes_per_s * 3 < nvlink.link_bytes_per_s
+
+
+def test_what_a_name_of_several_cards_is_taken_for_is_said():
+    assert "taken for H100-80GB-SXM" in taken_for("H100")
+    assert taken_for("H100-80GB-PCIe") is None
+    assert taken_for("L4") is None
+
+
+def test_the_users_own_come_first():
+    own = dataclasses.replace(accelerator("L4"), name="My card", memory_bytes=48 * GIB)
+    assert accelerator("my-card", {"My card": own}) is own
+    with pytest.raises(ConfigError, match="describe it under accelerators"):
+        accelerator("my-card")

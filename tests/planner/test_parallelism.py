@@ -1,13 +1,18 @@
 """Which tensor parallelism and storage vLLM takes."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.model_shape import Quantization
-from hetero_gateway.planner.models import model_card
+from hetero_gateway.planner.models import model_card, model_from_config
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
+from tests.planner.asked_sizes import SIZES, small
+
+HERE = Path(__file__).parent
 
 
 def accepted(model, largest=16):
@@ -21,7 +26,7 @@ def accepted(model, largest=16):
         ("Qwen2.5-7B", [1, 2, 4]),  # 28 heads, 4 KV heads: 7 and 14 are no multiples of 4
         ("Qwen2.5-0.5B", [1, 2]),  # 14 heads, 2 KV heads; 7 is odd
         ("Qwen2.5-14B", [1, 2, 4, 8]),  # 40 heads: 5 and 10 do not fit 8 KV heads
-        ("phi-4", [1, 2, 5, 10]),  # 40 heads, 10 KV heads
+        ("phi-4", [1, 2]),  # 10 KV heads: 5 and 10, but neither divides 100 352
         ("Llama-2-13B", [1, 2, 4, 8]),  # 40 heads, 13824 = 2^9·27: no multiple of 5
         ("Qwen3-30B-A3B", [1, 2, 4, 8, 16]),
     ],
@@ -30,12 +35,26 @@ def test_heads_kv_heads_and_the_mlp_decide(name, sizes):
     assert accepted(model_card(name)) == sizes
 
 
+def test_the_sizes_are_those_that_vllms_own_classes_took():
+    published = json.loads((HERE / "published_models.json").read_text())
+    taken = json.loads((HERE / "vllm_sizes.json").read_text())
+    assert len(taken) * len(SIZES) >= 300
+    for name, sizes in taken.items():
+        model = model_from_config(small(published[name]["config"]), name=name)
+        assert [t for t in SIZES if refusal(model, t) is None] == sizes, name
+
+
 def test_the_reason_names_the_number():
     assert refusal(model_card("Llama-3-8B"), 3) == "32 attention heads do not divide by 3"
     assert refusal(model_card("phi-4"), 4) == "10 KV heads do not divide by 4"
     assert refusal(model_card("Qwen2.5-7B"), 7) == "7 is no multiple of the 4 KV heads"
     assert "13824" in refusal(model_card("Llama-2-13B"), 5)
     assert "below 1" in refusal(model_card("Llama-2-13B"), 0)
+
+
+def test_the_padded_vocabulary_is_cut_too():
+    why = "the vocabulary, padded to 100352, does not divide by 5"
+    assert refusal(model_card("phi-4"), 5) == why
 
 
 def test_groups_of_weights_are_not_cut():
@@ -64,11 +83,11 @@ def test_experts_are_cut_too():
 @pytest.mark.parametrize(
     ("quantization", "oldest"),
     [
-        ("fp8", "A100-80GB-SXM"),
+        ("fp8", "T4-16GB"),
         ("awq", "T4-16GB"),
         ("gptq", "V100-32GB-NVLink2"),
         ("int8", "T4-16GB"),
-        ("int4", "A100-80GB-SXM"),
+        ("int4", "T4-16GB"),
         (None, "V100-32GB-NVLink2"),
     ],
 )

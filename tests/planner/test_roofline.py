@@ -1,6 +1,7 @@
 """The roofline against the built-in profiles, and the L4 file against the roofline."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +43,8 @@ def ratios(device, tensor_parallel):
         (H100, 4, 0.98, 1.08),
         (H200, 8, 1.08, 1.05),
         (L40S, 1, 1.06, 1.00),
-        (L40S, 2, 1.07, 1.05),
-        (V100, 4, 1.00, 0.69),
+        (L40S, 2, 1.03, 1.04),
+        (V100, 4, 2.73, 1.15),
     ],
 )
 def test_its_step_times_deviate_from_the_built_in_profiles_as_documented(
@@ -134,12 +135,63 @@ def test_eight_bits_make_a_decode_step_faster_and_on_new_cards_a_prefill_too(t):
     assert old[0](8, 1024) == step_times(A100, LLAMA_3_8B, t)[0](8, 1024)
 
 
-def test_a_slot_shared_by_more_cards_makes_each_all_reduce_slower_than_the_ring_alone():
-    four, eight = (all_reduce_s(L40S, LLAMA_3_8B, t, 8192) for t in (4, 8))
-    ring = (1 - 1 / 8) / (1 - 1 / 4)
-    assert eight / four > 1.2 * ring
-    nvlink = [all_reduce_s(H100, LLAMA_3_8B, t, 8192) for t in (4, 8)]
-    assert nvlink[1] / nvlink[0] < 1.01 * ring
+# Milliseconds of one all-reduce of so many bfloat16 numbers by vLLM 0.14 and 0.24, as
+# AIConfigurator measured them (Apache-2.0; systems/data/l40s and rtx_pro_6000_server, comm/vllm).
+MEASURED_ALL_REDUCE_MS = {
+    ("L40S", 2): {16384: 0.00741, 262144: 0.0321, 4194304: 0.450, 33554432: 3.542},
+    ("L40S", 4): {16384: 0.02602, 262144: 0.219, 4194304: 3.322, 33554432: 27.24},
+    ("L40S", 8): {16384: 0.04836, 262144: 0.4445, 4194304: 8.168, 33554432: 60.07},
+    ("RTX-PRO-6000", 2): {16384: 0.00537, 262144: 0.0176, 4194304: 0.2445, 33554432: 1.844},
+    ("RTX-PRO-6000", 4): {16384: 0.01576, 262144: 0.0765, 4194304: 0.462, 33554432: 3.556},
+    ("RTX-PRO-6000", 8): {16384: 0.02978, 262144: 0.1563, 4194304: 0.6746, 33554432: 5.067},
+}
+
+
+@pytest.mark.parametrize(("card", "t"), MEASURED_ALL_REDUCE_MS)
+def test_an_all_reduce_over_slots_takes_as_long_as_measured(card, t):
+    hidden = 4096
+    model = dataclasses.replace(LLAMA_3_8B, hidden=hidden)
+    ratios = [
+        all_reduce_s(accelerator(card), model, t, numbers // hidden) * 1e3 / measured
+        for numbers, measured in MEASURED_ALL_REDUCE_MS[card, t].items()
+    ]
+    assert all(0.4 < ratio < 1.6 for ratio in ratios), ratios
+    # What a prefill passes.
+    assert ratios[-1] == pytest.approx(1, abs=0.05)
+
+
+# Microseconds of one layer's experts in bfloat16, by tokens: the same source, moe/vllm.
+MEASURED_EXPERTS_US = {
+    ("H100-SXM", "Qwen3-30B-A3B", 1): {8: 176, 64: 378, 256: 442, 1024: 546, 4096: 989, 8192: 1677},
+    ("H100-SXM", "Qwen3-30B-A3B", 4): {8: 66, 64: 114, 256: 147, 1024: 184, 4096: 408, 8192: 709},
+    ("H100-SXM", "Mixtral-8x7B", 2): {8: 487, 64: 564, 256: 589, 1024: 816, 4096: 2504, 8192: 5005},
+    ("A100-80GB-SXM", "Qwen3-30B-A3B", 2): {8: 177, 64: 355, 256: 534, 1024: 689, 4096: 1482},
+    ("A100-80GB-SXM", "Mixtral-8x7B", 4): {8: 393, 64: 469, 256: 548, 1024: 1230, 4096: 4340},
+    ("L40S", "Qwen3-30B-A3B", 2): {8: 325, 64: 784, 256: 952, 1024: 1099, 4096: 1726, 8192: 2795},
+    ("L40S", "Mixtral-8x7B", 4): {8: 987, 64: 1079, 256: 1128, 1024: 1674, 4096: 4224},
+}
+
+
+def test_experts_take_as_long_as_measured_by_tokens():
+    ratios = []
+    for (card, name, t), measured in MEASURED_EXPERTS_US.items():
+        model, device = model_card(name), accelerator(card)
+        none = dataclasses.replace(model, moe_layers=0, dense_layers=0, caches=model.layer_caches)
+        for tokens, us in measured.items():
+            # One token a sequence: the rest of the step is the same in both.
+            both = [step_times(device, m, t)[1](tokens, 1) for m in (model, none)]
+            ratios.append((both[0] - both[1]) / model.layers * 1e6 / us)
+    assert all(0.55 < ratio < 1.6 for ratio in ratios), ratios
+    logs = [math.log(ratio) for ratio in ratios]
+    assert math.exp(sum(logs) / len(logs)) == pytest.approx(1, abs=0.1)
+
+
+def test_a_window_and_a_state_make_long_sequences_cheap():
+    model = model_card("gpt-oss-20b")
+    full = dataclasses.replace(model, caches=())
+    windowed, plain = (step_times(H100, m, 1)[1] for m in (model, full))
+    assert windowed(64, 100) == pytest.approx(plain(64, 100))
+    assert windowed(64, 8192) < plain(64, 8192)
 
 
 def test_few_tokens_touch_few_experts():
@@ -147,4 +199,5 @@ def test_few_tokens_touch_few_experts():
     decode = step_times(H100, mixtral, 2)[1]
     dense = step_times(H100, dataclasses.replace(mixtral, experts_per_token=8), 2)[1]
     assert decode(1, 1) < 0.5 * dense(1, 1)
-    assert decode(64, 1) == pytest.approx(dense(64, 1), rel=0.05)
+    # With many, all of them are read; the arithmetic is still a quarter.
+    assert 0.8 * dense(64, 1) < decode(64, 1) < dense(64, 1)

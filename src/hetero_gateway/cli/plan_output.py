@@ -122,6 +122,7 @@ def deployment_options(
         prefill_first=engines.scheduling == "prefill-first",
         gpu_memory_utilization=request.options.utilisation,
         addresses=request.addresses,
+        accelerators=request.accelerators,
         first_port=args.first_port,
         gateway_port=args.gateway_port,
         emulate=args.emulate,

@@ -71,7 +71,7 @@ def _dtype(instance: DeployedInstance, options: DeploymentOptions) -> str | None
     if wanted not in (None, "bfloat16"):
         return wanted
     try:
-        has_bf16 = accelerator(instance.machine.accelerator).bf16
+        has_bf16 = accelerator(instance.machine.accelerator, options.accelerators).bf16
     except ConfigError:  # a profile of hardware that the catalogue does not have
         return wanted
     return wanted if has_bf16 else "float16"

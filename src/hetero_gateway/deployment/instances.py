@@ -15,6 +15,7 @@ from typing import Any
 
 from hetero_gateway.deployment.vendors import EMULATED, Vendor, vendor_of
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.layouts import machine_names
 from hetero_gateway.planner.plan import Candidate, InstanceType, Machine, Plan
 
@@ -40,6 +41,7 @@ class DeploymentOptions:
         shutdown_timeout_s: how long open requests go on after SIGTERM.
         addresses: host name or address of a machine, by its id; default: its id, or loopback when
             there is one machine.
+        accelerators: of the user's own, by name.
         emulate: emulated instances in place of vLLM, all on this machine.
         time_scale: of emulated instances: so many times faster than the hardware.
         priors: the gateway's expectations before it has seen requests: mean prompt and output
@@ -67,6 +69,7 @@ class DeploymentOptions:
     gateway_port: int = 8000
     shutdown_timeout_s: int = 20
     addresses: Mapping[str, str] = field(default_factory=dict)
+    accelerators: Mapping[str, Accelerator] = field(default_factory=dict)
     emulate: bool = False
     time_scale: float = 1.0
     priors: tuple[float, float] | None = None

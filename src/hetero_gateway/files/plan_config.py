@@ -22,7 +22,7 @@ from hetero_gateway.files.gateway_config import PolicyName
 from hetero_gateway.files.profile_file import builtin_profiles, load_profile
 from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
-from hetero_gateway.planner.accelerators import accelerator
+from hetero_gateway.planner.accelerators import Accelerator, accelerator, taken_for
 from hetero_gateway.planner.goals import GoalName, Goals
 from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.memory import EngineOptions, Method
@@ -31,7 +31,7 @@ from hetero_gateway.planner.models import model_card, model_from_config
 from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.search import Question
 from hetero_gateway.sim.alone import Engines, Mix
-from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
+from hetero_gateway.sim.engine import Scheduling
 from hetero_gateway.sim.workload import Integers, Lengths, LogNormal, LogNormalLengths, TraceLengths
 
 # Far more than one plan is for; a typing error in ``copies`` ends here.
@@ -63,6 +63,46 @@ class ModelConfig(StrictModel):
         if self.config is None and self.name is None:
             raise ValueError("give config, or the name of a built-in card")
         return self
+
+
+class AcceleratorConfig(StrictModel):
+    """An accelerator that the catalogue does not have, or has otherwise: its data sheet."""
+
+    memory_bytes: float = Field(gt=0, description="What its name says: 24e9 or 25769803776.")
+    usable_memory_bytes: float | None = Field(
+        None, gt=0, description="What a process finds; default: 98.5 % of it."
+    )
+    memory_bytes_per_s: float = Field(gt=0, description="Bandwidth of its memory.")
+    flop_per_s: float = Field(gt=0, description="Dense fp16 or bf16 products, without sparsity.")
+    fp8_op_per_s: float = Field(0, ge=0, description="The same in fp8; 0: it has none.")
+    int8_op_per_s: float = Field(0, ge=0, description="The same in int8; 0: it has none.")
+    link_bytes_per_s: float = Field(
+        0, ge=0, description="One direction between two; 0: no tensor parallelism."
+    )
+    max_group: int = Field(8, ge=1, le=MAX_ACCELERATORS, description="Most in one instance.")
+    cuda_capability: float | None = Field(
+        None, ge=5, le=20, description="Of NVIDIA's, such as 8.6: decides on storages and bf16."
+    )
+
+    def to_core(self, name: str) -> Accelerator:
+        usable = self.usable_memory_bytes
+        if usable is not None and usable > self.memory_bytes:
+            raise ConfigError(f"{name}: usable_memory_bytes is more than memory_bytes")
+        capability = self.cuda_capability
+        return Accelerator(
+            name,
+            self.flop_per_s,
+            self.memory_bytes,
+            self.memory_bytes_per_s,
+            self.link_bytes_per_s,
+            usable_memory_bytes=usable,
+            fp8_op_per_s=self.fp8_op_per_s,
+            int8_op_per_s=self.int8_op_per_s,
+            max_group=self.max_group,
+            cuda_capability=capability,
+            bf16=capability is None or capability >= 8.0,
+            source="the plan's file",
+        )
 
 
 class MachineConfig(StrictModel):
@@ -99,7 +139,7 @@ class EngineConfig(StrictModel):
         None, ge=1, le=2**16, description="vLLM's flag; default: vLLM's for the accelerator."
     )
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, le=2**20, description="vLLM's flag; default: vLLM's, and 2048 in simulations."
+        None, ge=1, le=2**20, description="vLLM's flag; default: 2048; before 0.8 a whole prompt."
     )
     kv_cache_dtype: str = Field("auto", description="vLLM's flag.")
     enforce_eager: bool = Field(False, description="vLLM's flag: no CUDA graphs.")
@@ -142,6 +182,9 @@ class PlanConfig(StrictModel):
         None, ge=2, le=2**24, description="Context; default: from the longest request."
     )
     machines: list[MachineConfig] = Field(description="At least one.")
+    accelerators: dict[str, AcceleratorConfig] = Field(
+        default_factory=dict, description="Your own, by name; they come before the catalogue's."
+    )
     engine: EngineConfig = Field(default_factory=EngineConfig)
     workload: PlanWorkloadConfig = Field(default_factory=PlanWorkloadConfig)
     goals: GoalsConfig = Field(default_factory=GoalsConfig)
@@ -189,6 +232,7 @@ class PlanRequest:
         model_directory: where the config.json is, if the file names one.
         stored_in_config: how the weights are stored is what the checkpoint's own files say.
         addresses: of machines by id, where the file tells.
+        accelerators: the file's own, by name.
     """
 
     source: str
@@ -201,6 +245,7 @@ class PlanRequest:
     model_directory: Path | None = None
     stored_in_config: bool = False
     addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    accelerators: Mapping[str, Accelerator] = dataclasses.field(default_factory=dict)
 
     @property
     def max_model_len(self) -> int:
@@ -274,12 +319,15 @@ def plan_request(
         ConfigError: one line with the file and the key.
     """
     model, model_name = _model(config.model, source, base_dir)
-    machines = _machines(config, source)
+    own = _own_accelerators(config, source)
+    machines = _machines(config, source, own)
     notes = [
         f"{model.name}: {doubt.what} is not modelled: its KV memory is uncertain by "
         f"{doubt.kv_error:.0%} more"
         for doubt in model.unmodelled
     ]
+    asked = dict.fromkeys(m.accelerator for m in config.machines if m.accelerator not in own)
+    notes += [said for name in asked if (said := taken_for(name)) is not None]
     lengths, longest = (
         _mix_lengths(config, source, notes)
         if rows is None
@@ -297,14 +345,16 @@ def plan_request(
         needed_tokens=longest,
         typical_tokens=None if model.keeps_all else _typical_tokens(lengths, config.seed),
         method=config.memory,
+        own=own,
     )
-    question = _question(config, machines, types, unfit, lengths, notes)
+    question = _question(config, machines, types, unfit, lengths, notes, options)
     return PlanRequest(
         source, model, model_name, options, config.memory, question, trace,
         _model_directory(config.model, base_dir),
         isinstance(config.model, ModelConfig) and config.model.config is not None
         and config.model.quantization is None,
         {m.id: m.address for m in config.machines if m.address is not None},
+        own,
     )  # fmt: skip
 
 
@@ -320,8 +370,10 @@ def _question(
     unfit: Sequence[Unfit],
     lengths: Lengths,
     notes: Sequence[str],
+    options: EngineOptions,
 ) -> Question:
-    wanted, batched = config.goals, config.engine.max_num_batched_tokens
+    wanted = config.goals
+    assert options.max_num_batched_tokens is not None
     return Question(
         machines=machines,
         types=types,
@@ -329,7 +381,7 @@ def _question(
         goals=Goals(wanted.goal, config.workload.rate_per_s, wanted.ttft_p99_s, wanted.tpot_p99_s),
         policy=config.policy,
         estimator=config.estimator,
-        engines=Engines(config.engine.scheduling, batched or DEFAULT_MAX_BATCHED_TOKENS),
+        engines=Engines(config.engine.scheduling, options.max_num_batched_tokens),
         unfit=tuple(unfit),
         seed=config.seed,
         notes=tuple(notes),
@@ -386,18 +438,27 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _machines(config: PlanConfig, source: str) -> tuple[Machine, ...]:
+def _own_accelerators(config: PlanConfig, source: str) -> dict[str, Accelerator]:
+    try:
+        return {name: entry.to_core(name) for name, entry in config.accelerators.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{source}: accelerators: {error}") from error
+
+
+def _machines(
+    config: PlanConfig, source: str, own: Mapping[str, Accelerator]
+) -> tuple[Machine, ...]:
     prices: dict[str, float] = {}
     for name, of_it in config.prices.items():
         try:
-            prices[accelerator(name).name] = of_it
+            prices[accelerator(name, own).name] = of_it
         except ConfigError as error:
             raise ConfigError(f"{source}: prices: {error}") from error
     result: list[Machine] = []
     seen: set[str] = set()
     for i, entry in enumerate(config.machines):
         try:
-            name = accelerator(entry.accelerator).name
+            name = accelerator(entry.accelerator, own).name
         except ConfigError as error:
             raise ConfigError(f"{source}: machines.{i}.accelerator: {error}") from error
         price = prices.get(name) if entry.price_per_hour_usd is None else entry.price_per_hour_usd
@@ -485,7 +546,7 @@ def _context(config: PlanConfig, model: ModelShape, longest: int, source: str) -
 def _options(engine: EngineConfig, context: int, source: str) -> EngineOptions:
     version = {} if engine.vllm_version is None else {"vllm_version": engine.vllm_version}
     try:
-        return EngineOptions(
+        told = EngineOptions(
             utilisation=engine.gpu_memory_utilization,
             max_model_len=context,
             max_num_seqs=engine.max_num_seqs,
@@ -494,6 +555,10 @@ def _options(engine: EngineConfig, context: int, source: str) -> EngineOptions:
             enforce_eager=engine.enforce_eager,
             **version,
         )
+        if told.max_num_batched_tokens is not None:
+            return told
+        # One figure for the memory, the simulation and the command, whatever vLLM's default is.
+        return dataclasses.replace(told, max_num_batched_tokens=told.step_tokens)
     except ConfigError as error:
         raise ConfigError(f"{source}: engine: {error}") from error
 

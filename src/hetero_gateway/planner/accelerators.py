@@ -15,6 +15,7 @@ and what is really there is ``usable_bytes``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -116,6 +117,9 @@ _H100 = "NVIDIA H100 data sheet (2022), without sparsity"
 
 # GIB columns: nominal, and usable as drivers report it in vLLM's logs (None: not known).
 _ROWS: tuple[Accelerator, ...] = (
+    # Its 14.2 TFLOP/s of fp32 sums are half of what is printed for fp16 sums, as of all GeForce.
+    _nvidia("RTX2080Ti-11GB", 53.8, 11, 616, PCIE3, 7.5, 10.75, int8=215,
+            uncertainty=UNCHECKED, source="NVIDIA Turing TU102 white paper"),
     _nvidia("V100-16GB-PCIe3", 112, 16, 900, PCIE3, 7.0, 15.77, source=_V100),
     _nvidia("V100-16GB-NVLink2", 125, 16, 900, NVLINK2, 7.0, 15.77, source=_V100),
     _nvidia("V100-32GB-PCIe3", 112, 32, 900, PCIE3, 7.0, 31.74, source=_V100),
@@ -148,6 +152,10 @@ _ROWS: tuple[Accelerator, ...] = (
             uncertainty=CHECKED, source=_H100),
     _nvidia("H200-141GB", 989, 141, 4800, NVLINK4, 9.0, 139.81, fp8=1979, int8=1979,
             uncertainty=CHECKED, source="NVIDIA H200 data sheet (2024)"),
+    _nvidia("GH200-96GB", 989, 96, 4000, NVLINK4, 9.0, 94.5, fp8=1979, int8=1979,
+            source="NVIDIA GH200 data sheet (2023), HBM3"),
+    _nvidia("GH200-144GB", 989, 144, 4900, NVLINK4, 9.0, fp8=1979, int8=1979,
+            source="NVIDIA GH200 data sheet (2023), HBM3e"),
     _nvidia("H20-96GB", 148, 96, 4000, NVLINK4, 9.0, fp8=296, int8=296, uncertainty=UNCHECKED,
             source="published H20 figures (no data sheet of NVIDIA's)"),
     _nvidia("B200-180GB", 2250, 180, 7700, NVLINK5, 10.0, 178.36, fp8=4500, int8=4500,
@@ -177,6 +185,10 @@ _ROWS: tuple[Accelerator, ...] = (
         source="AMD MI300X data sheet (2023)",
     ),
     # 21 of the 24 ports of 100 and 200 Gbit/s join the eight of a box.
+    Accelerator(
+        "MI325X-256GB", 1307e12, 256 * GIB, 6000e9, 448e9, 0.5,
+        fp8_op_per_s=2615e12, int8_op_per_s=2615e12, source="AMD MI325X data sheet (2024)",
+    ),
     Accelerator(
         "Gaudi2-96GB", 432e12, 96 * GIB, 2450e9, 262e9, fp8_op_per_s=865e12,
         source="Intel Gaudi 2 white paper",
@@ -224,6 +236,10 @@ _ALIASES: Final[dict[str, str]] = {
         "RTX-PRO-6000-96GB": ("RTX-PRO-6000", "RTX-6000-PRO", "RTX-PRO-6000-Blackwell"),
         "MI250X-64GB": ("MI250X", "MI250X-128GB", "MI250X-GCD"),
         "MI300X-192GB": ("MI300X",),
+        "MI325X-256GB": ("MI325X",),
+        "GH200-96GB": ("GH200", "GH200-480GB"),
+        "GH200-144GB": ("GH200-144GB-HBM3e",),
+        "RTX2080Ti-11GB": ("RTX2080Ti", "RTX-2080-Ti", "2080Ti"),
         "Gaudi2-96GB": ("Gaudi2", "Gaudi-2"),
         "Gaudi3-128GB": ("Gaudi3", "Gaudi-3"),
         "Ascend-910B-64GB": ("Ascend-910B", "910B"),
@@ -232,16 +248,50 @@ _ALIASES: Final[dict[str, str]] = {
 } | {folded(name): name for name in ACCELERATORS}
 
 
-def accelerator(name: str) -> Accelerator:
+# Names that several cards have, and the one that most people mean who say no more.
+_USUAL: Final[dict[str, str]] = {
+    folded(said): name
+    for said, name in {
+        "H100": "H100-80GB-SXM",
+        "H100-80GB": "H100-80GB-SXM",
+        "A100": "A100-80GB-SXM",
+        "A100-80GB": "A100-80GB-SXM",
+        "A100-40GB": "A100-40GB-SXM",
+        "A100-40": "A100-40GB-SXM",
+        "A800": "A800-80GB-SXM",
+        "A800-80GB": "A800-80GB-SXM",
+        "V100": "V100-16GB-NVLink2",
+        "V100-16GB": "V100-16GB-NVLink2",
+        "V100-32GB": "V100-32GB-NVLink2",
+    }.items()
+}
+
+
+def accelerator(name: str, own: Mapping[str, Accelerator] | None = None) -> Accelerator:
     """The accelerator of that name; case and dashes do not matter.
+
+    Args:
+        own: the user's, which come first.
 
     Raises:
         ConfigError: with the nearest names.
     """
-    known = _ALIASES.get(folded(name))
+    for mine in (own or {}).values():
+        if folded(mine.name) == folded(name):
+            return mine
+    known = _ALIASES.get(folded(name)) or _USUAL.get(folded(name))
     if known is None:
         raise ConfigError(
             f"accelerator {name!r} is not in the catalogue; the nearest: "
             + ", ".join(nearest_names(name, ACCELERATORS))
+            + "; or describe it under accelerators"
         )
     return ACCELERATORS[known]
+
+
+def taken_for(name: str) -> str | None:
+    """What a name that several cards have is taken for, in words; None: it is of one card."""
+    usual = _USUAL.get(folded(name))
+    if usual is None:
+        return None
+    return f"{name} is taken for {usual}; say so if it is the one in PCIe slots"

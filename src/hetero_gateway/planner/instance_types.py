@@ -27,7 +27,11 @@ from hetero_gateway.planner.memory import (
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
 from hetero_gateway.planner.plan import InstanceType, Machine, MemoryEstimate, Unfit
-from hetero_gateway.planner.roofline import roofline_profile
+from hetero_gateway.planner.roofline import (
+    SLOT_BYTES_PER_S,
+    SLOTS_UNCERTAINTY,
+    roofline_profile,
+)
 
 Types = dict[tuple[str, int], InstanceType]
 
@@ -48,6 +52,7 @@ def instance_types(
     needed_tokens: int,
     typical_tokens: float | None = None,
     method: Method = "fitted",
+    own: Mapping[str, Accelerator] | None = None,
 ) -> tuple[Types, list[Unfit]]:
     """Every instance that the machines could hold, by (accelerator, tensor_parallel).
 
@@ -71,7 +76,7 @@ def instance_types(
     types: Types = {}
     unfit: list[Unfit] = []
     for name, count in largest.items():
-        device = accelerator(name)
+        device = accelerator(name, own)
         for t in range(1, min(count, device.max_group) + 1):
             profiles = _matching(measured, name, device, model, t)
             found = _type(
@@ -153,6 +158,8 @@ def _type(
         guess = roofline_profile(device, model, t, sequences, room)
         assert guess is not None  # is_feasible: there is room for a token
         profile, uncertainty = guess, device.uncertainty
+    if t > 2 and device.link_bytes_per_s < SLOT_BYTES_PER_S and _how(profile) != "measured":
+        uncertainty = max(uncertainty, SLOTS_UNCERTAINTY)
     return InstanceType(device.name, t, profile, memory, uncertainty)
 
 

@@ -33,6 +33,7 @@ from hetero_gateway.planner.accelerators import GIB, Accelerator
 from hetero_gateway.planner.model_shape import ModelShape, Quantization
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
 from hetero_gateway.planner.plan import MemoryEstimate, MemoryPart
+from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS
 
 Method = Literal["fitted", "paper"]
 
@@ -162,13 +163,22 @@ class EngineOptions:
     def batched_tokens(self, accelerator: Accelerator) -> int:
         """max_num_batched_tokens there."""
         if self.max_num_batched_tokens is not None:
-            return self.max_num_batched_tokens
+            # vLLM refuses a step that cannot hold a token of each sequence.
+            return max(self.max_num_batched_tokens, self.sequences(accelerator))
         tokens = self._defaults(accelerator)[0]
         if self.version <= _LAST_V0:
             # The whole of a prompt at once, unless prompts may be long: then in chunks.
             length = self.max_model_len or 0
             tokens = max(2048, length if length <= 32_768 else 0)
         return max(tokens, self.sequences(accelerator))
+
+    @property
+    def step_tokens(self) -> int:
+        """What a plan tells vLLM where its file does not: 2048, and before 0.8 a whole prompt."""
+        if self.version > _LAST_V0:
+            return DEFAULT_MAX_BATCHED_TOKENS
+        length = self.max_model_len or 0
+        return max(DEFAULT_MAX_BATCHED_TOKENS, length if length <= 32_768 else 0)
 
     def _defaults(self, accelerator: Accelerator) -> tuple[int, int]:
         if accelerator.usable_bytes >= HUGE_BYTES and self.version >= _HUGE_KNOWN:

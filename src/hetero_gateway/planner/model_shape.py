@@ -105,6 +105,7 @@ class ModelShape:
         expert_hidden: what the experts' inputs are narrowed to; 0: ``hidden``.
         caches: what the layers keep of a token; (): every layer its KV heads.
         state_bytes: that one sequence takes beside that, in all its state-space layers.
+        state_heads: of a state-space layer, which tensor parallelism shares out; 0: none.
         attention_weights: of all layers together, state-space layers among them; None: those of
             the table above in every layer. dense_weights: the same of the dense MLPs.
         other_weights: of a vision or audio part, and tables; never quantised.
@@ -135,6 +136,7 @@ class ModelShape:
     dense_layers: int | None = None
     caches: tuple[Cache, ...] = ()
     state_bytes: int = 0
+    state_heads: int = 0
     attention_weights: int | None = None
     dense_weights: int | None = None
     other_weights: int = 0

@@ -1,7 +1,18 @@
 """Which tensor parallelism vLLM accepts for a model, and which storage for an accelerator.
 
-vLLM checks these when it loads a model (vllm/config, model_executor/layers); here they are asked
-before, so that a plan never holds an instance that would not start.
+vLLM checks these when it loads a model; here they are asked before, so that a plan never holds an
+instance that would not start. Lines are of vLLM 0.32:
+
+    heads % t                       config/model.py:1546
+    KV heads % t, or t % KV heads   model_executor/layers/linear.py, QKVParallelLinear: divide()
+    vocabulary, padded to 64, % t   model_executor/layers/vocab_parallel_embedding.py:304
+    MLP, experts % t                model_executor/layers/linear.py: divide()
+    groups, words, tiles            layers/quantization/utils/marlin_utils.py:173
+    blocks of fp8                   layers/quantization/utils/fp8_utils.py
+    state heads % t                 layers/mamba/mamba_mixer2.py, gated_delta_net
+    capability                      layers/quantization/*.py: get_min_capability()
+
+tests/real_vllm/test_parallelism.py asks vLLM's own model classes.
 """
 
 from __future__ import annotations
@@ -9,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hetero_gateway.planner.accelerators import Accelerator
-from hetero_gateway.planner.model_shape import ModelShape, Quantization
+from hetero_gateway.planner.model_shape import VOCABULARY_PADDING, ModelShape, Quantization
 
 # Marlin, vLLM's kernels for four and eight bit weights, work on tiles of (input, output) weights.
 _MARLIN_TILE = (128, 64)
@@ -26,11 +37,16 @@ def refusal(model: ModelShape, tensor_parallel: int) -> str | None:
         return None
     if model.heads % t:
         return f"{model.heads} attention heads do not divide by {t}"
-    if not model.latent:
-        if t < model.kv_heads and model.kv_heads % t:
-            return f"{model.kv_heads} KV heads do not divide by {t}"
-        if t >= model.kv_heads and t % model.kv_heads:
-            return f"{t} is no multiple of the {model.kv_heads} KV heads"
+    for heads in sorted({cache.heads for cache in model.layer_caches if not cache.copied}):
+        if t < heads and heads % t:
+            return f"{heads} KV heads do not divide by {t}"
+        if t >= heads and t % heads:
+            return f"{t} is no multiple of the {heads} KV heads"
+    padded = -(-model.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
+    if padded % t:
+        return f"the vocabulary, padded to {padded}, does not divide by {t}"
+    if model.state_heads % t:
+        return f"{model.state_heads} heads of the state-space layers do not divide by {t}"
     for size, what in _intermediates(model):
         if size % t:
             return f"the {what} of {size} does not divide by {t}"
@@ -40,7 +56,7 @@ def refusal(model: ModelShape, tensor_parallel: int) -> str | None:
 
 
 def _intermediates(model: ModelShape) -> Iterator[tuple[int, str]]:
-    if model.moe_layers < model.layers:
+    if model.mlp_layers:
         yield model.intermediate, "intermediate size"
     if model.moe_layers:
         yield model.moe_intermediate, "experts' intermediate size"
@@ -82,7 +98,11 @@ def _steps(stored: Quantization) -> list[tuple[int, str]]:
 
 
 # Lowest CUDA capability that vLLM loads a storage on (its get_min_capability).
-_LOWEST_CAPABILITY = {"fp8": 8.0, "awq": 7.5, "gptq": 6.0, "bitsandbytes": 7.0, "mxfp4": 8.0}
+_LOWEST_CAPABILITY = {
+    "fp8": 7.5, "fbgemm_fp8": 8.0, "awq": 7.5, "gptq": 6.0, "bitsandbytes": 7.0, "mxfp4": 8.0,
+    "compressed-tensors": 7.5, "modelopt": 8.0, "modelopt_fp4": 7.5, "modelopt_mixed": 8.0,
+    "modelopt_mxfp8": 8.0,
+}  # fmt: skip
 
 
 def precision_refusal(model: ModelShape, accelerator: Accelerator) -> str | None:
@@ -95,8 +115,6 @@ def precision_refusal(model: ModelShape, accelerator: Accelerator) -> str | None
     if stored is None or capability is None:
         return None
     lowest = _LOWEST_CAPABILITY.get(stored.method)
-    if stored.method == "compressed-tensors":
-        lowest = 7.5 if stored.bits >= 8 else 8.0
     if lowest is not None and capability < lowest:
         return (
             f"{stored.method} needs CUDA capability {lowest:g}, {accelerator.name} has "

@@ -97,6 +97,11 @@ def lead(
         )
     )
     uncertain = error / best.alone_tokens_per_s if best.alone_tokens_per_s else 0.0
+    if gain <= 0:
+        return (
+            "the best and the next are one to the simulator; the best has more by its instances "
+            "alone: either may win; profile would tell"
+        )
     if gain >= uncertain:
         return None
     return (

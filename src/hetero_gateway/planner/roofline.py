@@ -14,7 +14,7 @@ term of a prefill's arithmetic is not fitted: it is p9, of the model's shape alo
 beyond the grid are right as well.
 
 A layer also costs its many small kernels, and an all-reduce does not reach its link's figure; over
-PCIe slots, cards that share a root get less each. These shares were fitted to the built-in profiles
+PCIe slots, cards that share a root get far less. These shares were fitted to the built-in profiles
 that are sums of measured operators (A100, H100, H200, L40S). Its step times over those of the
 built-in ones, the mean ratio over the grid (benchmarks/planner/roofline.py prints all of them):
 
@@ -25,9 +25,10 @@ built-in ones, the mean ratio over the grid (benchmarks/planner/roofline.py prin
     H100-80GB-SXM  t=4  0.98     1.08
     H200-141GB     t=8  1.08     1.05
     L40S-48GB      t=1  1.06     1.00
-    L40S-48GB      t=2  1.07     1.05
-    V100-32GB-PCIe3 t=4 1.00     0.69
+    L40S-48GB      t=2  1.03     1.04
+    V100-32GB-PCIe3 t=4 2.73     1.15
 
+The V100's profile over PCIe assumes an all-reduce that no measurement of slots bears out.
 The V100, T4 and A800 profiles hold an older engine's overhead, 2.5 ms a step and 60 µs a sequence:
 against those it is optimistic.
 """
@@ -59,9 +60,18 @@ SEQUENCE_OVERHEAD_S = 1e-5
 LAYER_OVERHEAD_S = 3.9e-5
 ALL_REDUCE_START_S = 0.7e-5
 LINK_EFFICIENCY = 0.53
-# Links below this are slots, shared: (2/t)^0.4, from the all-reduce that the V100 profiles assume.
+# Links below this are slots. What an all-reduce of vLLM's reaches there, as a share of the link,
+# and how long one of hardly any tokens takes, by the number of cards: fitted to the collectives
+# that AIConfigurator (Apache-2.0, systems/data/*/comm/vllm) measured on L40S, whose PCIe 4 slots
+# meet in the processor, and on RTX PRO 6000, whose PCIe 5 slots meet in switches. Between, on a
+# log scale.
 SLOT_BYTES_PER_S = 100e9
-SLOT_CROWDING = 0.4
+SWITCHED_BYTES_PER_S = 48e9
+ROOT_SHARES = {2: 0.59, 4: 0.116, 8: 0.061}
+SWITCHED_SHARES = {2: 0.57, 4: 0.44, 8: 0.36}
+SLOT_START_S = 3.3e-6  # for each card
+# Beyond two cards boxes differ too much for better (the two above by a factor of 3).
+SLOTS_UNCERTAINTY = 0.4
 # Eq. (1) as the paper sets it: φ, and δ per accelerator.
 UTILISATION = 0.9
 RESERVED_BYTES = 2 * 2**30
@@ -142,18 +152,35 @@ def step_times(
     attention_flop_per_s = _attention_flop_per_s(accelerator, tensor_parallel)
     pair_s = attended_pair_s(accelerator, model, tensor_parallel)
     bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency * tensor_parallel
-    kv_token_bytes = model.kv_token_bytes(tensor_parallel)
+    experts = model.moe_layers * model.expert_weights
+    others = model.layer_weights - model.experts * experts
+    # Rows that the experts' kernels write and read beside the weights: inputs, gate, up, outputs.
+    width = 3 * model.moe_intermediate / tensor_parallel + 2 * model.hidden
+    row_bytes = model.moe_layers * model.experts_per_token * width * model.dtype_bytes
 
     def layers(tokens: float) -> float:
-        return max(
-            2 * model.active_layer_weights * tokens / flop_per_s,
-            model.layer_weights_touched(tokens) * model.bytes_per_weight / bytes_per_s,
-        )
+        dense = max(2 * others * tokens / flop_per_s, others * model.bytes_per_weight / bytes_per_s)
+        if not experts:
+            return dense
+        # Of experts arithmetic and weights add up: each has too few rows to hide one in the other.
+        touched = (model.layer_weights_touched(tokens) - others) * model.bytes_per_weight
+        work = 2 * experts * model.experts_per_token * tokens / flop_per_s
+        rows = tokens * row_bytes * tensor_parallel / bytes_per_s
+        return dense + touched / bytes_per_s + work + rows
 
     def output(sequences: float) -> float:
         return model.output_weights * max(
             2 * sequences / attention_flop_per_s, model.dtype_bytes / bytes_per_s
         )
+
+    def windowed_s(tokens: int) -> float:
+        """Of the layers whose attention ends with a window; linear in the tokens beyond it."""
+        flop = 4 * model.heads * model.head_dim / attention_flop_per_s
+        return sum(
+            flop * cache.layers * (attended_pairs(min(tokens, cache.window))
+                                   + max(0, tokens - cache.window) * cache.window)
+            for cache in model.layer_caches if cache.window
+        )  # fmt: skip
 
     def added(batch: int, tokens: int) -> float:
         return (
@@ -166,18 +193,29 @@ def step_times(
     def prefill(batch: int, prompt_tokens: int) -> float:
         tokens = batch * prompt_tokens
         attention = pair_s * batch * attended_pairs(prompt_tokens)
+        attention += windowed_s(prompt_tokens) * batch
         return layers(tokens) + attention + output(batch) + added(batch, tokens)
 
     def decode(batch: int, cached_tokens: int) -> float:
-        read = batch * cached_tokens * kv_token_bytes / bytes_per_s
+        # A state is read and written.
+        read = batch * model.kv_request_bytes(cached_tokens, tensor_parallel) / bytes_per_s
+        read += batch * model.state_bytes / bytes_per_s
         return layers(batch) + output(batch) + read + added(batch, batch)
 
     return prefill, decode
 
 
 def attended_pair_s(accelerator: Accelerator, model: ModelShape, tensor_parallel: int) -> float:
-    """p9: a token's product with one key, and with its value, in every layer and head."""
-    flop = 4 * model.layers * model.heads * model.head_dim
+    """p9: a token's product with one key, and with its value, in every layer and head.
+
+    Only of layers that attend to all tokens.
+    """
+    layers = sum(
+        cache.layers
+        for cache in model.layer_caches
+        if not cache.window and cache.element_bytes is None
+    )
+    flop = 4 * layers * model.heads * model.head_dim
     return flop / _attention_flop_per_s(accelerator, tensor_parallel)
 
 
@@ -199,11 +237,15 @@ def all_reduce_s(
         return 0.0
     if accelerator.link_bytes_per_s <= 0:
         raise ValueError(f"{accelerator.name}: t > 1 needs link_bytes_per_s")
-    bytes_per_s = accelerator.link_bytes_per_s * LINK_EFFICIENCY
+    share, start = LINK_EFFICIENCY, ALL_REDUCE_START_S
     if accelerator.link_bytes_per_s < SLOT_BYTES_PER_S:
-        bytes_per_s *= float((2 / t) ** SLOT_CROWDING)
+        switched = accelerator.link_bytes_per_s >= SWITCHED_BYTES_PER_S
+        shares = SWITCHED_SHARES if switched else ROOT_SHARES
+        logs = np.log2(list(shares)), np.log(list(shares.values()))
+        share, start = float(np.exp(np.interp(np.log2(t), *logs))), SLOT_START_S * t
     # A ring passes 2(t - 1)/t of the activations over every link.
-    return ALL_REDUCE_START_S + 2 * (1 - 1 / t) * tokens * model.hidden * 2 / bytes_per_s
+    passed = 2 * (1 - 1 / t) * tokens * model.hidden * 2
+    return start + passed / (accelerator.link_bytes_per_s * share)
 
 
 def matrix_flop_per_s(accelerator: Accelerator, model: ModelShape) -> float:

@@ -196,7 +196,7 @@ def _intermediate(fields: Fields, hidden: int, feeds: list[str]) -> int:
 
 def _with_mixers(shape: ModelShape, fields: Fields, mixers: list[str], dtype: str) -> ModelShape:
     """With the weights, caches and states of its layers."""
-    weights = state_bytes = 0
+    weights = state_bytes = state_heads = 0
     caches: list[Cache] = []
     shared = fields.optional("num_kv_shared_layers")
     own = mixers[: len(mixers) - shared]
@@ -216,13 +216,21 @@ def _with_mixers(shape: ModelShape, fields: Fields, mixers: list[str], dtype: st
         state = state_space(fields, shape.hidden, dtype)
         weights += states * state.weights
         state_bytes = states * state.state_bytes
+        state_heads = fields.optional(
+            "linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "n_mamba_heads",
+            "num_heads",
+        )  # fmt: skip
     plain = (Cache(shape.layers, shape.kv_heads, 2 * shape.head_dim),)
     if tuple(caches) == plain and weights == shape.layers * _plain_attention(shape):
         return shape
     if not caches:  # nothing grows with the tokens
         caches.append(Cache(0, 1, 1))
     return dataclasses.replace(
-        shape, attention_weights=weights, caches=tuple(caches), state_bytes=state_bytes
+        shape,
+        attention_weights=weights,
+        caches=tuple(caches),
+        state_bytes=state_bytes,
+        state_heads=state_heads,
     )
 
 
