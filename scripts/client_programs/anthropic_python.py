@@ -1,4 +1,4 @@
-"""anthropic: messages, stream."""
+"""anthropic: messages, stream, count_tokens."""
 
 import sys
 
@@ -11,4 +11,5 @@ answer = client.messages.create(model=model, messages=hello, max_tokens=8)
 assert answer.usage.output_tokens == 8
 with client.messages.stream(model=model, messages=hello, max_tokens=8) as stream:
     assert "".join(stream.text_stream)
-print(anthropic.__version__, "messages, stream", sep="|")
+assert client.messages.count_tokens(model=model, messages=hello).input_tokens > 0
+print(anthropic.__version__, "messages, stream, count_tokens", sep="|")
