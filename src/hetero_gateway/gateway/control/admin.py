@@ -113,7 +113,7 @@ router = APIRouter(
 
 @router.get("/instances")
 async def list_instances(request: Request) -> Response:
-    """Every instance: configuration, health, load."""
+    """Every instance: configuration, health, load; and what is odd about the set-up."""
     gateway = gateway_of(request)
     return _json(
         {
