@@ -233,6 +233,22 @@ async def test_where_none_can_be_had_the_answer_is_http() -> None:
             assert elsewhere.status_code == 200, "an offer to upgrade is ignored"
 
 
+async def test_another_sites_page_opens_none_unless_it_is_named() -> None:
+    page, other = {"origin": "https://chat.example"}, {"origin": "https://evil.example"}
+    for origins in ([], ["https://chat.example"]):
+        server = {"port": 0, "cors": {"origins": origins}}
+        async with serving(Speaker(), server=server) as running:
+            refused = await refusal_of(session(running, additional_headers=other))
+            assert (refused[0], refused[1]["code"]) == (403, "origin_not_allowed")
+            if not origins:
+                assert (await refusal_of(session(running, additional_headers=page)))[0] == 403
+                continue
+            own = {"origin": f"http://127.0.0.1:{running.port}"}
+            for allowed in (page, own):
+                async with session(running, additional_headers=allowed) as client:
+                    await client.recv()
+
+
 async def test_another_instance_is_tried_where_one_refuses() -> None:
     one, other = Speaker(), Speaker()
     async with serving(one, other) as running:

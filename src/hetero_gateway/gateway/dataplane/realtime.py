@@ -34,6 +34,7 @@ from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.wire.cors import Cors
 from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
 from hetero_gateway.gateway.wire.headers import (
     NOT_TO_INSTANCES,
@@ -129,6 +130,7 @@ class Realtime:
     async def _serve(self, inbound: Inbound, scope: Scope, receive: Receive, send: Send) -> None:
         rooms = self._dataplane.rooms
         try:
+            _check_origin(inbound, rooms.cors)
             client = rooms.admission.admit(inbound)
             parsed = rooms.intake.read_realtime(inbound)
         except Refusal:
@@ -334,6 +336,17 @@ class _Session:
             if left_s <= 0:
                 return
             await asyncio.sleep(left_s)
+
+
+def _check_origin(inbound: Inbound, cors: Cors | None) -> None:
+    """A browser asks nobody before it opens one. Raises Refusal: 403 to another site's page."""
+    fields = dict(inbound.headers)
+    origin, host = fields.get(b"origin"), fields.get(b"host", b"")
+    if origin is None or origin.partition(b"://")[2] == host:
+        return
+    if cors is None or not cors.allows(origin):
+        detail = "Pages of this origin may not: server.cors.origins."
+        raise Refusal(403, "origin_not_allowed", detail)
 
 
 def _closing(code: int | None, reason: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Cors:
     def headers(self, sent: Headers) -> Headers:
         """What the answer to a request with these fields has in addition."""
         origin = _field(sent, b"origin")
-        if origin is None or not self._allows(origin):
+        if origin is None or not self.allows(origin):
             return [] if self._any else [_VARY]
         allowed = (b"access-control-allow-origin", b"*" if self._any else origin)
         exposed = (b"access-control-expose-headers", _EXPOSED)
@@ -43,7 +43,7 @@ class Cors:
     def preflight(self, sent: Headers) -> Headers | None:
         """The fields that answer a browser's question; None: this is none, or it may not."""
         origin, method = _field(sent, b"origin"), _field(sent, b"access-control-request-method")
-        if origin is None or method is None or not self._allows(origin):
+        if origin is None or method is None or not self.allows(origin):
             return None
         answer = self.headers(sent)
         answer += [
@@ -55,7 +55,8 @@ class Cors:
             answer.append((b"access-control-allow-headers", wanted))
         return answer
 
-    def _allows(self, origin: bytes) -> bool:
+    def allows(self, origin: bytes) -> bool:
+        """Whether pages of an origin may."""
         return self._any or origin.lower() in self._origins
 
 
