@@ -332,7 +332,29 @@ def test_a_variable_that_is_not_set_is_found_without_serving(tmp_path: Path) -> 
 
 def test_an_id_that_is_used_twice_is_named(tmp_path: Path) -> None:
     text = error_of(tmp_path, {"instances": [instance(), instance(id="b"), instance()]})
-    assert text == "instances: the id 'a' is used twice"
+    assert text == "instances.2.id: 'a' is used twice"
+
+
+def test_what_does_not_fit_together_is_told_at_once_with_its_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(
+        tmp_path / "gateway.yaml",
+        """\
+instances:
+  - {id: a, base_url: "http://x:1"}
+  - {id: a, base_url: "http://169.254.169.254"}
+scheduler:
+  single_instance: b
+""",
+    )
+    assert main(["validate", "-c", str(path)]) == 2
+    lines = capsys.readouterr().err.replace(f"hetero-gateway: {path}:", "").splitlines()
+    assert [line.split(":")[:2] for line in lines] == [
+        ["3", " instances.1.id"],
+        ["3", " instances.1.base_url"],
+        ["5", " scheduler.single_instance"],
+    ]
 
 
 def test_a_single_instance_that_does_not_exist_is_named(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hetero_gateway.files.client_keys import ClientsConfig, read_clients
 from hetero_gateway.files.discovery_config import SourceConfig
 from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.log_config import LogConfig, TracesConfig
-from hetero_gateway.files.problems import Key, Problems
+from hetero_gateway.files.problems import Key, Misfits, Problems
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 
@@ -709,21 +709,28 @@ class GatewayConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_ids(self) -> GatewayConfig:
+        found: list[tuple[Key, str]] = []
         seen: set[str] = set()
-        for instance in self.instances:
+        for i, instance in enumerate(self.instances):
             if instance.id in seen:
-                raise ValueError(f"instances: the id {instance.id!r} is used twice")
+                found.append((("instances", i, "id"), f"{instance.id!r} is used twice"))
             seen.add(instance.id)
-        names = [source.name for source in self.discovery]
-        for name in names:
-            if names.count(name) > 1 or name in ("file", "admin"):
-                raise ValueError(f"discovery: the name {name!r} is used twice, or taken")
-        if not self.server.link_local_instances:
-            for instance in self.instances:
-                check_reachable(instance.base_url)
+            if not self.server.link_local_instances:
+                try:
+                    check_reachable(instance.base_url)
+                except ValueError as error:
+                    text = str(error).removeprefix("base_url: ")
+                    found.append((("instances", i, "base_url"), text))
+        names: set[str] = {"file", "admin"}
+        for i, source in enumerate(self.discovery):
+            if source.name in names:
+                found.append((("discovery", i, "name"), f"{source.name!r} is used twice, or taken"))
+            names.add(source.name)
         single = self.scheduler.single_instance
         if single is not None and single not in seen:
-            raise ValueError(f"scheduler.single_instance: no instance has the id {single!r}")
+            found.append((("scheduler", "single_instance"), f"no instance has the id {single!r}"))
+        if found:
+            raise Misfits(found)
         return self
 
 

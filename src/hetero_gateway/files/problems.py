@@ -75,6 +75,14 @@ def _child(node: yaml.Node, part: str | int) -> tuple[yaml.Node, int] | None:
     return None
 
 
+class Misfits(ValueError):
+    """What does not fit together in a model, for a validator to raise: all of it, by key."""
+
+    def __init__(self, found: Sequence[tuple[Key, str]]) -> None:
+        super().__init__("; ".join(f"{'.'.join(map(str, key))}: {text}" for key, text in found))
+        self.found = found
+
+
 class Problems:
     """Collects what is wrong, and raises it as one ``ConfigError``.
 
@@ -102,6 +110,11 @@ class Problems:
         by_key: dict[Key, list[str]] = {}
         for each in error.errors(include_url=False):
             key = _key_of(each["loc"], self._data, missing=each["type"] == "missing")
+            raised = each.get("ctx", {}).get("error")
+            if isinstance(raised, Misfits):
+                for part, text in raised.found:
+                    by_key.setdefault((*key, *part), []).append(text)
+                continue
             by_key.setdefault(key, []).append(_words(model, key, each))
         for key, texts in by_key.items():
             # Where either of several kinds would do, there is an error for each of them.
