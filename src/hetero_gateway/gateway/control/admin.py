@@ -235,7 +235,8 @@ async def remove_instance(request: Request, instance_id: str) -> Response:
     return _json({"id": instance.id, "open_requests": gateway.remove_instance(instance.id)})
 
 
-@router.api_route("/instances/{instance_id}/engine/{call:path}", methods=["GET", "POST"])
+@router.get("/instances/{instance_id}/engine/{call:path}")
+@router.post("/instances/{instance_id}/engine/{call:path}")
 async def call_engine(request: Request, instance_id: str, call: str) -> Response:
     """What concerns an engine: LoRA adapters, sleep and wake, pause, cache reset; its own answer.
 
@@ -245,7 +246,8 @@ async def call_engine(request: Request, instance_id: str, call: str) -> Response
     return await engine.call_one(gateway, request, _known(gateway, instance_id), call)
 
 
-@router.api_route("/models/{model:path}/engine/{call:path}", methods=["GET", "POST"])
+@router.get("/models/{model:path}/engine/{call:path}")
+@router.post("/models/{model:path}/engine/{call:path}")
 async def call_engines(request: Request, model: str, call: str) -> Response:
     """The same for all instances of a model; 502 unless all of them succeed."""
     return await engine.call_all(gateway_of(request), request, model, call)
