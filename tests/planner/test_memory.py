@@ -213,7 +213,7 @@ def test_more_accelerators_never_lower_the_kv_bytes_of_an_instance(model, device
 
 @given(models, devices, st.integers(1, 8), options, methods, st.integers(1, 2 * 10**6))
 def test_feasible_has_room_and_unfit_has_a_shortfall(model, device, t, told, method, needed):
-    found = estimate_memory(model, device, t, told, method)
+    found = estimate_memory(model, device, t, told, method, needed_tokens=needed)
     missing = shortfall_bytes(found, model, device, t, told, needed)
     if is_feasible(found, needed):
         assert found.kv_capacity_tokens >= needed
@@ -232,7 +232,8 @@ def test_feasible_has_room_and_unfit_has_a_shortfall(model, device, t, told, met
             max_num_seqs=told.sequences(device),
             max_num_batched_tokens=told.batched_tokens(device),
         )
-        assert is_feasible(estimate_memory(model, larger, t, told, method), needed)
+        more = estimate_memory(model, larger, t, told, method, needed_tokens=needed)
+        assert is_feasible(more, needed)
 
 
 def test_tight_is_what_two_standard_deviations_would_change():

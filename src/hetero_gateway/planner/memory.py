@@ -426,7 +426,7 @@ def remedies(
     """
 
     def estimate(t: int, shape: ModelShape = model, o: EngineOptions = options) -> MemoryEstimate:
-        return estimate_memory(shape, accelerator, t, o, method)
+        return estimate_memory(shape, accelerator, t, o, method, needed_tokens=needed_tokens)
 
     found = []
     for t in range(tensor_parallel + 1, largest + 1):
