@@ -53,7 +53,7 @@ def test_every_argument_of_every_command_says_what_it_is() -> None:
 def test_every_error_code_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "http.md").read_text("utf-8")
     table = page.partition("\n## Errors\n")[2]
-    codes = {failure.code for failure in Failure} | {"queue_full", "queue_timeout"}
+    codes = {failure.code for failure in Failure} | {"queue_full", "queue_timeout", "wait_too_long"}
     for folder in ("gateway", "picker"):
         for file in (ROOT / "src" / "hetero_gateway" / folder).rglob("*.py"):
             for _, code, other in CODE.findall(file.read_text("utf-8")):

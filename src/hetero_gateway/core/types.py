@@ -139,15 +139,20 @@ class RejectReason(enum.Enum):
     NO_AVAILABLE_INSTANCE = "no_available_instance"
     FITS_NO_INSTANCE = "fits_no_instance"
     QUEUE_FULL = "queue_full"
+    WAIT_TOO_LONG = "wait_too_long"
     CONTINUES_NOTHING = "continues_nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """No instance can take the request. ``detail`` is one line for the client."""
+    """No instance can take the request. ``detail`` is one line for the client.
+
+    ``wait_s``: how long it would wait, where that is why; 0: it is not.
+    """
 
     reason: RejectReason
     detail: str
+    wait_s: float = 0.0
 
 
 class CachedPrefix(NamedTuple):

@@ -256,6 +256,9 @@ class QueueClassConfig(StrictModel):
     max_wait_s: float | None = Field(
         None, gt=0, le=86400, description="Who has waited so long goes ahead of every class."
     )
+    most_wait_s: float | None = Field(
+        None, gt=0, le=86400, description="Longest predicted wait; none: the queue's."
+    )
 
 
 class QueueConfig(StrictModel):
@@ -272,6 +275,12 @@ class QueueConfig(StrictModel):
         default_factory=dict,
         max_length=64,
         description="classes: name to share and max_wait_s; default: interactive 9, batch 1.",
+    )
+    most_wait_s: float | None = Field(
+        None,
+        gt=0,
+        le=86400,
+        description="Longest predicted wait: else 429 at once. Of batch, half of it; none: any.",
     )
     max_requests: int = Field(
         10_000, ge=1, description="Most requests that wait at once; one more gets 429."

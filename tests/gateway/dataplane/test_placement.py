@@ -158,6 +158,34 @@ async def test_a_full_queue_is_429_with_retry_after_in_the_openai_client() -> No
         assert 'queue_rejections_total{reason="queue_full"}' in await running.metrics()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_of_200_at_once_who_would_wait_too_long_hears_so_at_once(workers: int) -> None:
+    async with fake_instances(1) as fakes:
+        config = narrow(fakes, queue={"most_wait_s": 1})
+        async with running_gateway(config, workers=workers) as running:
+            limits = httpx.Limits(max_connections=300)
+            async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+                url = f"http://127.0.0.1:{running.port}{CHAT}"
+                held = asyncio.create_task(client.post(url, json=chat(first_delay_s=3)))
+                await eventually(lambda: fakes[0].open == 1)
+                posts = [client.post(url, json=chat(first_delay_s=0.05)) for _ in range(200)]
+                tasks = [asyncio.create_task(post) for post in posts]
+                # While nobody can be served, all but those who wait have their answer.
+                await eventually(lambda: sum(t.done() for t in tasks) + waiting(running) == 200)
+                assert not held.done()
+                let_in = waiting(running)
+                refused = [task.result() for task in tasks if task.done()]
+                answers = await asyncio.gather(held, *tasks)
+            assert 1 <= let_in < 100
+            assert len(refused) == 200 - let_in
+            assert {error_of(answer) for answer in refused} == {(429, "wait_too_long")}
+            assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
+            assert sum(answer.status_code == 200 for answer in answers) == let_in + 1
+            await eventually(running.settled)
+            text = await running.metrics()
+            assert f'queue_rejections_total{{reason="wait_too_long"}} {200 - let_in}.0' in text
+
+
 async def test_a_wait_that_is_too_long_is_429_and_leaves_the_queue() -> None:
     config = lambda fakes: narrow(fakes, queue={"timeout_s": 0.15})  # noqa: E731
     async with fake_instances(1) as fakes, serving(config(fakes)) as (running, client):

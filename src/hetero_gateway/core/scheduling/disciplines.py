@@ -76,6 +76,14 @@ class QueueDiscipline(Protocol):
         """It was placed."""
         ...
 
+    def weight(self, request: Request) -> float:
+        """Of its row, beside the others' rows; above 0."""
+        ...
+
+    def behind_s(self, request: Request) -> float:
+        """What others are given, over their weight, until it is its row's turn; s of work."""
+        ...
+
 
 class Fifo:
     """First in, first out."""
@@ -101,6 +109,12 @@ class Fifo:
 
     def went(self, ticket: Ticket, now_s: float) -> None:
         pass
+
+    def weight(self, request: Request) -> float:
+        return 1.0
+
+    def behind_s(self, request: Request) -> float:
+        return 0.0
 
 
 class Shortest(Fifo):
@@ -192,6 +206,12 @@ class Classes(Fifo):
         work_s = work_of(ticket.request, ticket.eligible.pool)
         self._next_s[name] = start_s + work_s / self._rules[name].share
 
+    def weight(self, request: Request) -> float:
+        return self._rules[Classes.line(self, request)].share
+
+    def behind_s(self, request: Request) -> float:
+        return max(0.0, self._next_s[self.line(request)] - self._clock_s)
+
 
 class Clients(Classes):
     """Shares for clients, within their classes: a virtual counter of work for each.
@@ -225,7 +245,7 @@ class Clients(Classes):
 
     def join(self, ticket: Ticket, *, first: bool) -> Turn:
         asked, now_s, line = self._asked_s, ticket.enqueued_s, self.line(ticket.request)
-        weight = self._weight_of(ticket.request)
+        weight = self.weight(ticket.request)
         self._weight += weight - asked.pop(line, (0.0, 0.0))[1]
         asked[line] = now_s, weight
         while len(asked) > 1:
@@ -252,7 +272,7 @@ class Clients(Classes):
         request = ticket.request
         out = self._out.get(self.line(request), 0)
         return (
-            out * self._weight > self._total * self._weight_of(request)
+            out * self._weight > self._total * self.weight(request)
             and self.turn(ticket, now_s)[0] == 0
         )
 
@@ -262,7 +282,7 @@ class Clients(Classes):
         start_s = max(self._clock_s, counters.get(name, 0.0))
         if self.turn(ticket, now_s)[0] == 0:
             self._clock_s = start_s
-        weight = self._weight_of(request)
+        weight = self.weight(request)
         work_s = work_of(request, ticket.eligible.pool) / weight
         counters[name] = start_s + work_s
         if len(counters) > _MOST_COUNTERS:
@@ -301,8 +321,11 @@ class Clients(Classes):
         real_s = min(real_s, _MOST_TIMES * served.work_s)
         self._counters_s[name] = self._counters_s.get(name, self._clock_s) + real_s - served.work_s
 
-    def _weight_of(self, request: Request) -> float:
-        return self._rules[super().line(request)].share * self.shares.get(request.client, 1.0)
+    def weight(self, request: Request) -> float:
+        return super().weight(request) * self.shares.get(request.client, 1.0)
+
+    def behind_s(self, request: Request) -> float:
+        return max(0.0, self._counters_s.get(self.line(request), 0.0) - self._clock_s)
 
 
 class Served(NamedTuple):

@@ -32,6 +32,8 @@ LineName = tuple[tuple[int, ...] | None, bool, str] | None
 MEAN_OVER_REQUESTS = 1000
 # A burst must be known for one while it lasts.
 MEAN_OVER_GAPS = 16
+# Seats get free in groups.
+MEAN_OVER_DEPARTURES = 64
 # A line is tidied when it has so many more that left from its middle than twice those that stand.
 _MOST_DROPPED = 64
 
@@ -185,7 +187,8 @@ class ModelQueue:
     """What waits for one model: the sums of its lengths (tokens), its last arrival, and the means.
 
     ``mean_prompt_tokens``, ``mean_output_tokens`` (predicted) and ``mean_gap_s`` are of what
-    arrived lately.
+    arrived lately; ``departures``, ``last_departure_s`` and ``mean_departure_gap_s`` of what was
+    placed while others waited, since the queue was empty last (the mean goes on).
 
     Args:
         model: the name that those who wait here ask for.
@@ -197,7 +200,10 @@ class ModelQueue:
         "_lines",
         "_size",
         "arrivals",
+        "departures",
         "last_arrival_s",
+        "last_departure_s",
+        "mean_departure_gap_s",
         "mean_gap_s",
         "mean_output_tokens",
         "mean_prompt_tokens",
@@ -218,6 +224,9 @@ class ModelQueue:
         self.last_arrival_s = 0.0
         self.arrivals = 0
         self.mean_gap_s = 0.0
+        self.departures = 0
+        self.last_departure_s = 0.0
+        self.mean_departure_gap_s = 0.0
         self.mean_prompt_tokens = 0.0
         self.mean_output_tokens = 0.0
 
@@ -361,7 +370,38 @@ class ModelQueue:
         """One of them was placed: it leaves."""
         if ticket.dispatch is not None:
             self._discipline.went(ticket, now_s)
+            self._note_departure(now_s)
         self.drop(ticket)
+
+    def ahead(self, request: Request) -> float:
+        """How many will leave in front of one that comes now."""
+        discipline = self._discipline
+        row = discipline.line(request)
+        if discipline.sorts or not row:
+            return self._size
+        weight, mine = discipline.weight(request), 0
+        weights = {row: weight}
+        for name, line in self._lines.items():
+            if name is None:
+                continue
+            if name[2] == row:
+                mine += len(line)
+            else:
+                weights[name[2]] = discipline.weight(line.head().request)
+        total, behind = sum(weights.values()), discipline.behind_s(request)
+        if behind and self.pool is not None:
+            # On the clock of work, over the work of one that leaves.
+            work_s = self.pool.work_s(self.mean_prompt_tokens, self.mean_output_tokens)
+            behind = behind / work_s if work_s else 0.0
+        return min(self._size, mine * total / weight + behind * total)
+
+    def _note_departure(self, now_s: float) -> None:
+        if self.departures:
+            gap_s = now_s - self.last_departure_s
+            share = 1 / min(self.departures, MEAN_OVER_DEPARTURES)
+            self.mean_departure_gap_s += share * (gap_s - self.mean_departure_gap_s)
+        self.last_departure_s = now_s
+        self.departures += 1
 
     def drop(self, ticket: Ticket) -> bool:
         """Take one out, wherever it stands; False when it is not there."""
@@ -380,6 +420,7 @@ class ModelQueue:
             self.output_tokens -= ticket.request.predicted_output_tokens
         else:
             self.prompt_tokens, self.output_tokens = 0, 0.0
+            self.departures = 0
 
 
 def _rank(ticket: Ticket) -> Turn:

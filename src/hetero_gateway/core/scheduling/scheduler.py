@@ -50,6 +50,7 @@ from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.probes import Probes
 from hetero_gateway.core.scheduling.queue import ModelQueue, Ticket
 from hetero_gateway.core.scheduling.restraints import Restraints
+from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits, predicted_wait_s
 from hetero_gateway.core.scheduling.views import Views, drain_time_s
 from hetero_gateway.core.types import (
     InstanceId,
@@ -131,6 +132,7 @@ class Scheduler:
         self._theta = theta
         self._reference = reference
         self._max_queued = max_queued
+        self._waits: WaitLimits | None = None
         self._observes = observes
         self._discipline: QueueDiscipline = Fifo() if discipline is None else discipline
         self._shares = discipline if isinstance(discipline, Clients) else None
@@ -186,10 +188,11 @@ class Scheduler:
         self._views.queues = queues
         self._probes.activate(queues)
 
-    def set_limits(self, theta: float, max_queued: int) -> None:
-        """θ of Eq. (7), above 0, and the most requests that wait, from now on."""
+    def set_limits(self, theta: float, max_queued: int, waits: WaitLimits | None = None) -> None:
+        """θ of Eq. (7), above 0, and how many requests wait, and how long, from now on."""
         self._theta = self._views.theta = theta
         self._max_queued = max_queued
+        self._waits = waits if waits is not None and waits.any else None
 
     def set_discipline(self, discipline: QueueDiscipline) -> None:
         """Have another discipline say who is next, also of those that wait. Pump afterwards.
@@ -323,6 +326,12 @@ class Scheduler:
             return Reject(
                 RejectReason.QUEUE_FULL, f"{self.queued} requests wait for an instance already."
             )
+        if self._waits is not None and self.queued and not first:
+            most_s = self._waits.of(request)
+            wait_s = self.predicted_wait_s(request, now_s)
+            if wait_s > MARGIN * most_s:
+                detail = f"It would wait for about {wait_s:.3g} s; at most {most_s:g} s is wanted."
+                return Reject(RejectReason.WAIT_TOO_LONG, detail, wait_s)
         queue = self._queues.get(request.model)
         if queue is None:
             queue = ModelQueue(request.model, self._discipline)
@@ -497,6 +506,13 @@ class Scheduler:
         """How many requests wait for this model."""
         queue = self._queues.get(model)
         return 0 if queue is None else len(queue)
+
+    def predicted_wait_s(self, request: Request, now_s: float) -> float:
+        """How long a request that comes now would wait here, behind those who wait already."""
+        queue = self._queues.get(request.model)
+        if not queue:
+            return 0.0
+        return predicted_wait_s(queue, request, self.drain_time_s(request.model), now_s)
 
     def drain_time_s(self, model: str) -> float:
         """How long the model's queue would take at full speed, in seconds, by the cost model."""

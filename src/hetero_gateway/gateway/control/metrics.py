@@ -68,7 +68,7 @@ _BLAMED = tuple(
 _RETRIED = tuple(str(failure.value) for failure in Failure if failure.retryable)
 _FAILURES = tuple(str(failure.value) for failure in Failure)
 _PHASES = ("idle", "head", "body", "closing")
-_QUEUE_REJECTIONS = ("queue_full", "queue_timeout")
+_QUEUE_REJECTIONS = ("queue_full", "queue_timeout", "wait_too_long")
 _RELOAD_OUTCOMES = ("applied", "unchanged", "refused")
 
 _T = TypeVar("_T")

@@ -80,8 +80,8 @@ _log = logging.getLogger(__name__)
 _RETRY_WINDOW_S = 10.0
 # What is answered where nothing can take a request.
 _FALLS_BACK = frozenset(
-    ("model_not_found", "no_healthy_instance", "queue_full", "queue_timeout", "upstream_error",
-     "gateway_exhausted")
+    ("model_not_found", "no_healthy_instance", "queue_full", "queue_timeout", "wait_too_long",
+     "upstream_error", "gateway_exhausted")
 )  # fmt: skip
 # As nginx counts a client that left in front of an answer.
 CLIENT_GONE = 499

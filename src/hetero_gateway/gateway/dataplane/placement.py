@@ -209,6 +209,8 @@ class Placement:
         if isinstance(ticket, Reject):
             if ticket.reason is RejectReason.QUEUE_FULL:
                 raise self._refused("queue_full", request.model, ticket.detail)
+            if ticket.reason is RejectReason.WAIT_TOO_LONG:
+                raise self._refused("wait_too_long", request.model, ticket.detail, ticket.wait_s)
             return ticket
         if ticket.waits:
             waiter = ticket.owner = _Waiter()
@@ -302,11 +304,13 @@ class Placement:
             return Refusal(504, "upstream_timeout", message, kind="server_error")
         return self._refused("queue_timeout", ticket.request.model, message)
 
-    def _refused(self, code: str, model: str, message: str) -> Refusal:
+    def _refused(self, code: str, model: str, message: str, wait_s: float | None = None) -> Refusal:
+        """``wait_s``: until there is room; None: what the queue needs."""
         self._metrics.queue_rejections[code] += 1
         low, high = _RETRY_AFTER_BOUNDS_S
-        drain_s = self._scheduler.drain_time_s(model)
-        after_s = min(high, max(low, math.ceil(min(drain_s, high))))
+        if wait_s is None:
+            wait_s = self._scheduler.drain_time_s(model)
+        after_s = min(high, max(low, math.ceil(min(wait_s, high))))
         return Refusal(429, code, message, kind="rate_limit_error", retry_after_s=after_s)
 
     # Afterwards

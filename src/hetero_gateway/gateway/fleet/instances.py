@@ -29,6 +29,7 @@ from hetero_gateway.core.scheduling.disciplines import (
     make_discipline,
 )
 from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.scheduling.shedding import WaitLimits
 from hetero_gateway.core.types import InstanceId, InstanceSpec
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.errors import ConfigError
@@ -195,6 +196,8 @@ class Fleet:
             discipline=self.discipline,
             prefix_cache=scheduling.prefix_cache,
         )
+        queue = scheduling.queue
+        self.scheduler.set_limits(scheduling.theta, queue.max_requests, _waits_of(queue))
         self.instances: dict[InstanceId, Instance] = {}
         for instance in config.instances:
             self.admit(self.build(instance))
@@ -221,7 +224,8 @@ class Fleet:
         settings.add((), self._prepare_files, always=True)
         settings.files.append(lambda _: self.contexts.files())
         settings.add(
-            ("scheduler.theta", "scheduler.queue.max_requests", "scheduler.recalibrate",
+            ("scheduler.theta", "scheduler.queue.max_requests", "scheduler.queue.most_wait_s",
+             "scheduler.queue.classes", "scheduler.recalibrate",
              "scheduler.wake_on_demand", "health.ejection", "pool", "timeouts.connect_s"),
             self._prepare,
         )  # fmt: skip
@@ -260,7 +264,8 @@ class Fleet:
             recalibrates = scheduling.recalibrate != self._config.scheduler.recalibrate
             self._config = fresh
             self.ejections.set_rules(rules)
-            self.scheduler.set_limits(scheduling.theta, scheduling.queue.max_requests)
+            queue = scheduling.queue
+            self.scheduler.set_limits(scheduling.theta, queue.max_requests, _waits_of(queue))
             for instance in self.instances.values():
                 instance.pool.set_limits(fresh.pool, fresh.timeouts.connect_s)
                 if recalibrates:
@@ -458,6 +463,17 @@ def _discipline_of(config: QueueConfig) -> QueueDiscipline:
         for name, rule in config.classes.items()
     }
     return make_discipline(config.discipline, config.patience_s, classes)
+
+
+def _waits_of(config: QueueConfig) -> WaitLimits:
+    most_s = math.inf if config.most_wait_s is None else config.most_wait_s
+    # Batches are refused first.
+    classes = {"batch": most_s / 2} | {
+        name: rule.most_wait_s
+        for name, rule in config.classes.items()
+        if rule.most_wait_s is not None
+    }
+    return WaitLimits(most_s, classes)
 
 
 def _policy_of(scheduling: SchedulerConfig) -> Policy:

@@ -1,0 +1,56 @@
+"""Who is refused because he would wait too long, rather than let in to wait in vain. Pure.
+
+A wait is predicted from how fast requests leave a queue that is never empty meanwhile, and from how
+many are in front by the discipline: all that wait where it has one row; where it has several, those
+of the same row, as often as the row's turn comes, and what the row was given in advance. Before
+anything has left, the cost model says how fast that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hetero_gateway.core.scheduling.queue import ModelQueue
+from hetero_gateway.core.types import Request
+
+# Predictions are of seats that get free by chance: who is let in is to be within the limit.
+MARGIN = 0.75
+# What is said of fewer departures is chance.
+_LEAST_DEPARTURES = 4
+
+
+class WaitLimits(NamedTuple):
+    """The longest wait of requests that are let in, s; inf: any.
+
+    A request is refused whose predicted wait is above ``MARGIN`` of it.
+
+    Args:
+        most_s: of classes that are not among ``classes``.
+        classes: by name.
+    """
+
+    most_s: float = math.inf
+    classes: Mapping[str, float] = {}
+
+    def of(self, request: Request) -> float:
+        return self.classes.get(request.request_class, self.most_s)
+
+    @property
+    def any(self) -> bool:
+        return min((self.most_s, *self.classes.values())) < math.inf
+
+
+def predicted_wait_s(queue: ModelQueue, request: Request, drain_s: float, now_s: float) -> float:
+    """How long a request that comes now would wait.
+
+    Args:
+        queue: of its model; somebody waits there.
+        drain_s: how long the cost model takes all of it to last.
+    """
+    gap_s = drain_s / len(queue)
+    if queue.departures >= _LEAST_DEPARTURES:
+        # Longer than the mean where nothing has left for longer.
+        gap_s = max(queue.mean_departure_gap_s, (now_s - queue.last_departure_s) / len(queue))
+    return queue.ahead(request) * gap_s
