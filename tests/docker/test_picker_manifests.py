@@ -113,6 +113,24 @@ def test_the_chart_renders_what_is_valid_and_belongs_together(values):
     assert ("admin_key_env" in config["server"]) == ("keysSecret" in values)
 
 
+def test_discovery_has_an_account_that_may_read_pods_and_no_more():
+    documents = rendered({"discovery": {"serviceAccount": True}})
+    check(documents)
+    kinds = by_kind(documents)
+    name = kinds["ServiceAccount"]["metadata"]["name"]
+    pod = kinds["Deployment"]["spec"]["template"]["spec"]
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == (name, True)
+    (subject,) = kinds["RoleBinding"]["subjects"]
+    assert subject == {"kind": "ServiceAccount", "name": name, "namespace": "default"}
+    assert kinds["RoleBinding"]["roleRef"]["name"] == kinds["Role"]["metadata"]["name"]
+    verbs = {verb for rule in kinds["Role"]["rules"] for verb in rule["verbs"]}
+    resources = {each for rule in kinds["Role"]["rules"] for each in rule["resources"]}
+    assert (verbs, resources) == ({"get", "list", "watch"}, {"pods", "endpointslices"})
+    without = by_kind(rendered({}))
+    assert "Role" not in without
+    assert not without["Deployment"]["spec"]["template"]["spec"]["automountServiceAccountToken"]
+
+
 def test_helm_has_nothing_against_the_chart():
     report = helm.lint(str(CHART), strict=True, kube_version=f"v{KUBERNETES}.0")
     assert report["total_charts_linted"] == 1

@@ -17,6 +17,7 @@ from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.fleet.lag import LoopLag
 from hetero_gateway.gateway.fleet.probe import LateProbe, Probe
+from hetero_gateway.gateway.wire import upstream
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
@@ -186,3 +187,18 @@ def identify(authority: trustme.CA, directory: Path) -> None:
     issued = authority.issue_cert("gateway.test")
     issued.private_key_pem.write_to_path(directory / "own.key")
     issued.cert_chain_pems[0].write_to_path(directory / "own.pem")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_probes_go_to_link_local_addresses_where_requests_do(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "is_link_local", lambda address: address == "127.0.0.1")
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes, server={"link_local_instances": allowed})
+        async with running_gateway(config) as running:
+            [instance] = running.gateway.fleet.instances.values()
+            await eventually(lambda: instance.up or "link-local" in instance.down_reason)
+            assert instance.up == allowed
+            if not allowed:
+                assert not fakes[0].heads

@@ -80,7 +80,13 @@ class EngineCalls:
         if away:
             self._set_away(instance, path, query)
         good = False
-        probe = Probe(instance.config.base_url, instance.api_key, TIMEOUT_S, instance.ssl_context)
+        probe = Probe(
+            instance.config.base_url,
+            instance.api_key,
+            TIMEOUT_S,
+            instance.ssl_context,
+            allows_link_local=instance.pool.allows_link_local,
+        )
         try:
             target = path.encode() + (b"?" + query if query else b"")
             method = paths.ENGINE_CALLS[path].encode()

@@ -185,6 +185,7 @@ class HealthMonitor:
             self._config.probe_timeout_s,
             instance.ssl_context,
             self._lag,
+            allows_link_local=instance.pool.allows_link_local,
         )
         wait_s = self._config.probe_interval_s * (0.5 + apart)  # the first time
         try:

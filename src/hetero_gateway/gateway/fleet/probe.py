@@ -106,6 +106,7 @@ class Probe:
         api_key: sent, if there is one.
         timeout_s: for one exchange from connecting to its last byte.
         lag: says whether a probe that is late is the instance's fault.
+        allows_link_local: it may be at such an address, as its requests may.
     """
 
     def __init__(
@@ -115,9 +116,12 @@ class Probe:
         timeout_s: float,
         ssl_context: ssl.SSLContext | None = None,
         lag: LoopLag | None = None,
+        *,
+        allows_link_local: bool = False,
     ) -> None:
         self._lag = lag or LoopLag()
         self._pool = InstancePool(base_url, _POOL, timeout_s, ssl_context)
+        self._pool.allows_link_local = allows_link_local
         self.timeout_s = timeout_s
         fields = b"host: %b\r\naccept-encoding: identity\r\n" % self._pool.host_header
         if api_key is not None:
