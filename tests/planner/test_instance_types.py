@@ -149,9 +149,9 @@ def test_a_storage_that_a_card_cannot_load_is_unfit():
         [machine("V100-32GB-NVLink2", 2)], model=model_card("Llama-3-8B", quantization="fp8")
     )
     assert not types
-    assert all("needs CUDA capability 8" in u.reason for u in unfit)
+    assert all("needs CUDA capability 7.5" in u.reason for u in unfit)
 
 
 def test_an_unknown_accelerator_is_an_error():
     with pytest.raises(ConfigError, match="H100-80GB-SXM"):
-        found([machine("H100")])
+        found([machine("H101")])
