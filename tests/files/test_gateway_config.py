@@ -19,14 +19,8 @@ from hetero_gateway.cli import main
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import (
-    GatewayConfig,
-    ModelConfig,
-    PolicyName,
-    instance_profile,
-    load_gateway_config,
-    secret,
-)
+from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
+from hetero_gateway.files.instance_config import ModelConfig, instance_profile
 from hetero_gateway.files.profile_file import (
     PartSourceModel,
     ProfileModel,
@@ -35,6 +29,8 @@ from hetero_gateway.files.profile_file import (
     profile_document,
     write_profile_file,
 )
+from hetero_gateway.files.scheduler_config import PolicyName
+from hetero_gateway.files.secrets import secret
 
 ROOT = Path(__file__).parents[2]
 TP4 = "V100-32GB-NVLink2/Llama-3-8B/tp4"

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import CorsConfig, GatewayConfig
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.server_config import CorsConfig
 from hetero_gateway.files.yaml_file import parse_model
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances

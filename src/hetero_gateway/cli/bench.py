@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hetero_gateway.core.policies.slo import Slo
-    from hetero_gateway.files.gateway_config import secret
+    from hetero_gateway.files.secrets import secret
     from hetero_gateway.files.trace import read_trace, schedule, synthetic_trace
     from hetero_gateway.load.client import parse_target
     from hetero_gateway.load.progress import progress_bar, watch

@@ -45,8 +45,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from hetero_gateway.deployment.directory import write_beside
     from hetero_gateway.deployment.starter import GATEWAY_FILE, starter_files
-    from hetero_gateway.files.gateway_config import load_gateway_config, secret
+    from hetero_gateway.files.gateway_config import load_gateway_config
     from hetero_gateway.files.profile_file import builtin_profiles
+    from hetero_gateway.files.secrets import secret
     from hetero_gateway.load.client import parse_target
 
     key = secret(args.api_key_env, "--api-key-env")

@@ -18,7 +18,7 @@ from hetero_gateway.files.client_keys import (
     new_key,
     read_keys,
 )
-from hetero_gateway.files.gateway_config import secret
+from hetero_gateway.files.secrets import secret
 from hetero_gateway.files.yaml_file import parse_model, read_yaml
 
 _DEFAULT_FILE = Path("keys.yaml")

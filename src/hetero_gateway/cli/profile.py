@@ -172,7 +172,7 @@ def _live(args: argparse.Namespace) -> int:
     import uvloop
     from rich.console import Console
 
-    from hetero_gateway.files.gateway_config import secret
+    from hetero_gateway.files.secrets import secret
     from hetero_gateway.load.client import parse_target
     from hetero_gateway.profiler.live import Hardware, measure
 

@@ -8,11 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.files.gateway_config import (
-    has_gateway_keys,
-    instance_profile,
-    load_gateway_config,
-)
+from hetero_gateway.files.gateway_config import has_gateway_keys, load_gateway_config
+from hetero_gateway.files.instance_config import instance_profile
 from hetero_gateway.files.setup_warnings import Seen, setup_warnings
 from hetero_gateway.files.yaml_file import read_yaml
 

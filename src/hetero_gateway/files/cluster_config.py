@@ -20,7 +20,8 @@ from pydantic import Field, field_validator, model_validator
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import InstanceConfig, has_gateway_keys
+from hetero_gateway.files.gateway_config import has_gateway_keys
+from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 from hetero_gateway.sim.cluster import SimulatedInstance

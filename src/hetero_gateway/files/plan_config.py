@@ -18,8 +18,8 @@ from pydantic import Field, field_validator, model_validator
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.cluster_config import LengthConfig
-from hetero_gateway.files.gateway_config import PolicyName
 from hetero_gateway.files.profile_file import builtin_profiles, load_profile
+from hetero_gateway.files.scheduler_config import PolicyName
 from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 from hetero_gateway.planner.accelerators import Accelerator, accelerator, taken_for

@@ -31,7 +31,8 @@ from hetero_gateway.engines.vllm import (
     work_of_path,
 )
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.gateway_config import Exposure, GatewayConfig
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.server_config import Exposure
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.control import admin
 from hetero_gateway.gateway.control.access import check_exposed

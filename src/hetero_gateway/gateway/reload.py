@@ -22,12 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import (
-    GatewayConfig,
-    InstanceConfig,
-    instance_profile,
-    load_gateway_config,
-)
+from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
+from hetero_gateway.files.instance_config import InstanceConfig, instance_profile
 from hetero_gateway.gateway.fleet.instances import FILE, Instance
 from hetero_gateway.gateway.settings import Change
 

@@ -18,8 +18,10 @@ from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.client_keys import changes, read_clients
-from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig, secret
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.files.log_config import TracesConfig
+from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.control.board import Board
 from hetero_gateway.gateway.control.client_metrics import client_families

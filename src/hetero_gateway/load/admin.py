@@ -39,7 +39,7 @@ def fetch_csv(url: str, admin_key_env: str | None, path: str) -> str:
 
 def _get(url: str, admin_key_env: str | None, path: str, params: dict[str, Any]) -> httpx.Response:
     # Imported here so that --help stays quick.
-    from hetero_gateway.files.gateway_config import secret
+    from hetero_gateway.files.secrets import secret
     from hetero_gateway.plain_httpx import httpx
 
     if not _is_address(url):

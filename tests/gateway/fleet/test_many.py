@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import trustme
 
-from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.fleet.lag import LoopLag
 from hetero_gateway.gateway.fleet.probe import LateProbe, Probe

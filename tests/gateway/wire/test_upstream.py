@@ -8,7 +8,7 @@ import httpx
 import pytest
 import trustme
 
-from hetero_gateway.files.gateway_config import PoolConfig
+from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.wire.response import ResponseHead
 from hetero_gateway.gateway.wire.upstream import InstancePool

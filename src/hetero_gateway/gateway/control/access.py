@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.gateway_config import Exposure
+from hetero_gateway.files.server_config import Exposure
 from hetero_gateway.gateway.wiring import Gateway
 
 # Set by the server, for connections to the listener of /admin: what that listens on. (A client

@@ -28,7 +28,7 @@ from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.core.types import Request as CoreRequest
 from hetero_gateway.errors import ConfigError, Refusal
-from hetero_gateway.files.gateway_config import InstanceConfig, check_reachable
+from hetero_gateway.files.instance_config import InstanceConfig, check_reachable
 from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.admission.clients import describe_clients

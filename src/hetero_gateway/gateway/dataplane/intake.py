@@ -20,7 +20,8 @@ from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.engines.vllm import Work, asked_at, starts_with_a_token
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.gateway_config import GatewayConfig, SchedulerConfig
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.gateway.admission.clients import CLASS_HEADER, Client
 from hetero_gateway.gateway.admission.tenants import Tenants
 from hetero_gateway.gateway.dataplane.answers import no_response

@@ -26,7 +26,8 @@ from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.gateway_config import GatewayConfig, QueueConfig
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.scheduler_config import QueueConfig
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.answers import shutting_down
 from hetero_gateway.gateway.dataplane.speed import Parts, Samples, StepWatch, WatchedStream

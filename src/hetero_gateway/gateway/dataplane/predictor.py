@@ -27,12 +27,9 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.policies import default_predictor
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import (
-    GatewayConfig,
-    PredictorConfig,
-    predictor_entry_points,
-)
+from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.length_model_file import read_length_model
+from hetero_gateway.files.scheduler_config import PredictorConfig, predictor_entry_points
 
 _log = logging.getLogger(__name__)
 

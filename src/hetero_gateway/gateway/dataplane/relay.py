@@ -17,7 +17,7 @@ from typing import Protocol
 from hetero_gateway.core.types import Usage
 from hetero_gateway.engines.vllm import RESPONSES, failed_in_tail, usage_in_tail
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.gateway_config import TimeoutsConfig
+from hetero_gateway.files.server_config import TimeoutsConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.headers import NOT_TO_CLIENTS, Headers

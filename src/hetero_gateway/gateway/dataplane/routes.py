@@ -22,12 +22,9 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.files.gateway_config import (
-    FallbackConfig,
-    GatewayConfig,
-    ModelConfig,
-    secret,
-)
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.instance_config import FallbackConfig, ModelConfig
+from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.wire.headers import Headers
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.tls import ClientContexts, ClientTls

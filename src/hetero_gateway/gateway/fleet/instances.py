@@ -33,17 +33,10 @@ from hetero_gateway.core.scheduling.shedding import WaitLimits
 from hetero_gateway.core.types import InstanceId, InstanceSpec
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import (
-    GatewayConfig,
-    InstanceConfig,
-    QueueConfig,
-    SchedulerConfig,
-    SloConfig,
-    SloLimits,
-    check_reachable,
-    instance_profile,
-    secret,
-)
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.instance_config import InstanceConfig, check_reachable, instance_profile
+from hetero_gateway.files.scheduler_config import QueueConfig, SchedulerConfig, SloConfig, SloLimits
+from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.control.families import InstanceGauges
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.tls import ClientContexts, ClientTls

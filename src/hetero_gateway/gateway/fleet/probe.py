@@ -11,7 +11,7 @@ import asyncio
 import ssl
 from dataclasses import dataclass
 
-from hetero_gateway.files.gateway_config import PoolConfig
+from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.lag import LoopLag
 from hetero_gateway.gateway.wire.response import ResponseHead

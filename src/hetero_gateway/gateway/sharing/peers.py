@@ -30,7 +30,7 @@ from hetero_gateway.core.sharing.exchange import OTHERS, Exchange, Mode
 from hetero_gateway.core.sharing.limits import SharedLimits
 from hetero_gateway.core.sharing.message import MessageError, pack, unpack
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.files.gateway_config import SchedulerConfig
+from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.sharing.store import RedisStore, Store, StoreError
 

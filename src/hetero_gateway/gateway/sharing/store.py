@@ -30,7 +30,8 @@ from urllib.parse import urlsplit
 
 from hetero_gateway.core.sharing.message import MOST_BYTES
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import SchedulerConfig, password
+from hetero_gateway.files.scheduler_config import SchedulerConfig
+from hetero_gateway.files.secrets import password
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from hetero_gateway.files.gateway_config import CorsConfig
+from hetero_gateway.files.server_config import CorsConfig
 from hetero_gateway.gateway.wire.headers import Headers
 
 METHODS = b"GET, HEAD, POST, DELETE"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import ServerConfig
+from hetero_gateway.files.server_config import ServerConfig
 
 
 class ClientTls(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import TokensConfig
+from hetero_gateway.files.scheduler_config import TokensConfig
 from hetero_gateway.gateway.wire.folding import count, count_byte
 
 # What common chat templates add around one message and at the end of the prompt.

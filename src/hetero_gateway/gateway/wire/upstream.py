@@ -19,8 +19,8 @@ from collections import deque
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
-from hetero_gateway.files.gateway_config import PoolConfig
 from hetero_gateway.files.link_local import is_link_local
+from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.response import (
     MOST_HEAD_BYTES,

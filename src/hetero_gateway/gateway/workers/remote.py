@@ -23,7 +23,8 @@ from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.client_keys import KeysFile
-from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.dispatcher import (

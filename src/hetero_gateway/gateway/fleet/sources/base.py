@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, TypeAlias
 
 from hetero_gateway.errors import HeteroGatewayError
-from hetero_gateway.files.gateway_config import InstanceConfig
+from hetero_gateway.files.instance_config import InstanceConfig
 
 # More than so many are not believed.
 MOST_INSTANCES = 4096

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.discovery_config import SourceConfig
-from hetero_gateway.files.gateway_config import GatewayConfig, InstanceConfig
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.fleet.sources.base import Found, Source, SourceError

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.discovery_config import SourceConfig
-from hetero_gateway.files.gateway_config import InstanceConfig
+from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 from hetero_gateway.gateway.fleet.sources.base import Found, SourceError, Tell
 

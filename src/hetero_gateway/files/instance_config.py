@@ -1,0 +1,166 @@
+"""``instances`` and ``models`` of the gateway's configuration: who answers to which name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.engines.vllm.answers import is_model_name
+from hetero_gateway.files.link_local import is_link_local
+from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.yaml_file import StrictModel
+
+# What may stand in a header and in a metric's label without surprise.
+_INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def _check_base_url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must be http://HOST[:PORT] or https://HOST[:PORT]")
+    if parts.username or parts.password:
+        raise ValueError("must not carry a user name or password; use api_key_env")
+    if parts.query or parts.fragment:
+        raise ValueError("must not carry a query or a fragment")
+    # urlsplit drops line breaks without a word; a request's head must not get one.
+    if any(not "!" <= character <= "~" for character in value):
+        raise ValueError("must not contain spaces, control or non-ASCII characters")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError("must not end in /v1: the paths that clients ask for are appended")
+    if parts.port == 0:
+        raise ValueError("must not have port 0")
+    return value.rstrip("/")
+
+
+class InstanceConfig(StrictModel):
+    """One running vLLM server."""
+
+    id: str = Field(description="Unique name: letters, digits, dot, dash, underscore; at most 63.")
+    base_url: Annotated[str, AfterValidator(_check_base_url)] = Field(
+        description="Where it listens, without /v1."
+    )
+    model: str | list[str] | None = Field(
+        None, description="Name or names it serves; asked of its /v1/models when absent."
+    )
+    profile: str | None = Field(
+        None, description="Built-in profile name, or a profile file; absent: unprofiled."
+    )
+    weight: float = Field(
+        1.0,
+        ge=1e-3,
+        le=1e3,
+        description="For weighted-round-robin, and for unprofiled instances; 0.001 to 1000.",
+    )
+    api_key_env: str | None = Field(
+        None, description="Environment variable with the key that this instance wants."
+    )
+    ca_file: Path | None = Field(
+        None, description="CA certificates for https; default: the system's."
+    )
+    certificate_file: Path | None = Field(
+        None, description="Certificate chain (PEM) that the gateway shows to this instance."
+    )
+    key_file: Path | None = Field(None, description="The certificate's private key (PEM).")
+
+    @model_validator(mode="after")
+    def _check_pair(self) -> InstanceConfig:
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file: one needs the other")
+        return self
+
+    @field_validator("id")
+    @classmethod
+    def _check_id(cls, value: str) -> str:
+        if not _INSTANCE_ID.fullmatch(value):
+            raise ValueError(
+                "must be 1 to 63 letters, digits, dots, dashes or underscores, starting with a "
+                "letter or digit"
+            )
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _check_model(cls, value: str | list[str] | None) -> str | list[str] | None:
+        names = [value] if isinstance(value, str) else value
+        if names is not None and not (names and all(names)):
+            raise ValueError("must be a name or a list of names; leave it out to ask the instance")
+        return value
+
+    @property
+    def models(self) -> frozenset[str]:
+        if self.model is None:
+            return frozenset()
+        return frozenset([self.model] if isinstance(self.model, str) else self.model)
+
+
+def _check_model_name(value: str) -> str:
+    if not is_model_name(value):
+        raise ValueError("must be printable, and of 1 to 256 characters")
+    return value
+
+
+ModelName = Annotated[str, AfterValidator(_check_model_name)]
+
+
+class FallbackConfig(StrictModel):
+    """Who answers where no instance of a model can: another model here, or another service."""
+
+    model: ModelName = Field(description="Its name there; the body's `model` is rewritten.")
+    base_url: Annotated[str, AfterValidator(_check_base_url)] | None = Field(
+        None, description="An OpenAI-compatible service elsewhere, without /v1; none: here."
+    )
+    api_key_env: str | None = Field(
+        None, description="Environment variable with the key that this service wants."
+    )
+    ca_file: Path | None = Field(
+        None, description="CA certificates for https; default: the system's."
+    )
+
+    @model_validator(mode="after")
+    def _check_elsewhere(self) -> FallbackConfig:
+        if self.base_url is None and (self.api_key_env or self.ca_file):
+            raise ValueError("api_key_env and ca_file are for a base_url")
+        return self
+
+
+class ModelConfig(StrictModel):
+    """What becomes of requests for a name."""
+
+    serve: ModelName | None = Field(
+        None, description="The model that it stands for; the body's `model` is rewritten."
+    )
+    split: dict[ModelName, Annotated[float, Field(gt=0, le=1e6)]] = Field(
+        default_factory=dict, max_length=16, description="Several models, each with its weight."
+    )
+    split_by: Literal["request", "client"] = Field(
+        "request", description="What decides: a hash of the request's id, or of the client's key."
+    )
+    fallbacks: list[FallbackConfig] = Field(
+        default_factory=list, max_length=8, description="Who is asked, in turn, if no instance can."
+    )
+
+    @model_validator(mode="after")
+    def _check_one(self) -> ModelConfig:
+        if self.serve is not None and self.split:
+            raise ValueError("serve and split: one of them")
+        return self
+
+
+def check_reachable(base_url: str) -> None:
+    """Raises ValueError: an instance is not let be there, by its address or name."""
+    host = urlsplit(base_url).hostname or ""
+    if is_link_local(host):
+        raise ValueError(
+            f"base_url: {host} is link-local or a cloud's metadata service; allow such addresses "
+            "with server.link_local_instances"
+        )
+
+
+def instance_profile(instance: InstanceConfig, base_dir: Path) -> Profile | None:
+    """The profile that an instance names, or None when it names none."""
+    return None if instance.profile is None else load_profile(instance.profile, base_dir)

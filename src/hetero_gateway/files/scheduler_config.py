@@ -1,0 +1,297 @@
+"""``scheduler`` of the gateway's configuration: what is chosen by, and who waits how."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from hetero_gateway.core.scheduling.disciplines import DEFAULT_PATIENCE_S, DisciplineName
+from hetero_gateway.files.yaml_file import StrictModel
+
+PolicyName = Literal[
+    "finish-time",
+    "min-max",
+    "paper",
+    "memory-based",
+    "round-robin",
+    "weighted-round-robin",
+    "single-instance",
+    "least-requests",
+    "capacity-weighted",
+    "least-work",
+    "power-of-two",
+    "prefix-affinity",
+    "session",
+]
+BUILTIN_PREDICTORS = ("bucket-mean", "constant", "normal", "trained")
+# Packages that bring a predictor of their own register it here; docs/design/predictors.md.
+PREDICTOR_GROUP = "hetero_gateway.predictors"
+
+
+class PredictorConfig(StrictModel):
+    """How output lengths are predicted."""
+
+    kind: str | None = Field(
+        None,
+        description="bucket-mean (default), constant, normal (default of policy paper), trained, "
+        "or the name of an installed one.",
+    )
+    file: Path | None = Field(
+        None, description="trained: what `hetero-gateway predictor fit` wrote."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="What an installed predictor is made with."
+    )
+    mean_tokens: float = Field(256.0, gt=0, description="The prior, the constant, or the mean.")
+    sd_tokens: float = Field(200.0, ge=0, description="Standard deviation of `normal`, in tokens.")
+    prior_requests: float = Field(
+        8.0, gt=0, description="How many finished requests the prior weighs as much as."
+    )
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, value: str | None) -> str | None:
+        if value is None or value in BUILTIN_PREDICTORS:
+            return value
+        installed = sorted(predictor_entry_points())
+        if value not in installed:
+            raise ValueError(
+                f"no predictor is named {value!r}; there are {', '.join(BUILTIN_PREDICTORS)}, and "
+                f"installed ones (entry points {PREDICTOR_GROUP}): {', '.join(installed) or 'none'}"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_belongings(self) -> PredictorConfig:
+        if (self.file is not None) != (self.kind == "trained"):
+            raise ValueError("file: kind trained needs one, and no other kind has one")
+        if self.options and (self.kind is None or self.kind in BUILTIN_PREDICTORS):
+            raise ValueError("options: only an installed predictor has any")
+        return self
+
+
+class TokensConfig(StrictModel):
+    """How prompt lengths are estimated."""
+
+    bytes_per_token: float = Field(
+        4.0, gt=0, description="Prior of the bytes-per-token ratio, learnt per model from usage."
+    )
+    image_tokens: int = Field(
+        576, ge=0, description="Tokens counted for one image, audio clip or video in a prompt."
+    )
+    tokenizer_file: Path | None = Field(
+        None, description="A tokenizer.json for exact counts; needs the `tokenizers` extra."
+    )
+    thread_above_bytes: int = Field(
+        16384, ge=0, description="Longer prompts are tokenized off the event loop."
+    )
+
+
+class QueueClassConfig(StrictModel):
+    """What a class of requests gets."""
+
+    share: float = Field(gt=0, le=1e6, description="Of the machines' time, beside the others'.")
+    max_wait_s: float | None = Field(
+        None, gt=0, le=86400, description="Who has waited so long goes ahead of every class."
+    )
+    most_wait_s: float | None = Field(
+        None, gt=0, le=86400, description="Longest predicted wait; none: the queue's."
+    )
+
+
+class QueueConfig(StrictModel):
+    """The queue of ``finish-time``; other policies have none."""
+
+    discipline: DisciplineName = Field("fifo", description="Who is next of those that wait.")
+    patience_s: float = Field(
+        DEFAULT_PATIENCE_S,
+        gt=0,
+        le=86400,
+        description="shortest: who comes so much later than another does not go ahead of it.",
+    )
+    classes: dict[str, QueueClassConfig] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="classes: name to share and max_wait_s; default: interactive 9, batch 1.",
+    )
+    most_wait_s: float | None = Field(
+        None,
+        gt=0,
+        le=86400,
+        description="Longest predicted wait: else 429 at once. Of batch, half of it; none: any.",
+    )
+    max_requests: int = Field(
+        10_000, ge=1, description="Most requests that wait at once; one more gets 429."
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, le=86400, description="Longest wait for an instance; after it comes 429."
+    )
+
+
+def _check_shared(value: str) -> str:
+    # What is refused is not quoted: it may hold a password.
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError:
+        raise ValueError("is not a URL") from None
+    if parts.scheme not in ("redis", "rediss", "valkey", "valkeys") or not parts.hostname:
+        raise ValueError("must be redis://HOST[:PORT][/DB], or rediss:// for TLS")
+    if parts.password is not None:
+        raise ValueError(
+            "must not carry a password; name its environment variable in "
+            "scheduler.sharing.password_env"
+        )
+    if parts.query or parts.fragment or port == 0:
+        raise ValueError("must not carry a query, a fragment or port 0")
+    if any(not "!" <= character <= "~" for character in value):
+        raise ValueError("must not contain spaces, control or non-ASCII characters")
+    if not re.fullmatch(r"/?|/[0-9]{1,5}", parts.path):
+        raise ValueError("has a path that is no database number")
+    return value
+
+
+class SharingConfig(StrictModel):
+    """How gateways share their load through ``shared``."""
+
+    group: str = Field(
+        "hetero-gateway",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
+        description="Gateways with the same group share; the keys begin with {group}.",
+    )
+    interval_s: float = Field(
+        0.05, ge=0.005, le=5, description="Between two exchanges, in seconds."
+    )
+    news_s: float = Field(
+        0.005,
+        ge=0.001,
+        le=5,
+        description="Others learn at once where a request went, then not again for this long.",
+    )
+    ttl_s: float = Field(
+        3.0, ge=0.2, le=60, description="A gateway that is silent for so long is gone; seconds."
+    )
+    timeout_s: float = Field(
+        0.05, ge=0.005, le=5, description="Time-out of one exchange, in seconds; nothing waits."
+    )
+    password_env: str | None = Field(
+        None, description="Environment variable with the password of `shared`."
+    )
+    ca_file: Path | None = Field(
+        None, description="CA certificates for rediss://; default: the system's."
+    )
+
+    @model_validator(mode="after")
+    def _check_times(self) -> SharingConfig:
+        if self.ttl_s < 4 * self.interval_s:
+            raise ValueError("ttl_s must be at least 4 times interval_s")
+        return self
+
+
+class SloLimits(StrictModel):
+    """What requests should be within."""
+
+    ttft_s: float | None = Field(
+        None, gt=0, le=86400, description="Until the first token, in seconds; default: no limit."
+    )
+    tpot_s: float | None = Field(
+        None,
+        gt=0,
+        le=3600,
+        description="For each further token, in the mean, in seconds; default: no limit.",
+    )
+
+
+class SloConfig(SloLimits):
+    """Limits that ``finish-time`` keeps as many requests within as it can."""
+
+    models: dict[str, SloLimits] = Field(
+        default_factory=dict,
+        max_length=256,
+        description="By model, in place of those above.",
+    )
+    classes: dict[str, SloLimits] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="By class of requests, in place of the model's.",
+    )
+
+
+class SchedulerConfig(StrictModel):
+    """Which policy chooses, and its constants."""
+
+    policy: PolicyName = Field("finish-time", description="The policy that chooses the instance.")
+    objective: Literal["latency", "makespan"] = Field(
+        "latency", description="finish-time: keep latencies low, or the end of a batch early."
+    )
+    prefill_depth: int = Field(
+        8,
+        ge=1,
+        le=4096,
+        description="finish-time: most sequences without a first token sent to one instance.",
+    )
+    prefix_cache: bool = Field(
+        True,
+        description="Keep in mind which beginnings of prompts each instance has cached, by hashes.",
+    )
+    first_token_weight: float = Field(
+        1.0,
+        ge=0,
+        le=100,
+        description="finish-time: what a second until the first token counts beside a second of "
+        "latency, for prompts of which something is cached.",
+    )
+    slo: SloConfig | None = Field(
+        None, description="finish-time: limits that requests should be within; default: none."
+    )
+    prefix_key_env: str | None = Field(
+        None,
+        description="Environment variable with the secret that hashes of prompts begin with; "
+        "default: a random one, so that nothing outlives the process.",
+    )
+    isolate_clients: bool = Field(
+        False,
+        description="Each client key has prefix caches of its own: a cache_salt is added to its "
+        "requests' bodies.",
+    )
+    theta: float = Field(2.0, gt=0, description="θ of Eq. (7); 2 in the paper.")
+    seed: int = Field(0, ge=0, description="Seed of tie-breaking and of random policies.")
+    randomised: bool = Field(
+        False, description="Round-robin policies draw at random, as the paper says."
+    )
+    single_instance: str | None = Field(
+        None, description="Instance of policy single-instance; default: the first one."
+    )
+    reference_prompt_tokens: int = Field(
+        512, ge=1, description="Prompt of the request that fitted capacities are computed for."
+    )
+    reference_output_tokens: int = Field(
+        256, ge=1, description="Output of the request that fitted capacities are computed for."
+    )
+    recalibrate: bool = Field(
+        False,
+        description="Let constants follow the traffic, within a factor of 4 of the profile's.",
+    )
+    wake_on_demand: bool = Field(
+        False,
+        description="Wake an instance that sleeps (level 1) for a request that no other can take.",
+    )
+    shared: Annotated[str, AfterValidator(_check_shared)] | None = Field(
+        None,
+        description="Redis or Valkey through which several gateways see each other's load; needs "
+        "the `redis` extra.",
+    )
+    sharing: SharingConfig = Field(default_factory=SharingConfig)
+    queue: QueueConfig = Field(default_factory=QueueConfig)
+    predictor: PredictorConfig = Field(default_factory=PredictorConfig)
+    tokens: TokensConfig = Field(default_factory=TokensConfig)
+
+
+def predictor_entry_points() -> dict[str, metadata.EntryPoint]:
+    """The predictors that installed packages bring, by name; none of them is imported."""
+    return {point.name: point for point in metadata.entry_points(group=PREDICTOR_GROUP)}
