@@ -42,6 +42,7 @@ def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 TOGETHER = {
     # They share servers, or what else is expensive to make.
     "tests/cli/test_plan_again.py": "plan again",
+    "tests/containers/test_compose.py": "containers",
     "tests/docker/test_commands.py": "docker",
     "tests/e2e/test_openai_client.py": "openai",
     "tests/gateway/test_leaving_clients.py": "leaving clients",

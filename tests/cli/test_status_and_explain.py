@@ -54,8 +54,8 @@ async def test_explain_shows_the_candidates_and_the_reason(
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("i0 would get it: done in ")
         assert "800 prompt tokens, 200 output tokens predicted" in lines[1]
-        columns = ["TTFT", "LATENCY", "DELAY", "MEMORY", "LATE", "COST"]
-        assert lines[2].split()[-6:] == columns
+        columns = ["TTFT", "LATENCY", "DELAY", "MEMORY", "LATE", "SLO", "COST"]
+        assert lines[2].split()[-7:] == columns
         assert lines[3].startswith("i0")
         assert lines[3].endswith("chosen")
         assert lines[4].startswith("i1")

@@ -14,13 +14,13 @@ from hetero_gateway.planner.parallelism import refusal
 from tests.deployment.plans import TWO_MACHINES, options
 from tests.planner.asked_sizes import SIZES, small
 
+pytestmark = pytest.mark.real_vllm
+
 HERE = Path(__file__).parent
 
 
 def ask(jobs):
-    """vLLM's answers; skips where no engine is installed."""
-    if not os.environ.get("HETERO_GATEWAY_REAL_VLLM"):
-        pytest.skip("scripts/real-vllm runs these")
+    """vLLM's answers."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = cache / "hetero-gateway" / "real-vllm" / "engine" / "bin" / "python"
     done = subprocess.run(

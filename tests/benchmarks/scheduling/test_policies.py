@@ -17,7 +17,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_load_has_a_row_and_every_other_policy_a_column() -> None:
-    table, goals = policies.against_all(policies.settings({"chat": policies.chat_mix()}), seeds=2)
+    table, goals = policies.against_all(
+        policies.settings({"chat": policies.chat_mix()}, ["A"]), seeds=2
+    )
     assert len(table) == 2 + len(policies.LOADS)
     assert all(line.count("|") == 7 + 2 + 1 for line in table)
     assert [line.split("|")[1].strip() for line in goals] == [
@@ -38,7 +40,7 @@ def test_a_goal_is_met_or_missed_by_its_figure() -> None:
 
 
 def test_what_is_believed_changes_no_engine() -> None:
-    (setting,) = policies.settings({"chat": policies.chat_mix()})
+    (setting,) = policies.settings({"chat": policies.chat_mix()}, ["A"])
     wrong = setting.believing([2.0, 1.0]).experiment.instances
     right = setting.experiment.instances
     assert [i.profile for i in wrong] == [i.profile for i in right]
