@@ -236,23 +236,7 @@ class EmbeddingsReply(Reply):
             {"index": i, "object": "embedding", "embedding": self._embedding(item)}
             for i, item in enumerate(self.inputs)
         ]
-        tokens = self.prompt_tokens
-        usage = {
-            "prompt_tokens": tokens,
-            "total_tokens": tokens,
-            "completion_tokens": 0,
-            "prompt_tokens_details": None,
-        }
-        return msgspec.json.encode(
-            {
-                "id": self.id,
-                "object": "list",
-                "created": self.created,
-                "model": self.model,
-                "data": data,
-                "usage": usage,
-            }
-        )
+        return self.listed(data)
 
     def _embedding(self, item: Any) -> list[float] | str:
         digest = hashlib.blake2b(

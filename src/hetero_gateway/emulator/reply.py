@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMa
 from types import coroutine
 from typing import Any
 
+import msgspec
+
 from hetero_gateway.emulator.answer import Answer
 from hetero_gateway.emulator.bodies import Ask
 from hetero_gateway.engines.vllm import ABORT
@@ -223,3 +225,22 @@ class Reply:
     def body(self) -> bytes:
         """The whole answer when it is not streamed."""
         raise NotImplementedError
+
+    def listed(self, data: list[dict[str, Any]]) -> bytes:
+        """vLLM's list of what was made of prompts alone: embeddings, scores."""
+        tokens = self.prompt_tokens
+        return msgspec.json.encode(
+            {
+                "id": self.id,
+                "object": "list",
+                "created": self.created,
+                "model": self.model,
+                "data": data,
+                "usage": {
+                    "prompt_tokens": tokens,
+                    "total_tokens": tokens,
+                    "completion_tokens": 0,
+                    "prompt_tokens_details": None,
+                },
+            }
+        )

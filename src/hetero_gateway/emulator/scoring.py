@@ -5,8 +5,6 @@ A score is the share of three-letter sequences that two texts have in common: 1 
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from pydantic import AliasChoices, Field
 
@@ -94,22 +92,7 @@ class ScoreReply(Reply):
             {"index": i, "object": "score", "score": likeness(pair)}
             for i, pair in enumerate(self.pairs)
         ]
-        tokens = self.prompt_tokens
-        usage = {
-            "prompt_tokens": tokens,
-            "total_tokens": tokens,
-            "completion_tokens": 0,
-            "prompt_tokens_details": None,
-        }
-        document: dict[str, Any] = {
-            "id": self.id,
-            "object": "list",
-            "created": self.created,
-            "model": self.model,
-            "data": data,
-            "usage": usage,
-        }
-        return msgspec.json.encode(document)
+        return self.listed(data)
 
 
 class RerankReply(ScoreReply):
