@@ -46,7 +46,10 @@ def write(path: Path, page: str) -> None:
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """A template of this package with its ``{{places}}`` filled, style, script and plotly too."""
+    """A template of this package with its ``{{places}}`` filled, style, script and plotly too.
+
+    ``{{head}}`` is what all of them begin with, down to the page's title.
+    """
     from plotly.offline import get_plotlyjs
 
     known = {
@@ -55,8 +58,9 @@ def fill(template: str, parts: Mapping[str, str]) -> str:
         "script": _file("page.js"),
         "plotly": get_plotlyjs(),
     }
+    whole = _file(template).replace("{{head}}\n", _file("page_head.html"))
     # In one pass: what is put in is not searched again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: known[place[1]], _file(template))
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: known[place[1]], whole)
 
 
 def _file(name: str) -> str:
