@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_gateway.cli import plan_again, plan_output
+from hetero_gateway.cli import plan_again, plan_output, plan_support
 from hetero_gateway.cli.arguments import positive_float
 from hetero_gateway.errors import ConfigError
 
@@ -37,9 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "-c", "--config", type=Path, required=True, metavar="CLUSTER.yaml", help="the cluster"
-    )
+    parser.add_argument("-c", "--config", type=Path, metavar="CLUSTER.yaml", help="the cluster")
     parser.add_argument("--requests", type=Path, metavar="TRACE.csv", help="lengths of requests")
     parser.add_argument(
         "--goal",
@@ -81,6 +79,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     plan_output.add_arguments(parser)
     plan_again.add_arguments(parser)
     parser.set_defaults(run=run)
+    nested = parser.add_subparsers(metavar="[support]", title="also")
+    plan_support.add_parser(nested)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     from hetero_gateway.reports.plan_document import document
     from hetero_gateway.reports.plan_table import print_plan, title
 
+    if args.config is None:
+        raise ConfigError("plan: name the cluster with -c CLUSTER.yaml, or ask: plan support MODEL")
     if args.report is not None:
         page.check_can_write(args.report)
     plan_output.check_arguments(args)

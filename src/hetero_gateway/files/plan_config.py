@@ -7,7 +7,6 @@ the file. docs/reference/plan-file.md lists every field, and a test compares the
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.cluster_config import LengthConfig
+from hetero_gateway.files.model_file import ModelConfig, model_directory, read_model
 from hetero_gateway.files.profile_file import builtin_profiles, load_profile
 from hetero_gateway.files.scheduler_config import PolicyName
 from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
@@ -27,7 +27,6 @@ from hetero_gateway.planner.goals import GoalName, Goals
 from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.memory import EngineOptions, Method
 from hetero_gateway.planner.model_shape import ModelShape
-from hetero_gateway.planner.models import model_card, model_from_config
 from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.search import Question
 from hetero_gateway.sim.alone import Engines, Mix
@@ -44,25 +43,8 @@ _CHAT_PROMPT = LogNormal(CHAT_MIX.input_median, CHAT_MIX.input_sigma, CHAT_MIX.i
 _CHAT_OUTPUT = LogNormal(CHAT_MIX.output_median, CHAT_MIX.output_sigma, CHAT_MIX.output_max)
 # Where the file has no max_model_len, the longest request is rounded up to a multiple of this.
 _CONTEXT_STEP = 1024
-
-
-class ModelConfig(StrictModel):
-    """A model that has no built-in card, or is stored otherwise than it."""
-
-    config: Path | None = Field(
-        None, description="A Hugging Face config.json, relative to this file."
-    )
-    name: str | None = Field(
-        None, min_length=1, description="A built-in card's name, or what to call the config.json."
-    )
-    dtype: str | None = Field(None, description="Of the weights: float16, bfloat16, ….")
-    quantization: str | None = Field(None, description="fp8, int8, int4, awq or gptq.")
-
-    @model_validator(mode="after")
-    def _one(self) -> ModelConfig:
-        if self.config is None and self.name is None:
-            raise ValueError("give config, or the name of a built-in card")
-        return self
+# That of the default workload.
+DEFAULT_CONTEXT = CHAT_MIX.input_max + CHAT_MIX.output_max
 
 
 class AcceleratorConfig(StrictModel):
@@ -220,6 +202,13 @@ class PlanConfig(StrictModel):
                 raise ValueError(f"{name}: a price must be 0 or more")
         return value
 
+    def own_accelerators(self, source: str) -> dict[str, Accelerator]:
+        """By name. Raises ConfigError."""
+        try:
+            return {name: entry.to_core(name) for name, entry in self.accelerators.items()}
+        except ConfigError as error:
+            raise ConfigError(f"{source}: accelerators: {error}") from error
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRequest:
@@ -318,8 +307,8 @@ def plan_request(
     Raises:
         ConfigError: one line with the file and the key.
     """
-    model, model_name = _model(config.model, source, base_dir)
-    own = _own_accelerators(config, source)
+    model, model_name = read_model(config.model, source, base_dir)
+    own = config.own_accelerators(source)
     machines = _machines(config, source, own)
     notes = [
         f"{model.name}: {doubt.what} is not modelled: its KV memory is uncertain by "
@@ -336,7 +325,7 @@ def plan_request(
     context = _context(config, model, longest, source)
     if config.max_model_len is None:
         notes.append(f"max_model_len {context} is taken from the longest request ({longest})")
-    options = _options(config.engine, context, source)
+    options = engine_options(config.engine, context, source)
     types, unfit = instance_types(
         model,
         machines,
@@ -350,7 +339,7 @@ def plan_request(
     question = _question(config, machines, types, unfit, lengths, notes, options)
     return PlanRequest(
         source, model, model_name, options, config.memory, question, trace,
-        _model_directory(config.model, base_dir),
+        model_directory(config.model, base_dir),
         isinstance(config.model, ModelConfig) and config.model.config is not None
         and config.model.quantization is None,
         {m.id: m.address for m in config.machines if m.address is not None},
@@ -386,63 +375,6 @@ def _question(
         seed=config.seed,
         notes=tuple(notes),
     )
-
-
-def _model(value: str | ModelConfig, source: str, base_dir: Path) -> tuple[ModelShape, str]:
-    asked = ModelConfig(name=value) if isinstance(value, str) else value
-    try:
-        if asked.config is None:
-            assert asked.name is not None
-            name = asked.name
-            return model_card(name, dtype=asked.dtype, quantization=asked.quantization), name
-        path = base_dir / asked.config
-        if path.is_dir():
-            path /= "config.json"
-        name = asked.name or path.absolute().parent.name
-        data = _read_json(path)
-        shape = model_from_config(
-            data,
-            name=name,
-            dtype=asked.dtype,
-            quantization=asked.quantization or _modelopt_file(path, data),
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{source}: model: {error}") from error
-    return shape, name
-
-
-def _modelopt_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """NVIDIA's checkpoints may say only in a file beside config.json how they are stored."""
-    beside = path.with_name("hf_quant_config.json")
-    if config.get("quantization_config") is not None or not beside.is_file():
-        return None
-    return _read_json(beside)
-
-
-def _model_directory(value: str | ModelConfig, base_dir: Path) -> Path | None:
-    if isinstance(value, str) or value.config is None:
-        return None
-    path = (base_dir / value.config).absolute()
-    return path if path.is_dir() else path.parent
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a JSON file: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return data
-
-
-def _own_accelerators(config: PlanConfig, source: str) -> dict[str, Accelerator]:
-    try:
-        return {name: entry.to_core(name) for name, entry in config.accelerators.items()}
-    except ConfigError as error:
-        raise ConfigError(f"{source}: accelerators: {error}") from error
 
 
 def _machines(
@@ -543,7 +475,8 @@ def _context(config: PlanConfig, model: ModelShape, longest: int, source: str) -
     return min(rounded, most) if most else rounded
 
 
-def _options(engine: EngineConfig, context: int, source: str) -> EngineOptions:
+def engine_options(engine: EngineConfig, context: int | None, source: str) -> EngineOptions:
+    """What vLLM is told. Raises ConfigError."""
     version = {} if engine.vllm_version is None else {"vllm_version": engine.vllm_version}
     try:
         told = EngineOptions(

@@ -1,0 +1,113 @@
+"""A model as people name it: a built-in card, or a config.json with what lies beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.yaml_file import StrictModel
+from hetero_gateway.planner.model_shape import ModelShape
+from hetero_gateway.planner.models import model_card, model_from_config
+
+
+class ModelConfig(StrictModel):
+    """A model that has no built-in card, or is stored otherwise than it."""
+
+    config: Path | None = Field(
+        None, description="A Hugging Face config.json, relative to this file."
+    )
+    name: str | None = Field(
+        None, min_length=1, description="A built-in card's name, or what to call the config.json."
+    )
+    dtype: str | None = Field(None, description="Of the weights: float16, bfloat16, ….")
+    quantization: str | None = Field(None, description="fp8, int8, int4, awq or gptq.")
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelConfig:
+        if self.config is None and self.name is None:
+            raise ValueError("give config, or the name of a built-in card")
+        return self
+
+
+def model_config(text: str, dtype: str | None, quantization: str | None) -> ModelConfig:
+    """A model as it is named on a command line: a path where there is one, else a card."""
+    path = Path(text)
+    if path.exists() or path.suffix == ".json":
+        return ModelConfig(config=path, name=None, dtype=dtype, quantization=quantization)
+    return ModelConfig(config=None, name=text, dtype=dtype, quantization=quantization)
+
+
+def read_model(value: str | ModelConfig, source: str, base_dir: Path) -> tuple[ModelShape, str]:
+    """The model, and what vLLM is to be told to serve.
+
+    Args:
+        source: the file that names it, for messages.
+        base_dir: what its path is relative to.
+
+    Raises:
+        ConfigError: one line with the source.
+    """
+    asked = ModelConfig(name=value) if isinstance(value, str) else value
+    try:
+        if asked.config is None:
+            assert asked.name is not None
+            name = asked.name
+            return model_card(name, dtype=asked.dtype, quantization=asked.quantization), name
+        path = base_dir / asked.config
+        if path.is_dir():
+            path /= "config.json"
+        name = asked.name or path.absolute().parent.name
+        data = read_json(path)
+        shape = model_from_config(
+            data,
+            name=name,
+            dtype=asked.dtype,
+            quantization=asked.quantization or _modelopt_file(path, data),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{source}: model: {error}") from error
+    return shape, name
+
+
+def _modelopt_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """NVIDIA's checkpoints may say only in a file beside config.json how they are stored."""
+    beside = path.with_name("hf_quant_config.json")
+    if config.get("quantization_config") is not None or not beside.is_file():
+        return None
+    return read_json(beside)
+
+
+def model_directory(value: str | ModelConfig, base_dir: Path) -> Path | None:
+    """Where its files are; None for a card."""
+    if isinstance(value, str) or value.config is None:
+        return None
+    path = (base_dir / value.config).absolute()
+    return path if path.is_dir() else path.parent
+
+
+def stored_bytes(directory: Path) -> float | None:
+    """Of the weights, by the index that lies beside them, or by the files; None: there are none."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        said = read_json(index).get("metadata")
+        if isinstance(said, dict) and isinstance(said.get("total_size"), int | float):
+            return float(said["total_size"])
+    return float(sum(f.stat().st_size for f in directory.glob("*.safetensors"))) or None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a JSON file: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: must be a JSON object")
+    return data

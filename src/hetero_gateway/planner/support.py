@@ -1,0 +1,205 @@
+"""What is known of a model: its size, what vLLM takes, and where it fits.
+
+Of a family that is not modelled, ``bounds_of`` says what its config.json leaves no doubt about:
+attention in every layer that keeps every token is the most that a KV cache can take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_gateway.planner.accelerators import Accelerator
+from hetero_gateway.planner.checkpoints.fields import Fields
+from hetero_gateway.planner.memory import (
+    EngineOptions,
+    Method,
+    estimate_memory,
+    is_feasible,
+    shortfall_bytes,
+)
+from hetero_gateway.planner.model_shape import ModelShape, Quantization
+from hetero_gateway.planner.parallelism import precision_refusal, refusal
+
+# Tensor parallelisms that are asked about: no more than most boxes have.
+SIZES = range(1, 9)
+# What weights are commonly stored in, beside what this checkpoint is.
+_STORAGES = (
+    ("bfloat16", None),
+    ("fp8", Quantization("fp8", 8)),
+    ("int4 (groups of 128)", Quantization("gptq", 4, 128, zero_points=True)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One accelerator at one tensor parallelism.
+
+    Args:
+        reason: why not; empty where it fits.
+        kv_tokens: room for KV; of the longest requests where layers keep a window or a state.
+        uncertainty: relative, of ``kv_tokens``.
+        sequences: requests of the asked context at once.
+        shortfall_bytes: missing on each accelerator, where memory is the reason.
+    """
+
+    accelerator: str
+    tensor_parallel: int
+    reason: str
+    kv_tokens: int = 0
+    uncertainty: float = 0.0
+    sequences: float = 0.0
+    shortfall_bytes: float = 0.0
+    tight: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What ``plan support`` says; ``sizes`` are what vLLM takes, ``refused`` why not the others."""
+
+    model: ModelShape
+    context: int
+    weight_bytes: Mapping[str, float]
+    sizes: tuple[int, ...]
+    refused: Mapping[int, str]
+    fits: tuple[Fit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of a model that is not modelled.
+
+    Args:
+        reason: why it is not.
+        kv_token_bytes: the most that a token can take; the least is 0.
+        weight_bytes: of the files, as stored; None: not known.
+        holding: the fewest of an accelerator whose memory holds the weights; 0: more than asked.
+    """
+
+    name: str
+    reason: str
+    layers: int
+    kv_token_bytes: float
+    weight_bytes: float | None
+    holding: Mapping[str, int]
+
+
+def support(
+    model: ModelShape,
+    accelerators: Sequence[Accelerator],
+    options: EngineOptions,
+    method: Method = "fitted",
+) -> Support:
+    """Every accelerator at every size that vLLM takes.
+
+    Args:
+        options: ``max_model_len`` is the context that is asked about.
+    """
+    context = options.max_model_len or model.max_position or 1
+    refused = {t: why for t in SIZES if (why := refusal(model, t)) is not None}
+    sizes = tuple(t for t in SIZES if t not in refused)
+    return Support(
+        model,
+        context,
+        _weights(model),
+        sizes,
+        refused,
+        tuple(_fit(model, a, t, options, context, method) for a in accelerators for t in sizes),
+    )
+
+
+def _weights(model: ModelShape) -> dict[str, float]:
+    """As loaded on one accelerator: as it is stored, and as it might be."""
+    stored = model.quantization
+    own = model.dtype if stored is None else stored.method
+    found = {own: model.weight_bytes()}
+    for name, other in _STORAGES:
+        same = stored is None if other is None else stored and stored.bits == other.bits
+        if not same:
+            found[name] = dataclasses.replace(
+                model, quantization=other, dtype="bfloat16", wide_weights=0
+            ).weight_bytes()
+    return found
+
+
+def _fit(
+    model: ModelShape,
+    device: Accelerator,
+    t: int,
+    options: EngineOptions,
+    context: int,
+    method: Method,
+) -> Fit:
+    if (why := precision_refusal(model, device)) is not None:
+        return Fit(device.name, t, why)
+    if t > 1 and device.link_bytes_per_s <= 0:
+        return Fit(device.name, t, "no link between two is known")
+    if t > device.max_group:
+        return Fit(device.name, t, f"at most {device.max_group} work on one instance")
+    memory = estimate_memory(model, device, t, options, method, needed_tokens=context)
+    if not is_feasible(memory, context):
+        missing = shortfall_bytes(memory, model, device, t, options, context)
+        return Fit(device.name, t, "too little memory", shortfall_bytes=missing)
+    tokens = memory.kv_capacity_tokens
+    return Fit(device.name, t, "", tokens, memory.uncertainty, tokens / context, tight=memory.tight)
+
+
+def bounds_of(
+    config: Mapping[str, Any],
+    name: str,
+    reason: str,
+    weight_bytes: float | None,
+    accelerators: Sequence[Accelerator],
+    utilisation: float,
+) -> Bounds:
+    """What the file says of a family that is not modelled.
+
+    Raises:
+        ConfigError: it does not even say how many layers there are.
+    """
+    fields = Fields(config, name)
+    layers = fields.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    hidden = fields.count("hidden_size", "n_embd", "d_model")
+    heads = fields.optional("num_attention_heads", "n_head", "n_heads") or 1
+    kv_heads = fields.optional("num_key_value_heads") or heads
+    if fields.optional("kv_lora_rank", "q_lora_rank"):
+        kv_heads = heads  # what is kept as one vector may be unpacked, and no more than that
+    head_dim = fields.optional("head_dim") or hidden // heads
+    holding = {}
+    if weight_bytes is not None:
+        for device in accelerators:
+            room = device.usable_bytes * utilisation
+            fewest = next((t for t in SIZES if weight_bytes / t < room), 0)
+            holding[device.name] = fewest if fewest <= device.max_group else 0
+    return Bounds(name, reason, layers, 4.0 * layers * kv_heads * head_dim, weight_bytes, holding)
+
+
+def layer_lines(model: ModelShape) -> list[str]:
+    """What its layers are, one kind a line."""
+    lines = []
+    for cache in model.layer_caches:
+        if not cache.layers:
+            continue
+        kept = f"a window of {cache.window} tokens" if cache.window else "every token"
+        if cache.copied:
+            what = f"one vector of {cache.elements} for all heads (latent attention)"
+        elif cache.element_bytes is not None:
+            what = f"an index of {cache.elements} a token"
+        else:
+            what = f"{cache.heads} KV heads of {cache.elements // 2}"
+        lines.append(f"{cache.layers} layers keep {kept}: {what}")
+    if model.state_bytes:
+        lines.append(f"a state of {model.state_bytes} bytes a sequence, whatever its length")
+    if model.moe_layers:
+        lines.append(
+            f"{model.moe_layers} layers with {model.experts} experts, {model.experts_per_token} a "
+            f"token: {active_parameters(model) / 1e9:.1f} billion parameters are active"
+        )
+    return lines
+
+
+def active_parameters(model: ModelShape) -> int:
+    """That one token passes, embeddings among them."""
+    return model.parameters - model.layer_weights + model.active_layer_weights
