@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -767,3 +768,60 @@ def test_no_configuration_that_ships_is_warned_of(
 ) -> None:
     assert main(["validate", "-c", str(path)]) == 0
     assert capsys.readouterr().err == ""
+
+
+NEEDY = """
+server: {certificate_file: no.crt, key_file: no.key, client_ca_file: no.pem}
+traces: {endpoint: "http://127.0.0.1:4318/v1/traces"}
+scheduler: {tokens: {tokenizer_file: no.json}, shared: "redis://127.0.0.1"}
+discovery:
+  - {name: pool, kind: dns, host: vllm.local, profile: no/such/profile, api_key_env: NOT_SET_HERE}
+instances:
+  - {id: a, base_url: "https://127.0.0.1:9", ca_file: no.ca}
+models: {m: {fallbacks: [{model: n, base_url: "https://127.0.0.1:9", ca_file: no.other}]}}
+"""
+
+
+def test_validate_reports_every_file_and_package_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        extras = {"opentelemetry", "tokenizers", "redis", "dns"}
+        return None if name.split(".")[0] in extras else found(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    path = tmp_path / "gateway.yaml"
+    path.write_text(NEEDY)
+    assert main(["validate", "-c", str(path)]) == 2
+    text = capsys.readouterr().err
+    for line, rest in [
+        (2, "server.certificate_file: no.crt: cannot be read: No such file"),
+        (2, "server.key_file: no.key: cannot be read"),
+        (2, "server.client_ca_file: no.pem: cannot be read"),
+        (3, "traces.endpoint: needs the extra: pip install 'hetero-gateway[otel]'"),
+        (4, "scheduler.tokens.tokenizer_file: needs the extra: pip install"),
+        (4, "scheduler.tokens.tokenizer_file: no.json: cannot be read"),
+        (4, "scheduler.shared: needs the extra: pip install 'hetero-gateway[redis]'"),
+        (6, "discovery.0.kind: needs the extra: pip install 'hetero-gateway[dns]'"),
+        (6, "discovery.0.profile: no profile is named 'no/such/profile'"),
+        (6, "discovery.0.api_key_env: the environment variable NOT_SET_HERE is not set"),
+        (8, "instances.0.ca_file: no.ca: cannot be read"),
+        (9, "models.m.fallbacks.0.ca_file: no.other: cannot be read"),
+    ]:
+        assert f"hetero-gateway: {path}:{line}: {rest}" in text
+    assert text.count("\n") == 12
+
+
+def test_packages_and_files_that_are_there_are_no_problem(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").touch()
+    path = tmp_path / "gateway.yaml"
+    path.write_text(
+        """
+traces: {endpoint: "http://127.0.0.1:4318/v1/traces"}
+discovery: [{name: pool, kind: dns, host: vllm.local}]
+instances: [{id: a, base_url: "https://127.0.0.1:9", ca_file: ca.pem}]
+"""
+    )
+    assert load_gateway_config(path).traces.endpoint is not None

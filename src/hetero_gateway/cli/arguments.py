@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import math
+import time
 from datetime import UTC, datetime
 
 
@@ -53,10 +54,28 @@ def add_log_level(parser: argparse.ArgumentParser) -> None:
 def start_logging(level: str, *, as_json: bool = False) -> None:
     """Log to standard error, from ``level`` on."""
     handler = logging.StreamHandler()
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    handler.setFormatter(JsonLines() if as_json else logging.Formatter(form))
+    handler.setFormatter(JsonLines() if as_json else TextLines())
+    handler.addFilter(_rename)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def _rename(record: logging.LogRecord) -> bool:
+    """uvicorn logs what it does under a name that reads as if it had failed."""
+    if record.name == "uvicorn.error":
+        record.name = "uvicorn"
+    return True
+
+
+class TextLines(logging.Formatter):
+    """Each record as a line for people, with the access log's form of times."""
+
+    converter = time.gmtime
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 class JsonLines(logging.Formatter):

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.config}: scheduler.isolate_clients: the picker cannot add a cache_salt to what "
             "Envoy sends; use serve, or have each client send a salt of its own"
         )
-    start_logging(args.log_level)
+    start_logging(args.log_level, as_json=config.log.format == "json")
     try:
         from hetero_gateway.picker import server
     except ImportError as error:

@@ -161,7 +161,7 @@ def _observed(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"output": str(args.output), "profile": _written(args.output)}))
     else:
-        print(f"{text}written: {args.output}")
+        print(f"{text}wrote {args.output}")
     return 0
 
 
@@ -249,7 +249,7 @@ def _tell(args: argparse.Namespace, result: Measured) -> int:
             print(f"note: {text}")
         if outcome.unaffordable:
             print(f"not measured, beyond the budget: {', '.join(outcome.unaffordable)}")
-        print(f"written: {args.output}")
+        print(f"wrote {args.output}")
     number = result.signal_number
     early = outcome.stopped or (number and f"ended by {signal.Signals(number).name}")
     if early or result.missing:

@@ -23,9 +23,9 @@ from hetero_gateway.files.instance_config import (
     ModelConfig,
     ModelName,
     check_reachable,
-    instance_profile,
 )
 from hetero_gateway.files.log_config import LogConfig, TracesConfig
+from hetero_gateway.files.prerequisites import missing_prerequisites
 from hetero_gateway.files.problems import Key, Misfits, Problems
 from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.files.secrets import password, secret
@@ -173,7 +173,7 @@ class GatewayConfig(StrictModel):
 
 
 def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
-    """Read and check a gateway configuration, its profiles included.
+    """Read and check a gateway configuration, with all that it names: profiles, keys, packages.
 
     Args:
         path: the YAML file.
@@ -189,11 +189,8 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
             _set_dotted(data, dotted, value)
     config = parse_model(GatewayConfig, data, str(path))
     problems = Problems(str(path), data)
-    for i, instance in enumerate(config.instances):
-        try:
-            instance_profile(instance, path.parent)
-        except ConfigError as error:
-            problems.add(("instances", i, "profile"), str(error))
+    for key, text in missing_prerequisites(config, path.parent):
+        problems.add(key, text)
     try:
         read_clients(config.clients, path.parent)
     except ConfigError as error:
@@ -230,6 +227,8 @@ def _named_secrets(
             yield ("models", name, "fallbacks", i, "api_key_env"), fallback.api_key_env, secret
     for i, instance in enumerate(config.instances):
         yield ("instances", i, "api_key_env"), instance.api_key_env, secret
+    for i, source in enumerate(config.discovery):
+        yield ("discovery", i, "api_key_env"), source.api_key_env, secret
 
 
 def has_gateway_keys(data: Mapping[str, Any]) -> bool:

@@ -85,7 +85,9 @@ class TokensConfig(StrictModel):
         576, ge=0, description="Tokens counted for one image, audio clip or video in a prompt."
     )
     tokenizer_file: Path | None = Field(
-        None, description="A tokenizer.json for exact counts; needs the `tokenizers` extra."
+        None,
+        description="A tokenizer.json for exact counts, relative to this file; needs the extra "
+        "`tokenizers`.",
     )
     thread_above_bytes: int = Field(
         16384, ge=0, description="Longer prompts are tokenized off the event loop."

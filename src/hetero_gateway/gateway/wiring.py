@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import os
 import socket
@@ -16,7 +15,6 @@ from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_t
 from hetero_gateway.core.lengths.predictors import LengthFeatures
 from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.client_keys import changes, read_clients
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import InstanceConfig
@@ -68,18 +66,6 @@ def _tls_files(config: GatewayConfig) -> set[Path | None]:
     files = [(i.ca_file, i.certificate_file, i.key_file) for i in config.instances]
     files += [(s.ca_file, s.certificate_file, s.key_file) for s in config.discovery]
     return {None, *itertools.chain.from_iterable(files)}
-
-
-def check_traces(config: TracesConfig) -> None:
-    """Raises ConfigError: what traces need is not installed."""
-    if config.endpoint is None:
-        return
-    try:
-        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise ConfigError("traces.endpoint: needs the extra: pip install 'hetero-gateway[otel]'")
 
 
 def make_tracing(config: TracesConfig) -> Tracing | None:
@@ -134,7 +120,6 @@ class Gateway:
         # None is one of them: an instance without a key.
         self.known_key_names = _key_names(config)
         self.known_tls_files = _tls_files(config)
-        check_traces(config.traces)
         self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
         base_dir = self._base_dir = config_path.parent if config_path else Path()
         self.admission = make_admission(config, base_dir)
@@ -156,7 +141,7 @@ class Gateway:
         self.predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
         tokens = config.scheduler.tokens
         self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
-        self._tokenizer = tokenizer_of(tokens)
+        self._tokenizer = tokenizer_of(tokens, base_dir)
         self._stack = AsyncExitStack()
         self._leaving: set[InstanceId] = set()
         self._seeing_off: asyncio.TimerHandle | None = None

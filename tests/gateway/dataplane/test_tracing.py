@@ -16,8 +16,6 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from hetero_gateway.errors import ConfigError
-from hetero_gateway.gateway import wiring
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
@@ -161,16 +159,6 @@ async def test_a_collector_that_does_not_answer_holds_nothing_up() -> None:
         async with asyncio.timeout(60), running_gateway(config) as running:
             async with httpx.AsyncClient(base_url=running.url) as client:
                 assert (await client.post(CHAT, json=chat())).status_code == 200
-
-
-async def test_without_the_extra_it_is_a_configuration_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(wiring.importlib.util, "find_spec", lambda _: None)
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, traces={"endpoint": "http://127.0.0.1:9/v1/traces"})
-    with pytest.raises(ConfigError, match=r"traces\.endpoint: needs the extra"):
-        wiring.Gateway(config)
 
 
 def test_switched_off_nothing_of_it_is_imported(tmp_path: Path) -> None:

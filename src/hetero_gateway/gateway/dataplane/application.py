@@ -140,7 +140,7 @@ class DataPlane:
         """Have this part take up what can change of it.
 
         Args:
-            base_dir: what the file of a trained predictor is relative to.
+            base_dir: what the files of a trained predictor and a tokenizer are relative to.
             failures: where those of a foreign predictor are counted.
         """
 
@@ -155,7 +155,7 @@ class DataPlane:
             return Prepared(apply)
 
         def prepare_intake(fresh: GatewayConfig) -> Prepared:
-            tokenizer = tokenizer_of(fresh.scheduler.tokens)
+            tokenizer = tokenizer_of(fresh.scheduler.tokens, base_dir)
             return Prepared(lambda: self.intake.set(fresh.scheduler, tokenizer))
 
         settings.add(("scheduler.predictor", "scheduler.policy"), prepare_predictor)

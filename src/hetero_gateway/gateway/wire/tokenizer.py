@@ -89,11 +89,14 @@ class Tokenizer:
         return tokens + (_TOKENS_PER_PROMPT + _TOKENS_PER_MESSAGE * len(value) if chat else 0)
 
 
-def tokenizer_of(config: TokensConfig) -> Tokenizer | None:
-    """The configuration's; None: it names none. Raises ConfigError: it cannot be used."""
+def tokenizer_of(config: TokensConfig, base_dir: Path) -> Tokenizer | None:
+    """The configuration's; None: it names none. Raises ConfigError: it cannot be used.
+
+    ``base_dir``: what its file is relative to.
+    """
     if config.tokenizer_file is None:
         return None
-    return Tokenizer(config.tokenizer_file, config.thread_above_bytes)
+    return Tokenizer(base_dir / config.tokenizer_file, config.thread_above_bytes)
 
 
 def _too_many_values(raw: bytes) -> bool:

@@ -169,7 +169,7 @@ class Worker:
             self.admission,
             self._predictor,
             BytesPerToken(tokens.bytes_per_token),
-            tokenizer_of(tokens),
+            tokenizer_of(tokens, self._base_dir),
             deadlines,
             placement,
             prefix_secret(config),
