@@ -70,12 +70,12 @@ def _rename(record: logging.LogRecord) -> bool:
 class TextLines(logging.Formatter):
     """Each record as a line for people, with the access log's form of times."""
 
-    converter = time.gmtime
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self.converter = time.gmtime
 
 
 class JsonLines(logging.Formatter):
