@@ -175,3 +175,26 @@ async def test_the_stream_is_for_whom_admin_is_open(monkeypatch: pytest.MonkeyPa
             headers = {"authorization": "Bearer right"}
             async with client.stream("GET", "/admin/events", headers=headers) as answer:
                 assert answer.status_code == 200
+
+
+async def test_an_instance_that_rests_is_shown_as_resting_and_raises_no_alarm() -> None:
+    async with fake_instances(4) as fakes, running_gateway(config_for(fakes)) as running:
+        asleep, paused, draining, _ = running.gateway.fleet.instances.values()
+        # As if they were told so just now: no scrape overrules it.
+        asleep.asleep, paused.paused = True, True
+        asleep.rested_s = paused.rested_s = float("inf")
+        draining.draining = True
+        async with (
+            httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+            client.stream("GET", "/admin/events") as answer,
+        ):
+            _, board = await anext(events_of(answer))
+    state = board["columns"].index("state")
+    assert [row[state] for row in board["rows"]] == ["asleep", "paused", "draining", "up"]
+    assert [each["why"] for each in board["instances"]] == [
+        "gets nothing until it wakes",
+        "gets nothing until it resumes",
+        "finishes what it has, and gets nothing new",
+        "",
+    ]
+    assert board["head"]["alarms"] == []

@@ -274,12 +274,16 @@ def _rounded(tokens: float) -> float:
 
 
 def _why(instance: Instance) -> str:
-    """Why it is not as it should be; "" where it is."""
+    """Why it gets no requests, or fewer than it could; "" where it gets its share."""
     reasons = []
     if not instance.up:
         reasons.append(instance.shown_down_reason or "unknown reason")
     if instance.draining:
-        reasons.append("draining: it finishes what it has and gets nothing new")
+        reasons.append("finishes what it has, and gets nothing new")
+    if instance.up and not instance.awake:
+        reasons.append(
+            "gets nothing until it wakes" if instance.asleep else "gets nothing until it resumes"
+        )
     outcomes = instance.outcomes
     if outcomes.ejected:
         reasons.append(f"ejected: its requests failed ({outcomes.reason})")

@@ -49,7 +49,7 @@ function rate(value) {
 
 function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value < 1) return `${Number((value * 1000).toPrecision(2))} ms`;
+  if (value < 0.995) return `${Number((value * 1000).toPrecision(2))} ms`; // above, it would be "1000 ms"
   return `${value >= 100 ? grouped.format(value) : Number(value.toPrecision(2))} s`;
 }
 
@@ -187,8 +187,11 @@ function showFigures() {
 }
 
 function showSummary() {
-  const ready = board.rows.filter((row) => row[figureOf.state] === "up").length;
+  const counts = {};
+  for (const row of board.rows) counts[row[figureOf.state]] = (counts[row[figureOf.state]] ?? 0) + 1;
+  const ready = counts.up ?? 0;
   const total = board.rows.length;
+  const others = Object.keys(ORDER).filter((state) => state !== "up" && counts[state]);
   const { in_flight: inFlight, sharing, alarms } = board.head;
   const shown = [
     ["Taking requests", `${ready} of ${total}`],
@@ -198,8 +201,10 @@ function showSummary() {
   const summary = byId("summary");
   if (summary.children.length !== shown.length) {
     summary.replaceChildren(...shown.map(([name]) => make("div", {}, make("dt", {}, name), make("dd"))));
+    summary.firstChild.append(make("dd", { id: "resting", className: "note" }));
   }
-  shown.forEach(([, text], i) => setText(summary.children[i].lastChild, text));
+  shown.forEach(([, text], i) => setText(summary.children[i].querySelector("dd"), text));
+  setText(byId("resting"), others.map((state) => `${grouped.format(counts[state])} ${state}`).join(", "));
   const bad = alarms.filter((alarm) => alarm.severity === "bad").length;
   document.title = `${bad ? `⚠ ${bad} · ` : ""}${ready}/${total} up · hetero-gateway`;
   const list = byId("alarms");
@@ -346,6 +351,7 @@ function showRow(parts, place, sums, top) {
   setText(parts.state, state);
   setText(parts.why, instance.why);
   parts.why.hidden = !instance.why;
+  parts.why.classList.toggle("rests", RESTS.has(state));
   parts.models.hidden = parts.profile.hidden = !detailed;
   setText(parts.models, instance.models.join(", ") || "models not known yet");
   setText(parts.profile, profileText(instance, value(place, "speed")));
@@ -364,7 +370,7 @@ function showRow(parts, place, sums, top) {
   }
   setText(parts.inFlight, grouped.format(value(place, "in_flight")));
   const unseen = value(place, "waiting_first_token");
-  setText(parts.unseen, unseen ? `${grouped.format(unseen)} before a first token` : "");
+  setText(parts.unseen, unseen ? `${grouped.format(unseen)} without a token` : "");
   setText(parts.tokens, rate(value(place, "output_tokens_per_s")));
   const errors = value(place, "errors");
   setText(parts.errors, errors > 0 ? `${percent(errors)} failed` : "");
@@ -400,6 +406,8 @@ function sumsOfModels() {
   return sums;
 }
 
+// Somebody has wanted it so: it is no error.
+const RESTS = new Set(["draining", "paused", "asleep"]);
 const ORDER = { down: 0, ejected: 1, draining: 2, paused: 3, asleep: 4, up: 5 };
 const SORTS = {
   id: (a, b) => board.instances[a].id.localeCompare(board.instances[b].id, undefined, { numeric: true }),
@@ -757,6 +765,7 @@ function leave() {
 byId("pause").addEventListener("click", () => {
   paused = !paused;
   byId("pause").setAttribute("aria-pressed", String(paused));
+  setText(byId("pause"), paused ? "Go on" : "Pause");
   if (paused) {
     leave();
     setLive("wait", "paused");
