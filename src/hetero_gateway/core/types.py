@@ -18,6 +18,7 @@ MOST_TOKENS = 2**40
 MOST_SEQUENCES = 2**31
 # The class of a request that nobody has put into another one.
 DEFAULT_CLASS = "interactive"
+BATCH_CLASS = "batch"
 
 
 class Request(NamedTuple):

@@ -127,6 +127,10 @@ class QueueConfig(StrictModel):
         le=86400,
         description="Longest predicted wait: else 429 at once. Of batch, half of it; none: any.",
     )
+    shed_by_slo: bool = Field(
+        True,
+        description="Without most_wait_s: 429 at once for who would wait beyond slo's ttft_s.",
+    )
     max_requests: int = Field(
         10_000, ge=1, description="Most requests that wait at once; one more gets 429."
     )

@@ -31,7 +31,7 @@ from hetero_gateway.core.policies.base import Objective
 from hetero_gateway.core.policies.slo import Slo, Slos
 from hetero_gateway.core.scheduling.disciplines import DisciplineName, make_discipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import DEFAULT_CLASS
+from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS
 from hetero_gateway.sim import cluster
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance
@@ -274,7 +274,7 @@ def make_workload(experiment: Experiment, rate_per_s: float, seed: int) -> Workl
     if experiment.batch_share:
         drawn = np.random.default_rng((seed, 5)).random(experiment.count)
         batch = drawn < experiment.batch_share
-        classes = tuple("batch" if one else DEFAULT_CLASS for one in batch)
+        classes = tuple(BATCH_CLASS if one else DEFAULT_CLASS for one in batch)
     return Workload(arrival_s, prompt, output, experiment.prefixes, classes)
 
 

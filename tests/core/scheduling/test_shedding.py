@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
+import math
 
 import numpy as np
 import pytest
 
-from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
+from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.policies.slo import Slo, Slos
 from hetero_gateway.core.scheduling.disciplines import make_discipline
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits
-from hetero_gateway.core.types import Outcome, Reject, RejectReason, Request
-from tests.core.builders import profile, spec
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.sim.cluster import SimulatedInstance, simulate
+from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload, poisson_arrivals
+from tests.core.builders import SLOW, profile, spec
 
 MOST_S = 2.0
 LIMITS = WaitLimits(MOST_S, {"batch": MOST_S / 2})
@@ -110,3 +116,54 @@ def test_a_retry_is_never_refused_and_without_a_limit_nobody_is() -> None:
     s.set_limits(2.0, 10_000, LIMITS)
     assert isinstance(s.submit(Request("m", 100, 100.0), 0.0), Reject)
     assert isinstance(s.submit(Request("m", 100, 100.0), 0.0, first=True), Ticket)
+
+
+def test_where_the_queue_has_no_limit_the_goal_for_the_first_token_is_one() -> None:
+    slos = Slos(Slo(ttft_s=8.0), {"quick": Slo(ttft_s=2.0)}, {"nightly": Slo(), "now": Slo(1.0)})
+
+    def asked(model: str = "m", request_class: str = "interactive") -> Request:
+        return Request(model, 100, 100.0, request_class=request_class)
+
+    limits = WaitLimits(slos=slos)
+    assert limits.any
+    # Less what lies between a wait and a first token; half of that for batches.
+    assert limits.of(asked(), 3.0) == 5.0
+    assert limits.of(asked(request_class="batch"), 3.0) == 2.5
+    assert limits.of(asked("quick"), 3.0) == 0.0
+    assert limits.of(asked(request_class="now"), 0.5) == 0.5
+    assert limits.of(asked(request_class="nightly"), 3.0) == math.inf
+    # What the queue says comes first.
+    assert WaitLimits(4.0, slos=slos).of(asked("quick"), 3.0) == 4.0
+    assert WaitLimits(4.0, {"now": 9.0}, slos).of(asked(request_class="now"), 3.0) == 9.0
+    assert WaitLimits(4.0).of(asked(request_class="batch"), 3.0) == 2.0
+
+
+@pytest.mark.parametrize("shed", [True, False])
+def test_who_is_let_in_has_the_first_token_in_time_at_twice_what_can_be_served(shed: bool) -> None:
+    goal_s, seconds = 2.0, 30.0
+    fast = profile(max_num_seqs=64)
+    slow = dataclasses.replace(SLOW, max_num_seqs=64)
+    rng = np.random.default_rng(3)
+    count = round(45 * seconds)
+    lengths = LogNormalLengths(LogNormal(300, 0.8, 4000), LogNormal(150, 0.7, 1000))
+    load = Workload(poisson_arrivals(count, 45.0, rng), *lengths.draw(count, rng))
+    slos = Slos(Slo(ttft_s=goal_s))
+    s = Scheduler(make_policy("finish-time", PolicyOptions(slos=slos)), np.random.default_rng(0))
+    s.set_limits(2.0, 10_000, WaitLimits(slos=slos) if shed else None)
+    instances = [
+        SimulatedInstance(InstanceId(name), each, each)
+        for name, each in (("fast", fast), ("slow", slow))
+    ]
+    seen = simulate(instances, load, s, BucketMeanPredictor(200.0), compiled=False)
+    # By then what is in front of anybody is longer than the goal.
+    counts = load.arrival_s > seconds / 3
+    ttft_s = (seen.first_token_s - load.arrival_s)[counts]
+    let_in = ttft_s[~np.isnan(ttft_s)]
+    within = np.mean(let_in <= goal_s)
+    if not shed:
+        assert let_in.size == ttft_s.size
+        assert within < 0.1
+        return
+    assert within > 0.93
+    # And the machines are as busy as before.
+    assert 0.35 < let_in.size / ttft_s.size < 0.75

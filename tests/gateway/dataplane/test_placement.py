@@ -158,10 +158,20 @@ async def test_a_full_queue_is_429_with_retry_after_in_the_openai_client() -> No
         assert 'queue_rejections_total{reason="queue_full"}' in await running.metrics()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_of_200_at_once_who_would_wait_too_long_hears_so_at_once(workers: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "limit"),
+    [
+        (1, {"queue": {"most_wait_s": 1}}),
+        (2, {"queue": {"most_wait_s": 1}}),
+        (1, {"scheduler": {"slo": {"ttft_s": 1}}}),
+        (2, {"scheduler": {"slo": {"models": {"m": {"ttft_s": 1}}}}}),
+    ],
+)
+async def test_of_200_at_once_who_would_wait_too_long_hears_so_at_once(
+    workers: int, limit: dict[str, Any]
+) -> None:
     async with fake_instances(1) as fakes:
-        config = narrow(fakes, queue={"most_wait_s": 1})
+        config = narrow(fakes, **limit)
         async with running_gateway(config, workers=workers) as running:
             limits = httpx.Limits(max_connections=300)
             async with httpx.AsyncClient(limits=limits, timeout=60) as client:

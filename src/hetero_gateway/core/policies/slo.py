@@ -83,6 +83,10 @@ class Slos:
         found = self._classes.get(request.request_class)
         return found or self._models.get(request.model, self._default)
 
+    def has_class(self, name: str) -> bool:
+        """Whether a class has limits of its own."""
+        return name in self._classes
+
     def everyones(self) -> Slo | None:
         """The limits of every request; None: they differ."""
         return None if self._models or self._classes else self._default

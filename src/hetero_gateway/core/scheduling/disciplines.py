@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from hetero_gateway.core.types import DEFAULT_CLASS, Request, Usage
+from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS, Request, Usage
 
 if TYPE_CHECKING:
     from hetero_gateway.core.instances.dispatch import Dispatch
@@ -163,7 +163,7 @@ class ClassRule:
 # the work; and a batch's go on.
 DEFAULT_CLASSES: Mapping[str, ClassRule] = {
     DEFAULT_CLASS: ClassRule(9.0),
-    "batch": ClassRule(1.0),
+    BATCH_CLASS: ClassRule(1.0),
 }
 
 

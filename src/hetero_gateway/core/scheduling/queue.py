@@ -197,6 +197,8 @@ class ModelQueue:
 
     __slots__ = (
         "_discipline",
+        "_first_token_s",
+        "_first_token_spread_s",
         "_lines",
         "_size",
         "arrivals",
@@ -227,6 +229,8 @@ class ModelQueue:
         self.departures = 0
         self.last_departure_s = 0.0
         self.mean_departure_gap_s = 0.0
+        self._first_token_s = 0.0
+        self._first_token_spread_s = 0.0
         self.mean_prompt_tokens = 0.0
         self.mean_output_tokens = 0.0
 
@@ -370,7 +374,7 @@ class ModelQueue:
         """One of them was placed: it leaves."""
         if ticket.dispatch is not None:
             self._discipline.went(ticket, now_s)
-            self._note_departure(now_s)
+            self._note_departure(ticket, now_s)
         self.drop(ticket)
 
     def ahead(self, request: Request) -> float:
@@ -395,7 +399,19 @@ class ModelQueue:
             behind = behind / work_s if work_s else 0.0
         return min(self._size, mine * total / weight + behind * total)
 
-    def _note_departure(self, now_s: float) -> None:
+    @property
+    def first_token_s(self) -> float:
+        """How long most of those that were placed lately have their first token after that, as
+        predicted: the mean, and twice the mean deviation from it (as TCP's time-outs, RFC 6298)."""
+        return self._first_token_s + 2 * self._first_token_spread_s
+
+    def _note_departure(self, ticket: Ticket, now_s: float) -> None:
+        if ticket.decision is not None:
+            share = 1 / min(self.departures + 1, MEAN_OVER_DEPARTURES)
+            first_token_s = ticket.decision.choice.ttft_s or 0.0
+            off_s = first_token_s - self._first_token_s
+            self._first_token_s += share * off_s
+            self._first_token_spread_s += share * (abs(off_s) - self._first_token_spread_s)
         if self.departures:
             gap_s = now_s - self.last_departure_s
             share = 1 / min(self.departures, MEAN_OVER_DEPARTURES)

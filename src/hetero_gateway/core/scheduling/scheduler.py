@@ -327,8 +327,9 @@ class Scheduler:
                 RejectReason.QUEUE_FULL, f"{self.queued} requests wait for an instance already."
             )
         if self._waits is not None and self.queued and not first:
-            most_s = self._waits.of(request)
             wait_s = self.predicted_wait_s(request, now_s)
+            there = self._queues.get(request.model)
+            most_s = self._waits.of(request, there.first_token_s if there else 0.0)
             if wait_s > MARGIN * most_s:
                 detail = f"It would wait for about {wait_s:.3g} s; at most {most_s:g} s is wanted."
                 return Reject(RejectReason.WAIT_TOO_LONG, detail, wait_s)

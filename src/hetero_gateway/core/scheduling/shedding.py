@@ -4,6 +4,9 @@ A wait is predicted from how fast requests leave a queue that is never empty mea
 many are in front by the discipline: all that wait where it has one row; where it has several, those
 of the same row, as often as the row's turn comes, and what the row was given in advance. Before
 anything has left, the cost model says how fast that is.
+
+Where the queue sets no limit, the goal for the first token is one, less what lies between a wait's
+end and that token: as predicted of those that were placed lately.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from hetero_gateway.core.policies.slo import Slos
 from hetero_gateway.core.scheduling.queue import ModelQueue
-from hetero_gateway.core.types import Request
+from hetero_gateway.core.types import BATCH_CLASS, Request
 
 # Predictions are of seats that get free by chance: who is let in is to be within the limit.
 MARGIN = 0.75
@@ -24,22 +28,36 @@ _LEAST_DEPARTURES = 4
 class WaitLimits(NamedTuple):
     """The longest wait of requests that are let in, s; inf: any.
 
-    A request is refused whose predicted wait is above ``MARGIN`` of it.
+    A request is refused whose predicted wait is above ``MARGIN`` of it. Batches are refused first:
+    of what is not said of them, they get half.
 
     Args:
         most_s: of classes that are not among ``classes``.
         classes: by name.
+        slos: where neither sets a limit, what their requests' first tokens should be within; None:
+            nothing.
     """
 
     most_s: float = math.inf
     classes: Mapping[str, float] = {}
+    slos: Slos | None = None
 
-    def of(self, request: Request) -> float:
-        return self.classes.get(request.request_class, self.most_s)
+    def of(self, request: Request, first_token_s: float) -> float:
+        """The longest wait of a request whose first token comes so long after its wait, s."""
+        name = request.request_class
+        most_s = self.classes.get(name)
+        if most_s is not None:
+            return most_s
+        most_s, halved = self.most_s, name == BATCH_CLASS
+        if most_s == math.inf and self.slos is not None:
+            most_s = self.slos.of(request).ttft_s
+            halved = halved and not self.slos.has_class(name)
+            most_s = max(0.0, most_s - first_token_s)
+        return most_s / 2 if halved else most_s
 
     @property
     def any(self) -> bool:
-        return min((self.most_s, *self.classes.values())) < math.inf
+        return self.slos is not None or min((self.most_s, *self.classes.values())) < math.inf
 
 
 def predicted_wait_s(queue: ModelQueue, request: Request, drain_s: float, now_s: float) -> float:

@@ -189,8 +189,9 @@ class Fleet:
             discipline=self.discipline,
             prefix_cache=scheduling.prefix_cache,
         )
-        queue = scheduling.queue
-        self.scheduler.set_limits(scheduling.theta, queue.max_requests, _waits_of(queue))
+        self.scheduler.set_limits(
+            scheduling.theta, scheduling.queue.max_requests, _waits_of(scheduling)
+        )
         self.instances: dict[InstanceId, Instance] = {}
         for instance in config.instances:
             self.admit(self.build(instance))
@@ -218,7 +219,8 @@ class Fleet:
         settings.files.append(lambda _: self.contexts.files())
         settings.add(
             ("scheduler.theta", "scheduler.queue.max_requests", "scheduler.queue.most_wait_s",
-             "scheduler.queue.classes", "scheduler.recalibrate",
+             "scheduler.queue.classes", "scheduler.queue.shed_by_slo", "scheduler.slo",
+             "scheduler.recalibrate",
              "scheduler.wake_on_demand", "health.ejection", "pool", "timeouts.connect_s"),
             self._prepare,
         )  # fmt: skip
@@ -257,8 +259,8 @@ class Fleet:
             recalibrates = scheduling.recalibrate != self._config.scheduler.recalibrate
             self._config = fresh
             self.ejections.set_rules(rules)
-            queue = scheduling.queue
-            self.scheduler.set_limits(scheduling.theta, queue.max_requests, _waits_of(queue))
+            most_queued = scheduling.queue.max_requests
+            self.scheduler.set_limits(scheduling.theta, most_queued, _waits_of(scheduling))
             for instance in self.instances.values():
                 instance.pool.set_limits(fresh.pool, fresh.timeouts.connect_s)
                 if recalibrates:
@@ -458,15 +460,15 @@ def _discipline_of(config: QueueConfig) -> QueueDiscipline:
     return make_discipline(config.discipline, config.patience_s, classes)
 
 
-def _waits_of(config: QueueConfig) -> WaitLimits:
+def _waits_of(scheduling: SchedulerConfig) -> WaitLimits:
+    config, slo = scheduling.queue, scheduling.slo
     most_s = math.inf if config.most_wait_s is None else config.most_wait_s
-    # Batches are refused first.
-    classes = {"batch": most_s / 2} | {
+    classes = {
         name: rule.most_wait_s
         for name, rule in config.classes.items()
         if rule.most_wait_s is not None
     }
-    return WaitLimits(most_s, classes)
+    return WaitLimits(most_s, classes, _slos_of(slo) if slo and config.shed_by_slo else None)
 
 
 def _policy_of(scheduling: SchedulerConfig) -> Policy:
