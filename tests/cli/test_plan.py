@@ -109,6 +109,33 @@ def test_the_fewest_accelerators_hold_a_rate(
     assert told["rate_per_s"] == 2
 
 
+def test_goodput_is_in_the_document_the_table_and_the_report(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = ("--slo-ttft", "2", "--slo-tpot", "0.1", "--slo-share", "0.9")
+    told = document(capsys, cluster, "--goal", "goodput", *limits)
+    best = told["best"]
+    assert told["slo"] == {"ttft_s": 2.0, "tpot_s": 0.1, "share": 0.9}
+    assert best["goodput_per_s"] == told["rate_per_s"] > 0
+    tokens = told["mean_prompt_tokens"] + told["mean_output_tokens"]
+    assert best["goodput_tokens_per_s"] == pytest.approx(best["goodput_per_s"] * tokens)
+    assert best["at_rate"]["slo_share"] >= 0.9
+    page = tmp_path / "plan.html"
+    args = ["plan", "-c", str(cluster), "--goal", "goodput", *limits, "--report", str(page)]
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert "goodput/s" in out
+    assert "(90 % within TTFT 2 s, TPOT 100 ms)" in out
+    assert "<th>goodput/s</th>" in page.read_text("utf-8")
+
+
+def test_goodput_without_limits_is_one_line(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "-c", str(cluster), "--goal", "goodput"]) == 2
+    assert "--slo-ttft" in capsys.readouterr().err
+
+
 def test_a_rate_that_nothing_holds_is_a_failure(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

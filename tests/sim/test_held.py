@@ -27,6 +27,21 @@ def test_the_last_hundredth_that_has_the_share_is_found(limit: float) -> None:
     assert len(asked) == len(set(asked)) <= 8
 
 
+@pytest.mark.parametrize("likely", [0.001, 0.36, 0.4, 0.9, 5.0])
+@pytest.mark.parametrize("limit", [0.0, 0.37, 0.99, 1.0])
+def test_what_is_likely_changes_the_tries_and_never_the_answer(limit: float, likely: float) -> None:
+    asked: list[float] = []
+
+    def share_at(load: float) -> float:
+        asked.append(load)
+        return 1.0 if load <= limit + 1e-9 else 0.0
+
+    (found,) = held_loads(share_at, (0.95,), most=1.0, likely=likely)
+    assert found == pytest.approx(limit)
+    assert max(asked) <= 1.0
+    assert len(asked) == len(set(asked)) <= (4 if abs(likely - limit) < 0.015 else 11)
+
+
 def test_a_higher_share_is_held_up_to_a_lower_load() -> None:
     found = held_loads(lambda load: 1 - load / 2)
     assert found == pytest.approx((0.2, 0.1, 0.02))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_gateway.cli import plan_again, plan_output, plan_support
-from hetero_gateway.cli.arguments import positive_float
+from hetero_gateway.cli.arguments import positive_float, share
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ _EXAMPLE = """\
 examples:
   hetero-gateway plan -c configs/clusters/plan-paper.yaml
   hetero-gateway plan -c cluster.yaml --requests trace.csv --report plan.html
-  hetero-gateway plan -c cluster.yaml --goal fewest --rate 20 --ttft-p99 2 --tpot-p99 0.05
+  hetero-gateway plan -c cluster.yaml --goal goodput --slo-ttft 2 --slo-tpot 0.05
+  hetero-gateway plan -c cluster.yaml --goal fewest --rate 20 --slo-ttft 2 --slo-tpot 0.05
 
 A cluster is a YAML file: model, max_model_len, and machines: [{id, accelerator, count}, ...].
 docs/guide/plan.md says what can stand in it, and what the columns mean.
@@ -41,12 +42,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--requests", type=Path, metavar="TRACE.csv", help="lengths of requests")
     parser.add_argument(
         "--goal",
-        choices=("throughput", "cost", "fewest"),
-        help="the most tokens/s (default); the least cost per million tokens; the fewest "
-        "accelerators that hold --rate",
+        choices=("throughput", "goodput", "cost", "fewest"),
+        help="the most tokens/s (default); the highest rate that is held within the limits; the "
+        "least cost per million tokens; the fewest accelerators that hold --rate",
     )
     parser.add_argument(
         "--rate", type=positive_float, metavar="R", help="requests per second to hold"
+    )
+    parser.add_argument(
+        "--slo-ttft", type=positive_float, metavar="S", help="limit of each request's TTFT"
+    )
+    parser.add_argument(
+        "--slo-tpot", type=positive_float, metavar="S", help="limit of each request's TPOT"
+    )
+    parser.add_argument(
+        "--slo-share",
+        type=share,
+        metavar="X",
+        help="of the requests that are to be within both (default: 0.95)",
     )
     parser.add_argument(
         "--ttft-p99", type=positive_float, metavar="S", help="goal of TTFT's 99th percentile"
@@ -137,6 +150,9 @@ def _overrides(args: argparse.Namespace) -> dict[str, Any]:
         "goals.goal": args.goal,
         "goals.ttft_p99_s": args.ttft_p99,
         "goals.tpot_p99_s": args.tpot_p99,
+        "slo.ttft_s": args.slo_ttft,
+        "slo.tpot_s": args.slo_tpot,
+        "slo.share": args.slo_share,
         "workload.rate_per_s": args.rate,
         "policy": args.policy,
         "memory": args.memory,

@@ -7,6 +7,7 @@ the file. docs/reference/plan-file.md lists every field, and a test compares the
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.cluster_config import LengthConfig
 from hetero_gateway.files.model_file import ModelConfig, model_directory, read_model
@@ -23,7 +25,7 @@ from hetero_gateway.files.scheduler_config import PolicyName
 from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 from hetero_gateway.planner.accelerators import Accelerator, accelerator, taken_for
-from hetero_gateway.planner.goals import GoalName, Goals
+from hetero_gateway.planner.goals import DEFAULT_SHARE, GoalName, Goals
 from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.memory import EngineOptions, Method
 from hetero_gateway.planner.model_shape import ModelShape
@@ -151,9 +153,28 @@ class PlanWorkloadConfig(StrictModel):
 class GoalsConfig(StrictModel):
     """What the plan is to be good at."""
 
-    goal: GoalName = Field("throughput", description="throughput, cost or fewest.")
+    goal: GoalName = Field("throughput", description="throughput, goodput, cost or fewest.")
     ttft_p99_s: float | None = Field(None, gt=0, description="Limit of TTFT's 99th percentile.")
     tpot_p99_s: float | None = Field(None, gt=0, description="Limit of TPOT's 99th percentile.")
+
+
+class PlanSloConfig(StrictModel):
+    """Limits of each request, for all goals; goodput is the highest rate that keeps them."""
+
+    ttft_s: float | None = Field(None, gt=0, description="Limit of a request's TTFT, s.")
+    tpot_s: float | None = Field(None, gt=0, description="Limit of a request's TPOT, s/token.")
+    share: float = Field(
+        DEFAULT_SHARE, gt=0, le=1, description="Of the requests that are to be within both."
+    )
+
+    @model_validator(mode="after")
+    def _some_limit(self) -> PlanSloConfig:
+        if self.ttft_s is None and self.tpot_s is None:
+            raise ValueError("give ttft_s (--slo-ttft), tpot_s (--slo-tpot), or both")
+        return self
+
+    def to_core(self) -> Slo:
+        return Slo(*(math.inf if x is None else x for x in (self.ttft_s, self.tpot_s)))
 
 
 class PlanConfig(StrictModel):
@@ -170,6 +191,7 @@ class PlanConfig(StrictModel):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     workload: PlanWorkloadConfig = Field(default_factory=PlanWorkloadConfig)
     goals: GoalsConfig = Field(default_factory=GoalsConfig)
+    slo: PlanSloConfig | None = Field(None, description="Limits of each request; none.")
     prices: dict[str, float] = Field(
         default_factory=dict, description="USD per accelerator-hour, by accelerator."
     )
@@ -361,13 +383,12 @@ def _question(
     notes: Sequence[str],
     options: EngineOptions,
 ) -> Question:
-    wanted = config.goals
     assert options.max_num_batched_tokens is not None
     return Question(
         machines=machines,
         types=types,
         lengths=lengths,
-        goals=Goals(wanted.goal, config.workload.rate_per_s, wanted.ttft_p99_s, wanted.tpot_p99_s),
+        goals=_goals(config),
         policy=config.policy,
         estimator=config.estimator,
         engines=Engines(config.engine.scheduling, options.max_num_batched_tokens),
@@ -375,6 +396,34 @@ def _question(
         seed=config.seed,
         notes=tuple(notes),
     )
+
+
+def _goals(config: PlanConfig) -> Goals:
+    wanted, slo = config.goals, config.slo
+    return Goals(
+        wanted.goal,
+        config.workload.rate_per_s,
+        wanted.ttft_p99_s,
+        wanted.tpot_p99_s,
+        None if slo is None else slo.to_core(),
+        DEFAULT_SHARE if slo is None else slo.share,
+    )
+
+
+def _check_goals(config: PlanConfig, source: str) -> None:
+    goals = _goals(config)
+    if goals.name == "goodput" and not goals.has_limits:
+        raise ConfigError(
+            f"{source}: slo: the goal goodput needs limits: ttft_s (--slo-ttft), tpot_s "
+            "(--slo-tpot), or both"
+        )
+    if goals.rate_per_s is None and not goals.at_goodput:
+        if goals.name == "fewest" or goals.has_limits:
+            raise ConfigError(
+                f"{source}: workload.rate_per_s: the goal {goals.name}"
+                f"{f' within {goals.limits}' if goals.has_limits else ''} needs a rate to hold "
+                "(--rate); the highest rate that keeps limits is the goal goodput"
+            )
 
 
 def _machines(
@@ -407,13 +456,7 @@ def _machines(
                 f"{source}: prices: the goal cost needs USD per accelerator-hour of "
                 f"{', '.join(lacking)}"
             )
-    if config.workload.rate_per_s is None:
-        goals = config.goals
-        if goals.goal == "fewest" or goals.ttft_p99_s is not None or goals.tpot_p99_s is not None:
-            raise ConfigError(
-                f"{source}: workload.rate_per_s: the goal fewest, and limits of TTFT and TPOT, "
-                "need a rate to hold"
-            )
+    _check_goals(config, source)
     return tuple(result)
 
 

@@ -58,6 +58,8 @@ class Comparison:
             return False
         if now is None:
             return True
+        if self.plan.goal == "goodput" and best.goodput_per_s is not None:
+            return best.goodput_per_s > (now.goodput_per_s or 0.0) * (1 + NOISE)
         if self.plan.goal == "cost" and best.usd_per_million_tokens and now.usd_per_million_tokens:
             return best.usd_per_million_tokens < now.usd_per_million_tokens * (1 - NOISE)
         if self.plan.goal == "fewest":

@@ -1,13 +1,15 @@
 """What a plan is to be good at, and what it costs.
 
     throughput   the most tokens per second when it always has enough to do (the default)
-    cost         the least money per million tokens; with a rate, the least that holds the rate
-    fewest       the fewest accelerators that hold a rate within the latency goals
+    goodput      the highest rate that is held within the limits
+    cost         the least money per million tokens: at the rate, else at the goodput where there
+                 are limits, else with always enough to do
+    fewest       the fewest accelerators that hold a rate within the limits
 
 A rate is held when the system, with everything sent at once, does at least ``HEADROOM`` of it more
-than what the rate asks for, and the 99th percentiles of TTFT and TPOT at that rate keep their
-goals. A machine that is used is paid for whole, with what a layout leaves idle; one that is not
-used costs nothing.
+than what the rate asks for, and at that rate the limits are kept: of each request (``slo``: TTFT
+and TPOT, both, of at least ``share`` of the requests) and of the 99th percentiles. A machine that
+is used is paid for whole, with what a layout leaves idle; one that is not used costs nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.planner.layouts import Group
 from hetero_gateway.planner.plan import Figures, Layout, Machine
 
-GoalName = Literal["throughput", "cost", "fewest"]
-GOAL_NAMES: tuple[GoalName, ...] = ("throughput", "cost", "fewest")
+GoalName = Literal["throughput", "goodput", "cost", "fewest"]
+GOAL_NAMES: tuple[GoalName, ...] = ("throughput", "goodput", "cost", "fewest")
 
+# Of the requests that are to be within ``slo``, where nothing is said.
+DEFAULT_SHARE = 0.95
 # A queue at full load grows without end; at this much below it, it does not within a run.
 HEADROOM = 0.05
 
@@ -34,21 +39,34 @@ class Goals:
     Args:
         rate_per_s: requests per second to hold; None: none.
         ttft_p99_s, tpot_p99_s: limits of the 99th percentile at that rate; None: none.
+        slo: limits of each request; None: none.
+        share: of the requests that are to be within both limits of ``slo``, above 0, at most 1.
     """
 
     name: GoalName = "throughput"
     rate_per_s: float | None = None
     ttft_p99_s: float | None = None
     tpot_p99_s: float | None = None
+    slo: Slo | None = None
+    share: float = DEFAULT_SHARE
 
     @property
-    def has_latency(self) -> bool:
-        return self.ttft_p99_s is not None or self.tpot_p99_s is not None
+    def has_limits(self) -> bool:
+        return self.limits != ""
+
+    @property
+    def at_goodput(self) -> bool:
+        """Whether each candidate is judged at a rate of its own: the highest that it holds."""
+        return self.name == "goodput" or (
+            self.name == "cost" and self.rate_per_s is None and self.has_limits
+        )
 
     @property
     def limits(self) -> str:
-        """``TTFT p99 ≤ 2 s and TPOT p99 ≤ 50 ms``; empty without any."""
+        """``95 % within TTFT 2 s, TPOT 50 ms and TPOT p99 ≤ 60 ms``; empty without any."""
         parts = []
+        if self.slo is not None and (each := slo_text(self.slo)):
+            parts.append(f"{self.share * 100:g} % within {each}")
         if self.ttft_p99_s is not None:
             parts.append(f"TTFT p99 ≤ {self.ttft_p99_s:g} s")
         if self.tpot_p99_s is not None:
@@ -56,12 +74,25 @@ class Goals:
         return " and ".join(parts)
 
     def missed(self, figures: Figures) -> str:
-        """Which latency goal these figures miss, and by what; empty when they keep all."""
+        """Which limit these figures miss, and by what; empty when they keep all."""
+        if self.slo is not None and not figures.slo_share >= self.share:
+            return (
+                f"{figures.slo_share:.1%} of the requests within {slo_text(self.slo)}, "
+                f"under {self.share * 100:g} %"
+            )
         if self.ttft_p99_s is not None and not figures.ttft_p99_s <= self.ttft_p99_s:
             return f"TTFT p99 {figures.ttft_p99_s:.3g} s, over {self.ttft_p99_s:g} s"
         if self.tpot_p99_s is not None and not figures.tpot_p99_s <= self.tpot_p99_s:
             return f"TPOT p99 {figures.tpot_p99_s * 1000:.3g} ms, over {self.tpot_p99_s * 1000:g}"
         return ""
+
+
+def slo_text(slo: Slo) -> str:
+    """``TTFT 2 s, TPOT 50 ms``; empty without limits."""
+    parts = [f"TTFT {slo.ttft_s:g} s"] if math.isfinite(slo.ttft_s) else []
+    if math.isfinite(slo.tpot_s):
+        parts.append(f"TPOT {slo.tpot_s * 1000:g} ms")
+    return ", ".join(parts)
 
 
 def price_per_hour_usd(group: Group, machines: int = 1) -> float:

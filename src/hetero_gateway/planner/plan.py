@@ -11,6 +11,7 @@ Values only; ``search`` finds them, the shell prints and writes them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -93,7 +94,8 @@ class Figures:
     """What the simulator says of a candidate at one arrival rate (inf: everything at once).
 
     Throughput counts prompt and output tokens. ``batch`` is the mean number of sequences that an
-    instance runs while it is busy.
+    instance runs while it is busy. ``slo_share`` is of all requests that came, those within the
+    limits of each (``Goals.slo``); nan where there are none, or where the rate is inf.
     """
 
     tokens_per_s: float
@@ -105,6 +107,7 @@ class Figures:
     tpot_mean_s: float
     tpot_p99_s: float
     batch: float
+    slo_share: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,8 @@ class Candidate:
         at_rate: the whole system at the plan's ``rate_per_s``; None where it was not simulated or
             cannot hold the rate.
         holds: whether it keeps the plan's goals at that rate; None where that was not asked.
+        goodput_per_s: the highest rate, in requests/s, at which it keeps the goals; None where that
+            was not looked for. Where the goal is to have much of it, ``at_rate`` is at this rate.
     """
 
     layouts: Mapping[str, Layout]
@@ -139,6 +144,7 @@ class Candidate:
     alone_tokens_per_s: float = 0.0
     at_rate: Figures | None = None
     holds: bool | None = None
+    goodput_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +154,8 @@ class Plan:
     ``types`` are the instance types that can be deployed, by (accelerator, tensor_parallel).
     ``pareto`` are the candidates that no other beats in both throughput and latency.
     ``alone`` has the types that were simulated alone. ``rate_per_s`` is what latencies are told
-    for: the wanted rate, or a share of what the best can do.
+    for: the wanted rate, the best's goodput, or a share of what the best can do. ``limits`` says
+    in words what is kept at it; empty: there are none.
     """
 
     machines: tuple[Machine, ...]
@@ -163,6 +170,15 @@ class Plan:
     rate_per_s: float = 0.0
     mean_prompt_tokens: float = 0.0
     mean_output_tokens: float = 0.0
+    limits: str = ""
+
+    @property
+    def best_goodput_tokens_per_s(self) -> float | None:
+        """Prompt and output tokens at the best's goodput; None where that was not looked for."""
+        rate_per_s = self.best.goodput_per_s
+        if rate_per_s is None:
+            return None
+        return rate_per_s * (self.mean_prompt_tokens + self.mean_output_tokens)
 
     @property
     def best(self) -> Candidate:

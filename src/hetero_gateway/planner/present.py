@@ -14,6 +14,7 @@ Values only; ``profiler.seen`` asks the gateway.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
+from hetero_gateway.planner.goodput import find_goodput
 from hetero_gateway.planner.layouts import group_machines, machine_names
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.plan import (
@@ -289,6 +291,7 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
     if figures is None:
         return None
     return Candidate(
+        goodput_per_s=_goodput(question, system, mix, figures),
         layouts=layouts,
         estimate_paper_tokens_per_s=math.nan,
         estimate_tokens_per_s=math.nan,
@@ -311,6 +314,21 @@ def _at_rate(question: Question, system: trials.System, mix: Mix, full: Figures)
     wanted = rate_per_s * (mix.mean_prompt + mix.mean_output)
     if full.tokens_per_s < (1 + HEADROOM) * wanted:
         return None
+    return _hold(question, system, mix, rate_per_s)
+
+
+def _goodput(question: Question, system: trials.System, mix: Mix, full: Figures) -> float | None:
+    """Requests/s that are held within the limits, where that is the goal; None: no rate is."""
+    if question.goals.name != "goodput":
+        return None
+    most_per_s = full.tokens_per_s / (1 + HEADROOM) / (mix.mean_prompt + mix.mean_output)
+    found = find_goodput(
+        functools.partial(_hold, question, system, mix), question.goals, most_per_s
+    )
+    return None if found is None else found.rate_per_s
+
+
+def _hold(question: Question, system: trials.System, mix: Mix, rate_per_s: float) -> Figures | None:
     return trials.hold(
         system,
         question.policy,
@@ -319,6 +337,7 @@ def _at_rate(question: Question, system: trials.System, mix: Mix, full: Figures)
         rate_per_s,
         question.requests,
         question.compiled,
+        question.goals.slo,
     )
 
 

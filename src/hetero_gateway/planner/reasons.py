@@ -38,8 +38,12 @@ def why_not(
     parts = []
     if candidate.simulated is None:
         parts.append(_ruled_out(candidate, best, goals))
+    elif goals.at_goodput and candidate.goodput_per_s is None:
+        parts.append(f"keeps {goals.limits} at no rate")
     elif candidate.holds is False:
         parts.append(_not_held(candidate, goals))
+    elif goals.name == "goodput" and candidate.goodput_per_s and best.goodput_per_s:
+        parts.append(_less_goodput(candidate.goodput_per_s, best.goodput_per_s))
     elif goals.name == "fewest" and candidate.accelerators > best.accelerators:
         parts.append(f"{candidate.accelerators} accelerators, where {best.accelerators} will do")
     elif goals.name == "cost" and candidate.usd_per_million_tokens is not None:
@@ -147,8 +151,16 @@ def _ruled_out(candidate: Candidate, best: Candidate, goals: Goals) -> str:
         return f"{ratio - 1:+.1%} by the sum of its instances alone"
     if goals.name == "cost" and candidate.usd_per_million_tokens is not None:
         return f"${candidate.usd_per_million_tokens:.3g} by its instances alone"
+    if goals.at_goodput:
+        return "less by what its instances hold alone"
     ratio = candidate.estimate_tokens_per_s / best.estimate_tokens_per_s
     return f"Algorithm 1 gives it {ratio:.2f} of the best"
+
+
+def _less_goodput(mine_per_s: float, best_per_s: float) -> str:
+    if mine_per_s >= best_per_s:
+        return "as much goodput, with more accelerators"
+    return f"holds {mine_per_s:.3g} requests/s, {best_per_s:.3g} is the most"
 
 
 def _not_held(candidate: Candidate, goals: Goals) -> str:

@@ -7,7 +7,8 @@
     4  throughput is nearly additive: layouts, and combinations of them, are ranked by what their
        instances do alone (``allocation``)
     5  the best few are simulated as whole systems, all machines behind one gateway with the
-       chosen policy: everything at once for throughput, and at a rate for latencies
+       chosen policy: everything at once for throughput, and at a rate for latencies; or, where
+       each is judged by its goodput, at the highest rate that it holds (``goodput``)
 
 Differs from the paper, which ranks by Algorithm 1: with grouped-query attention counted right that
 names the best configuration in 72 % of cases. benchmarks/planner/search.py compares the two.
@@ -18,6 +19,7 @@ One seed gives one answer, whatever the order of the machines.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +32,7 @@ from hetero_gateway.planner import allocation, reasons, trials
 from hetero_gateway.planner.allocation import Allocation
 from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
 from hetero_gateway.planner.goals import HEADROOM, Goals, usd_per_million_tokens
+from hetero_gateway.planner.goodput import Goodput, find_goodput
 from hetero_gateway.planner.layouts import Group, group_machines, machine_layouts
 from hetero_gateway.planner.plan import (
     Candidate,
@@ -61,8 +64,8 @@ _BUDGET_REQUESTS = 30_000
 _NOISE = 0.01
 # Latencies are told at this share of the best's throughput where no rate is given.
 _LOAD = 0.7
-# Bisections of the rate that one instance holds within latency goals: to 1/16 of what it can do.
-_GOODPUT_STEPS = 4
+# The rate that one instance alone holds within the limits is found to this share of what it can do.
+_ALONE_STEP = 1 / 16
 
 _ESTIMATE_STREAM = 7
 
@@ -131,10 +134,14 @@ class _Search:
         self._estimate()
         kept = self._prune()
         self._simulate_types(kept)
-        if self._q.goals.name != "throughput" and self._q.goals.rate_per_s is not None:
+        if self._q.goals.at_goodput:
+            candidates = self._most_within_limits()
+        elif self._q.goals.name != "throughput" and self._q.goals.rate_per_s is not None:
             candidates = self._least_that_holds()
         else:
             candidates = self._best_few()
+        if self._q.goals.slo is not None and not self._q.goals.at_goodput:
+            candidates[0] = self._with_goodput(candidates[0])
         return self._plan(candidates)
 
     # -- before the simulator
@@ -153,8 +160,16 @@ class _Search:
         if self._q.goals.rate_per_s is None:
             if self._q.goals.name == "fewest":
                 raise ConfigError("the goal fewest needs a rate to hold")
-            if self._q.goals.has_latency:
-                raise ConfigError(f"{self._q.goals.limits} needs a rate at which it is to hold")
+            if self._q.goals.has_limits and not self._q.goals.at_goodput:
+                raise ConfigError(
+                    f"{self._q.goals.limits} needs a rate at which it is to hold, or a goal that "
+                    "finds one: goodput, cost"
+                )
+        if self._q.goals.name == "goodput" and not self._q.goals.has_limits:
+            raise ConfigError(
+                "the goal goodput needs limits: slo with ttft_s, tpot_s or both (--slo-ttft, "
+                "--slo-tpot)"
+            )
 
     def _feasible(self, group: Group) -> list[int]:
         return [t for a, t in self._q.types if a == group.accelerator and t <= group.count]
@@ -177,7 +192,7 @@ class _Search:
         for group in self._groups:
             layouts = machine_layouts(group.count, self._feasible(group))
             worth = {x: self._estimated(group, x)[which] for x in layouts}
-            least = 0.0 if self._q.goals.has_latency else KEEP * max(worth.values(), default=0.0)
+            least = 0.0 if self._q.goals.has_limits else KEEP * max(worth.values(), default=0.0)
             kept[group] = [x for x in layouts if worth[x] >= least]
             self._dropped[group] = [x for x in layouts if worth[x] < least]
         return kept
@@ -208,31 +223,27 @@ class _Search:
         return sum(self._alone[group.accelerator, t].tokens_per_s for t in layout)
 
     def _goodput(self) -> dict[Key, float]:
-        """Requests/s that one instance of each type holds within the latency goals."""
+        """Requests/s that one instance of each type holds within the limits."""
         result = {}
         for key, alone in self._alone.items():
             most = alone.tokens_per_s / self._tokens / (1 + HEADROOM)
-            if self._q.goals.has_latency:
-                self._on_progress(f"{key[0]} tp{key[1]} within the goals")
-                most *= self._share_held(self._q.types[key].profile, most)
+            if self._q.goals.has_limits:
+                self._on_progress(f"{key[0]} tp{key[1]} within the limits")
+                found = find_goodput(
+                    functools.partial(self._hold_alone, self._q.types[key].profile),
+                    self._q.goals,
+                    most,
+                    step=_ALONE_STEP,
+                    likely_per_s=most,
+                )
+                most = 0.0 if found is None else found.rate_per_s
             if most > 0:
                 result[key] = most
         return result
 
-    def _share_held(self, profile: Profile, most_per_s: float) -> float:
-        """The share of a rate at which the latency goals are kept; 0: none that was tried."""
-
-        def keeps(share: float) -> bool:
-            figures = trials.hold_alone(profile, self._mix, self._q.engines, share * most_per_s)
-            return figures is not None and not self._q.goals.missed(figures)
-
-        if keeps(1.0):
-            return 1.0
-        low, high = 0.0, 1.0
-        for _ in range(_GOODPUT_STEPS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if keeps(middle) else (low, middle)
-        return low
+    def _hold_alone(self, profile: Profile, rate_per_s: float) -> Figures | None:
+        q = self._q
+        return trials.hold_alone(profile, self._mix, q.engines, rate_per_s, q.goals.slo)
 
     # -- whole systems
 
@@ -243,11 +254,11 @@ class _Search:
         pairs = []
         for each in self._to_simulate(found):
             self._on_progress(f"everything at once: {self._name(each)}")
-            pairs.append((self._candidate(each, self._saturate(each)), each))
+            pairs.append((self._saturated(each), each))
         ranked = self._settle_ties(sorted(pairs, key=lambda pair: self._rank(pair[0])))
         if not self._rate_per_s:
             self._rate_per_s = _LOAD * _throughput(ranked[0][0]) / self._tokens
-        simulated = [self._at_rate(candidate, each) for candidate, each in ranked]
+        simulated = [self._at_rate(candidate) for candidate, _ in ranked]
         simulated.sort(key=lambda candidate: candidate.holds is False)
         taken = {each for _, each in ranked}
         rest = [self._candidate(each) for each in found if each not in taken]
@@ -256,7 +267,7 @@ class _Search:
 
     def _to_simulate(self, found: Sequence[Allocation]) -> list[Allocation]:
         """The best few; of one kind of machine, the equal layouts of the paper among them."""
-        batch = max(self._system(each).batch for each in found[:_SYSTEMS])
+        batch = max(self._system(self._candidate(each)).batch for each in found[:_SYSTEMS])
         run = max(self._q.requests, 4 * batch)
         systems = int(np.clip(_BUDGET_REQUESTS / (2 * run), _LEAST_SYSTEMS, _SYSTEMS))
         if len(self._groups) > 1 or self._q.goals.name != "throughput":
@@ -272,6 +283,83 @@ class _Search:
         dropped = self._dropped[group]
         dropped.sort(key=lambda layout: (len(set(layout)), -self._estimated(group, layout)[1]))
         return [(((layout, group.machines),),) for layout in dropped[:_COMBINATIONS]]
+
+    def _most_within_limits(self) -> list[Candidate]:
+        """The best few by the rates that their instances hold alone, each at its own goodput."""
+        goodput = self._goodput()
+        if not goodput:
+            raise NoPlan(self._nothing_holds(goodput))
+        worths = {
+            group: {
+                layout: sum(goodput[group.accelerator, t] for t in layout)
+                for layout in self._worths[group]
+                if all((group.accelerator, t) in goodput for t in layout)
+            }
+            for group in self._groups
+        }
+        by_price = self._q.goals.name == "cost"
+        find = allocation.least_cost if by_price else allocation.best_sums
+        found = find(self._groups, worths, _COMBINATIONS)
+        if not by_price:
+            found = [*found[:1], *_without_one(found[0]), *found[1:]]
+        ranked: list[tuple[Candidate, Allocation]] = []
+        ratio = 1.0
+        for each in self._to_simulate(found):
+            self._on_progress(f"at its goodput: {self._name(each)}")
+            alone_per_s = _rate_of(each, self._groups, worths)
+            candidate = self._at_goodput(self._saturated(each), ratio * alone_per_s)
+            if candidate.goodput_per_s is not None:
+                ratio = candidate.goodput_per_s / alone_per_s
+            ranked.append((candidate, each))
+        ranked.sort(key=lambda pair: self._rank(pair[0]))
+        best = ranked[0][0]
+        if best.goodput_per_s is None:
+            raise NoPlan(f"nothing that was simulated keeps {self._q.goals.limits} at any rate")
+        self._rate_per_s = best.goodput_per_s
+        taken = {each for _, each in ranked}
+        rest = []
+        for each in found:
+            if each not in taken:
+                alone_per_s = _rate_of(each, self._groups, worths)
+                rest.append(self._priced(self._candidate(each), alone_per_s))
+        return [candidate for candidate, _ in ranked] + rest
+
+    def _priced(self, candidate: Candidate, rate_per_s: float) -> Candidate:
+        """With the price of a million tokens at a rate."""
+        tokens_per_s = rate_per_s * self._tokens
+        cost = usd_per_million_tokens(self._q.machines, candidate.layouts, tokens_per_s)
+        return dataclasses.replace(candidate, usd_per_million_tokens=cost)
+
+    def _at_goodput(self, candidate: Candidate, likely_per_s: float) -> Candidate:
+        """The candidate with the highest rate that it holds, and its figures there."""
+        found = self._find_goodput(candidate, likely_per_s)
+        if found is None:
+            return dataclasses.replace(candidate, holds=False)
+        return dataclasses.replace(
+            self._priced(candidate, found.rate_per_s),
+            at_rate=found.figures,
+            holds=True,
+            goodput_per_s=found.rate_per_s,
+        )
+
+    def _with_goodput(self, candidate: Candidate) -> Candidate:
+        """How much more than the rate the best would hold."""
+        self._on_progress("the best's goodput")
+        found = self._find_goodput(candidate, self._rate_per_s)
+        goodput_per_s = None if found is None else found.rate_per_s
+        return dataclasses.replace(candidate, goodput_per_s=goodput_per_s)
+
+    def _find_goodput(self, candidate: Candidate, likely_per_s: float) -> Goodput | None:
+        most_per_s = _throughput(candidate) / (1 + HEADROOM) / self._tokens
+        if not most_per_s:
+            return None
+        system = self._system(candidate)
+        return find_goodput(
+            lambda rate_per_s: self._hold(system, rate_per_s),
+            self._q.goals,
+            most_per_s,
+            likely_per_s=likely_per_s,
+        )
 
     def _least_that_holds(self) -> list[Candidate]:
         """From where the instances alone would hold it: downwards while it holds, or upwards."""
@@ -307,43 +395,44 @@ class _Search:
         return [tried[high], *others]
 
     def _try(self, each: Allocation) -> Candidate:
-        return self._at_rate(self._candidate(each, self._saturate(each)), each)
+        return self._at_rate(self._saturated(each))
 
-    def _saturate(self, each: Allocation) -> Figures | None:
+    def _saturated(self, each: Allocation) -> Candidate:
+        """With everything at once."""
+        q, candidate = self._q, self._candidate(each)
+        figures = trials.saturate(
+            self._system(candidate), q.policy, self._mix, q.engines, q.requests, q.compiled
+        )
+        return candidate if figures is None else self._candidate(each, figures)
+
+    def _hold(self, system: trials.System, rate_per_s: float) -> Figures | None:
         q = self._q
-        return trials.saturate(
-            self._system(each), q.policy, self._mix, q.engines, q.requests, q.compiled
+        return trials.hold(
+            system, q.policy, self._mix, q.engines, rate_per_s, q.requests, q.compiled, q.goals.slo
         )
 
-    def _at_rate(self, candidate: Candidate, each: Allocation) -> Candidate:
+    def _at_rate(self, candidate: Candidate) -> Candidate:
         """The candidate with its figures at the rate, and with what they mean for the goals."""
         q = self._q
         enough = _throughput(candidate) >= (1 + HEADROOM) * self._rate_per_s * self._tokens
         asked = q.goals.rate_per_s is not None
         if not enough:
             return dataclasses.replace(candidate, holds=False if asked else None)
-        figures = trials.hold(
-            self._system(each), q.policy, self._mix, q.engines, self._rate_per_s, q.requests,
-            q.compiled,
-        )  # fmt: skip
-        cost = candidate.usd_per_million_tokens
+        figures = self._hold(self._system(candidate), self._rate_per_s)
         if asked and q.goals.name == "cost":
-            cost = usd_per_million_tokens(
-                q.machines, candidate.layouts, self._rate_per_s * self._tokens
-            )
+            candidate = self._priced(candidate, self._rate_per_s)
         return dataclasses.replace(
             candidate,
             at_rate=figures,
             holds=figures is not None and not q.goals.missed(figures) if asked else None,
-            usd_per_million_tokens=cost,
         )
 
-    def _system(self, each: Allocation) -> trials.System:
-        counts: Counter[Key] = Counter()
-        for group, parts in zip(self._groups, each, strict=True):
-            for layout, machines in parts:
-                for t in layout:
-                    counts[group.accelerator, t] += machines
+    def _system(self, candidate: Candidate) -> trials.System:
+        counts = Counter(
+            (self._machines[i].accelerator, t)
+            for i, layout in candidate.layouts.items()
+            for t in layout
+        )
         return trials.reduced(
             {self._q.types[key].profile: n for key, n in sorted(counts.items())},
             {self._q.types[key].profile: alone for key, alone in self._alone.items()},
@@ -386,7 +475,9 @@ class _Search:
     def _rank(self, candidate: Candidate) -> tuple[float, ...]:
         """Sorts the better candidate first; what was not simulated comes last."""
         known = candidate.simulated is not None
-        if self._q.goals.name == "cost" and candidate.alone_tokens_per_s:
+        if self._q.goals.name == "goodput" and known:
+            key = (-(candidate.goodput_per_s or 0.0), float(candidate.accelerators))
+        elif self._q.goals.name == "cost" and candidate.alone_tokens_per_s:
             key = (candidate.usd_per_million_tokens or 0.0, -_worth(candidate))
         elif known and self._q.goals.name == "fewest":
             key = (float(candidate.accelerators), -_worth(candidate))
@@ -426,9 +517,11 @@ class _Search:
             unfit=q.unfit,
             goal=q.goals.name,
             policy=q.policy,
-            pareto=_pareto(told),
+            # At its own rate each, latencies do not compare.
+            pareto=() if q.goals.at_goodput else _pareto(told),
             notes=(*q.notes, *self._notes(told)),
             alone=self._alone,
+            limits=q.goals.limits,
             rate_per_s=self._rate_per_s,
             mean_prompt_tokens=self._mix.mean_prompt,
             mean_output_tokens=self._mix.mean_output,
@@ -462,7 +555,7 @@ class _Search:
         return reasons.lead(best, second, self._machines, self._q.types, self._alone)
 
     def _nothing_holds(self, goodput: Mapping[Key, float], largest: Candidate | None = None) -> str:
-        limits = f" within {self._q.goals.limits}" if self._q.goals.has_latency else ""
+        limits = f" within {self._q.goals.limits}" if self._q.goals.has_limits else ""
         if not goodput:
             return f"no instance of any machine keeps {self._q.goals.limits} at any rate"
         total = sum(
@@ -536,6 +629,25 @@ def _pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         if last is None or candidate.at_rate.latency_mean_s < last.latency_mean_s:
             kept.append(candidate)
     return tuple(kept)
+
+
+def _without_one(each: Allocation) -> list[Allocation]:
+    """Each kind of machine left out in turn, where there are several: a slow one may do harm."""
+    used = [i for i, parts in enumerate(each) if parts]
+    if len(used) < 2:
+        return []
+    return [(*each[:i], (), *each[i + 1 :]) for i in used]
+
+
+def _rate_of(
+    each: Allocation, groups: Sequence[Group], worths: Mapping[Group, Mapping[Layout, float]]
+) -> float:
+    """Requests/s that the instances of an allocation hold alone, together."""
+    return sum(
+        machines * worths[group][layout]
+        for group, parts in zip(groups, each, strict=True)
+        for layout, machines in parts
+    )
 
 
 def _few(ids: Sequence[str]) -> str:

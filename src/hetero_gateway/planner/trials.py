@@ -19,12 +19,13 @@ import numpy as np
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, NormalPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.planner.plan import Figures
 from hetero_gateway.sim.alone import Alone, Engines, Mix, mean_running, simulate_alone, stride
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
-from hetero_gateway.sim.figures import Distribution, request_times
+from hetero_gateway.sim.figures import Distribution, request_times, within_slo
 from hetero_gateway.sim.result import tokens_between
 from hetero_gateway.sim.workload import Workload, all_at_once, gamma_arrivals
 
@@ -40,10 +41,13 @@ _FILL = 0.25
 _ARRIVALS, _TIES, _PREDICTOR = range(3, 6)
 
 
-def hold_alone(profile: Profile, mix: Mix, engines: Engines, rate_per_s: float) -> Figures | None:
+def hold_alone(
+    profile: Profile, mix: Mix, engines: Engines, rate_per_s: float, slo: Slo | None = None
+) -> Figures | None:
     """One instance at a rate of arrivals; None where it does not finish a request."""
     workload = _at_rate(mix, rate_per_s, mix.batch(profile))
-    return _figures_at_rate(workload, simulate_alone(profile, workload, engines), mix, 1)
+    records = simulate_alone(profile, workload, engines)
+    return _figures_at_rate(workload, records, mix, 1, slo=slo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +128,16 @@ def hold(
     rate_per_s: float,
     requests: int,
     compiled: bool,
+    slo: Slo | None = None,
 ) -> Figures | None:
-    """Poisson arrivals at a rate of the whole system; None where no request finishes."""
+    """Poisson arrivals at a rate of the whole system; None where no request finishes.
+
+    ``slo`` is what requests are judged by; the gateway does not know of it.
+    """
     instances = system.simulated()
     workload = _at_rate(mix, rate_per_s * system.share, system.batch, requests)
     records = _simulate(instances, workload, policy, mix, engines, compiled)
-    return _figures_at_rate(workload, records, mix, len(instances), system.share)
+    return _figures_at_rate(workload, records, mix, len(instances), system.share, slo)
 
 
 # Workloads and records
@@ -180,11 +188,16 @@ def _tokens_per_s(workload: Workload, records: Records, window: tuple[float, flo
 
 
 def _figures_at_rate(
-    workload: Workload, records: Records, mix: Mix, instances: int, share: float = 1.0
+    workload: Workload,
+    records: Records,
+    mix: Mix,
+    instances: int,
+    share: float = 1.0,
+    slo: Slo | None = None,
 ) -> Figures | None:
     size = len(workload)
-    counted = np.arange(size) >= int(_FILL * size)
-    counted &= np.isfinite(records.finish_s)
+    came = np.arange(size) >= int(_FILL * size)
+    counted = came & np.isfinite(records.finish_s)
     window = (float(workload.arrival_s[int(_FILL * size)]), float(workload.arrival_s[-1]))
     if not counted.any() or window[1] <= window[0]:
         return None
@@ -202,4 +215,7 @@ def _figures_at_rate(
         tpot_mean_s=tpot.mean,
         tpot_p99_s=tpot.p99,
         batch=mean_running(records, *window) / instances,
+        slo_share=math.nan
+        if slo is None
+        else float(within_slo(workload, records, slo)[came].mean()),
     )

@@ -134,6 +134,10 @@ def _lines(now: Candidate | None, best: Candidate) -> list[_Line]:
         ("TPOT p99, ms", "tpot_p99_s", 1000.0),
     ):
         lines.append((label, held(now, name, factor), held(best, name, factor), 3))
+    if best.goodput_per_s is not None:
+        lines.append(
+            ("goodput, requests/s", now.goodput_per_s if now else None, best.goodput_per_s, 2)
+        )
     cost = None if now is None else now.usd_per_million_tokens
     if cost is not None or best.usd_per_million_tokens is not None:
         lines.append(("$ per million tokens", cost, best.usd_per_million_tokens, 3))

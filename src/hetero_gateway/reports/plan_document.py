@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_gateway.files.plan_config import PlanRequest
+from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.plan import (
     Candidate,
     Figures,
@@ -38,6 +39,7 @@ def document(plan: Plan, request: PlanRequest, seconds: float) -> dict[str, Any]
         "mean_prompt_tokens": plan.mean_prompt_tokens,
         "mean_output_tokens": plan.mean_output_tokens,
         "rate_per_s": plan.rate_per_s,
+        "slo": _slo(request.question.goals),
         "took_s": round(seconds, 2),
         "best": _candidate(best, plan),
         "candidates": [_candidate(c, plan) for c in plan.candidates],
@@ -45,6 +47,16 @@ def document(plan: Plan, request: PlanRequest, seconds: float) -> dict[str, Any]
         "types": [_type(key, t, plan) for key, t in sorted(plan.types.items())],
         "infeasible": _infeasible(plan),
         "notes": list(plan.notes),
+    }
+
+
+def _slo(goals: Goals) -> dict[str, Any] | None:
+    if goals.slo is None:
+        return None
+    return {
+        "ttft_s": _number(goals.slo.ttft_s),
+        "tpot_s": _number(goals.slo.tpot_s),
+        "share": goals.share,
     }
 
 
@@ -65,6 +77,10 @@ def _candidate(candidate: Candidate, plan: Plan) -> dict[str, Any]:
         "batch": simulated.batch if simulated else None,
         "at_rate": _figures(at_rate),
         "holds": candidate.holds,
+        "goodput_per_s": candidate.goodput_per_s,
+        "goodput_tokens_per_s": None
+        if candidate.goodput_per_s is None
+        else candidate.goodput_per_s * (plan.mean_prompt_tokens + plan.mean_output_tokens),
         "accelerators": candidate.accelerators,
         "idle_accelerators": candidate.idle_accelerators,
         "usd_per_million_tokens": candidate.usd_per_million_tokens,
@@ -102,6 +118,7 @@ def _figures(figures: Figures | None) -> dict[str, Any] | None:
         "ttft_s": {"mean": _number(figures.ttft_mean_s), "p99": _number(figures.ttft_p99_s)},
         "tpot_s": {"mean": _number(figures.tpot_mean_s), "p99": _number(figures.tpot_p99_s)},
         "batch": _number(figures.batch),
+        "slo_share": _number(figures.slo_share),
     }
 
 

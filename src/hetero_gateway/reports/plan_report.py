@@ -10,6 +10,7 @@ from hetero_gateway.planner.plan import Plan
 from hetero_gateway.reports.page import colour, fill, json_block, table, text
 from hetero_gateway.reports.plan_table import (
     BEST_HEAD,
+    at_own_goodput,
     best_rows,
     columns,
     headline,
@@ -60,7 +61,7 @@ def render(plan: Plan, request: PlanRequest, document: dict[str, Any]) -> str:
             ("layout", *(c.name for c in shown), "why not"), rows, text_columns=1, last_is_text=True
         ),
         "legend": text(legend(plan)),
-        "rate": rate(plan),
+        "rate": "its own goodput" if at_own_goodput(plan) else f"{rate(plan)} requests/s",
         "types": _types_table(plan),
         "unfit": _list("Not deployable", unfit_lines(plan.unfit)),
         "notes": _list("Notes", plan.notes),

@@ -55,6 +55,19 @@ def _price(candidate: Candidate) -> str:
     return "–" if price is None else f"{price:.3g}"
 
 
+def _goodput(candidate: Candidate) -> str:
+    return "–" if candidate.goodput_per_s is None else number(candidate.goodput_per_s)
+
+
+def _has_share(figures: Figures) -> bool:
+    return math.isfinite(figures.slo_share)
+
+
+def _within(candidate: Candidate) -> str:
+    at_rate = candidate.at_rate
+    return f"{at_rate.slo_share:.1%}" if at_rate is not None and _has_share(at_rate) else "–"
+
+
 def columns(plan: Plan) -> tuple[Column, ...]:
     """The figures of a candidate, for the terminal's table and the report's."""
     prices = any(c.usd_per_million_tokens is not None for c in plan.candidates)
@@ -71,6 +84,10 @@ def columns(plan: Plan) -> tuple[Column, ...]:
         Column("TPOT ms", _at_rate(lambda f: f.tpot_mean_s, 1000), 4),
         Column("p99", _at_rate(lambda f: f.tpot_p99_s, 1000), 7),
     ]
+    if any(c.goodput_per_s is not None for c in plan.candidates):
+        found.insert(0, Column("goodput/s", _goodput, 0))
+    if any(c.at_rate is not None and _has_share(c.at_rate) for c in plan.candidates):
+        found.append(Column("within", _within, 2))
     if prices:
         found.append(Column("$/M tokens", _price, 1))
     if idle or plan.goal == "fewest":
@@ -122,18 +139,44 @@ def headline(plan: Plan) -> str:
         f"{best.accelerators} accelerator{'s' if best.accelerators > 1 else ''}, "
         f"{instances} instance{'s' if instances > 1 else ''}"
     )
+    goodput_tokens_per_s = plan.best_goodput_tokens_per_s
+    if best.goodput_per_s is not None and goodput_tokens_per_s is not None:
+        parts.append(
+            f"goodput {number(best.goodput_per_s)} requests/s, {tokens(goodput_tokens_per_s)} "
+            f"tokens/s ({plan.limits})"
+        )
     if best.usd_per_million_tokens is not None:
-        parts.append(f"${best.usd_per_million_tokens:.3g} per million tokens")
+        parts.append(f"${best.usd_per_million_tokens:.3g} per million tokens{_priced_at(plan)}")
     return "; ".join(parts)
+
+
+def at_own_goodput(plan: Plan) -> bool:
+    """Whether each candidate's latencies and price are at its own goodput."""
+    return plan.best.goodput_per_s is not None and plan.best.goodput_per_s == plan.rate_per_s
+
+
+def _priced_at(plan: Plan) -> str:
+    if at_own_goodput(plan):
+        return " at the goodput"
+    return f" at {rate(plan)} requests/s" if plan.goal == "cost" and plan.limits else ""
 
 
 def legend(plan: Plan) -> str:
     """What the columns mean, in a line or two."""
     text = (
         "tokens/s: prompt and output, simulated as one system; alone: the sum of its instances "
-        "alone; Alg. 1: the paper's estimate, unpadded and as printed. Latencies in s at "
-        f"{rate(plan)} requests/s, – where that is too much or was not simulated."
+        "alone; Alg. 1: the paper's estimate, unpadded and as printed. "
     )
+    if at_own_goodput(plan):
+        text += (
+            f"Goodput: the most requests/s that are held with {plan.limits}; latencies in s and "
+            "prices at each one's own, – where it was not simulated."
+        )
+    else:
+        text += (
+            f"Latencies in s at {rate(plan)} requests/s, – where that is too much or was not "
+            "simulated."
+        )
     if plan.pareto:
         text += " ◆: no other has both more throughput and less latency."
     return text

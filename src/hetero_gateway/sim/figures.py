@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # measuring runs needs no simulator
+    from hetero_gateway.core.policies.slo import Slo
     from hetero_gateway.sim.cluster import Records
     from hetero_gateway.sim.workload import Floats, Workload
 
@@ -70,3 +71,14 @@ def request_times(workload: Workload, records: Records, chosen: NDArray[np.bool_
     has_tpot = output >= 2
     tpot_s = (finish_s - first_s)[has_tpot] / (output[has_tpot] - 1)
     return RequestTimes(finish_s - arrival_s, first_s - arrival_s, tpot_s, has_tpot)
+
+
+def within_slo(workload: Workload, records: Records, slo: Slo) -> NDArray[np.bool_]:
+    """(N,): which requests finished within both limits; what was refused or lost did not."""
+    done = np.isfinite(records.finish_s)
+    times = request_times(workload, records, done)
+    kept = times.ttft_s <= slo.ttft_s
+    kept[times.has_tpot] &= times.tpot_s <= slo.tpot_s
+    result = np.zeros(done.size, dtype=np.bool_)
+    result[done] = kept
+    return result

@@ -1,4 +1,4 @@
-"""The highest load at which so many requests are within their limits. Pure."""
+"""The highest load at which so many requests are within their limits: goodput. Pure."""
 
 from __future__ import annotations
 
@@ -9,35 +9,57 @@ SHARES = (0.90, 0.95, 0.99)
 # Loads are tried in hundredths of the bound: finer than what a few seeds can tell apart. No load
 # is held far above the bound, but by short runs, which are over before a queue has grown.
 _STEP = 0.01
-_MOST_STEPS = 200
+_MOST = 2.0
+# How far from a likely answer is looked first, in steps.
+_NEAR_STEPS = 4
 
 
 def held_loads(
-    share_at: Callable[[float], float], shares: Sequence[float] = SHARES
+    share_at: Callable[[float], float],
+    shares: Sequence[float] = SHARES,
+    *,
+    most: float = _MOST,
+    step: float = _STEP,
+    likely: float | None = None,
 ) -> tuple[float, ...]:
-    """For each of ``shares``: the highest load that has it, in hundredths, 0 to 2.
+    """For each of ``shares``: the highest load that has it, in steps from 0 to ``most``.
 
     Args:
         share_at: the share of the requests that are within their limits at a load, 0 to 1. It is
             taken to fall with the load, and asked for each load once.
+        most: the highest load to try, above 0.
+        step: of the loads that are tried, above 0.
+        likely: about what is expected, which saves tries; None: nothing is.
     """
     known: dict[int, float] = {}
+    most_steps = round(most / step)
+    first = None if likely is None else min(max(round(likely / step), 1), most_steps)
 
-    def share(step: int) -> float:
-        if step not in known:
-            known[step] = share_at(step * _STEP)
-        return known[step]
+    def share(number: int) -> float:
+        if number not in known:
+            known[number] = share_at(number * step)
+        return known[number]
 
-    return tuple(_highest(share, wanted) * _STEP for wanted in shares)
+    return tuple(_highest(share, wanted, most_steps, first) * step for wanted in shares)
 
 
-def _highest(share: Callable[[int], float], wanted: float) -> int:
+def _highest(
+    share: Callable[[int], float], wanted: float, most_steps: int, first: int | None
+) -> int:
     """The last step that has the share, by bisection; at 0 there is no load to fail."""
-    holds, fails = 0, _MOST_STEPS + 1
+    holds, fails = 0, most_steps + 1
+    width, middle = _NEAR_STEPS, (holds + fails) // 2 if first is None else first
     while fails - holds > 1:
-        middle = (holds + fails) // 2
         if share(middle) >= wanted:
             holds = middle
         else:
             fails = middle
+        middle = (holds + fails) // 2
+        if first is not None:
+            # Ever further from the likely one, until the answer lies between two tries.
+            if holds == 0:
+                middle = max(middle, fails - width)
+            elif fails > most_steps:
+                middle = min(middle, holds + width)
+            width *= 2
     return holds

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.sim.cluster import Records
-from hetero_gateway.sim.figures import Distribution, RequestTimes, finite, request_times
+from hetero_gateway.sim.figures import Distribution, RequestTimes, finite, request_times, within_slo
 from hetero_gateway.sim.workload import Workload
 
 # Shares of finished requests between which the cluster is taken to be in its stride.
@@ -96,8 +96,6 @@ def summarise(workload: Workload, records: Records, instances: int, slo: Slo) ->
     done = np.isfinite(records.finish_s)
     finish_s, output = records.finish_s[done], workload.output_tokens[done]
     times = request_times(workload, records, done)
-    within = times.ttft_s <= slo.ttft_s
-    within[times.has_tpot] &= times.tpot_s <= slo.tpot_s
     duration_s = float(finish_s.max(initial=start_s)) - start_s
     shares = []
     for i in range(instances):
@@ -117,7 +115,7 @@ def summarise(workload: Workload, records: Records, instances: int, slo: Slo) ->
         latency_s=Distribution.of(times.latency_s),
         ttft_s=Distribution.of(times.ttft_s),
         tpot_s=Distribution.of(times.tpot_s),
-        slo_share=float(within.sum()) / len(workload),
+        slo_share=float(within_slo(workload, records, slo).mean()),
         instances=tuple(shares),
         preemptions=int(records.preemptions.sum()),
         refused=int((~done & np.isnan(records.first_token_s)).sum()),
