@@ -27,7 +27,7 @@ from hetero_gateway.gateway.admission.limits import Limiter
 from hetero_gateway.gateway.control.history import RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.access_log import AccessLog
-from hetero_gateway.gateway.dataplane.attempts import AnsweredRequests, Attempts, RetryBudget, Rooms
+from hetero_gateway.gateway.dataplane.attempts import Attempts
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Take, Tracing
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
@@ -40,6 +40,8 @@ from hetero_gateway.gateway.dataplane.recording import (
 )
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Deadlines
+from hetero_gateway.gateway.dataplane.retry_budget import RetryBudget
+from hetero_gateway.gateway.dataplane.rooms import AnsweredRequests, Rooms
 from hetero_gateway.gateway.dataplane.routes import ModelRoutes
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls

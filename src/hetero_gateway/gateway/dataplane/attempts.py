@@ -39,16 +39,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason
 from hetero_gateway.engines.vllm import Work, response_id_in
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.gateway_config import RetryConfig
-from hetero_gateway.gateway.admission.clients import Admission, Client
+from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.limits import rate_limit_headers
-from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.answers import (
     NO_RETRY,
     answer,
@@ -57,27 +54,23 @@ from hetero_gateway.gateway.dataplane.answers import (
     rejection,
     shutting_down,
 )
-from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher, Place, Waiting
-from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests, Tracing
-from hetero_gateway.gateway.dataplane.intake import Intake, Job, LongBodies, shorten_body
-from hetero_gateway.gateway.dataplane.relay import Deadlines, Exchange
+from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
+from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
+from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
+from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.dataplane.request_heads import head_to_instance, head_to_outside
+from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
-from hetero_gateway.gateway.wire.cors import Cors
 from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps
-from hetero_gateway.gateway.wire.headers import (
-    NOT_TO_INSTANCES,
-    NOT_TO_INSTANCES_NOR_CREDENTIALS,
-)
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest, with_model
 from hetero_gateway.gateway.wire.upstream import UpstreamConnection
 
 _log = logging.getLogger(__name__)
 
-_RETRY_WINDOW_S = 10.0
 # What is answered where nothing can take a request.
 _FALLS_BACK = frozenset(
     ("model_not_found", "no_healthy_instance", "queue_full", "queue_timeout", "wait_too_long",
@@ -85,84 +78,6 @@ _FALLS_BACK = frozenset(
 )  # fmt: skip
 # As nginx counts a client that left in front of an answer.
 CLIENT_GONE = 499
-
-
-class RetryBudget:
-    """Retries as a share of recent requests, so that an outage is not multiplied by them."""
-
-    def __init__(self, config: RetryConfig) -> None:
-        self.config = config
-        self._window_start_s = 0.0
-        self._requests = 0
-        self._retries = 0
-
-    def note_request(self, now_s: float) -> None:
-        if now_s - self._window_start_s >= _RETRY_WINDOW_S:
-            self._window_start_s = now_s
-            self._requests = self._retries = 0
-        self._requests += 1
-
-    def may_retry(self, error: InstanceError, attempts: int) -> bool:
-        """Whether a request may be tried once more; if so it is counted."""
-        config = self.config
-        most = config.max_attempts
-        if error.failure is Failure.SERVER_ERROR:
-            # It may be the request that breaks engines: two of them at most.
-            most = min(most, 2)
-        if not error.failure.retryable or attempts >= most:
-            return False
-        if self._retries >= config.budget_min + config.budget_ratio * self._requests:
-            return False
-        self._retries += 1
-        return True
-
-
-class AnsweredRequests:
-    """Requests whose answers are complete, until they are settled in the next turn.
-
-    uvloop sends what its callbacks have written when the last of them is done: what is counted and
-    learnt of an answer would hold that answer up. Needs a running event loop.
-    """
-
-    __slots__ = ("_loop", "_requests")
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._requests: list[Attempts] = []
-
-    def add(self, request: Attempts) -> None:
-        if not self._requests:
-            self._loop.call_soon(self._conclude)
-        self._requests.append(request)
-
-    def _conclude(self) -> None:
-        requests, self._requests = self._requests, []
-        for request in requests:
-            request.conclude()
-
-
-@dataclass(slots=True)
-class Rooms:
-    """What every request passes through.
-
-    ``open``: the requests that are not over; ``ended``: hears of those that are, and
-    ``tracing`` has spans of them, if anybody wants that.
-    """
-
-    admission: Admission
-    intake: Intake
-    dispatcher: Dispatcher
-    deadlines: Deadlines
-    metrics: Metrics
-    budget: RetryBudget
-    total_timeout_s: float
-    connect_timeout_s: float
-    open: set[Attempts]
-    reading: LongBodies
-    answered: AnsweredRequests
-    ended: EndedRequests | None = None
-    cors: Cors | None = None
-    tracing: Tracing | None = None
 
 
 class Attempts:
@@ -431,40 +346,24 @@ class Attempts:
         if first:
             self._overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
             self._rooms.metrics.overhead_s.observe(self._overhead_s)
-        head, body = self._upstream_request(instance), inbound.body
+        head, body = self._request_head(instance), inbound.body
         if len(body) < LEAST_BYTES:
             # One write is cheapest while it is small.
             exchange.begin(connection, head + body)
         else:
             exchange.begin(connection, head, body)
 
-    def _upstream_request(self, instance: Instance | Outside) -> bytes:
-        inbound, pool = self._inbound, instance.pool
-        if type(instance) is Outside:
-            return instance.head(inbound)
-        parts = [
-            inbound.method, b" ", pool.path_prefix, inbound.target,
-            b" HTTP/1.1\r\nhost: ", pool.host_header,
-            b"\r\nx-request-id: ", inbound.request_id,
-            b"\r\ncontent-length: %d\r\n" % len(inbound.body),
-        ]  # fmt: skip
-        dropped = NOT_TO_INSTANCES
-        if self._rooms.admission.has_key or instance.api_key is not None:
-            dropped = NOT_TO_INSTANCES_NOR_CREDENTIALS
-        if inbound.dropped:
-            dropped = dropped.union(inbound.dropped)
-        if (tracing := self._rooms.tracing) is not None:
+    def _request_head(self, instance: Instance | Outside) -> bytes:
+        rooms, inbound = self._rooms, self._inbound
+        if isinstance(instance, Outside):
+            return head_to_outside(inbound, instance)
+        parent = None
+        if rooms.tracing is not None:
             if self._span is None:
-                self._span = tracing.begin(inbound)
-            dropped = dropped.union((b"traceparent",))
-            parts += (b"traceparent: ", tracing.parent_header(self._span), b"\r\n")
-        for name, value in inbound.headers:
-            if name not in dropped:
-                parts += (name, b": ", value, b"\r\n")
-        if instance.api_key is not None:
-            parts.append(b"authorization: Bearer %b\r\n" % instance.api_key.encode())
-        parts.append(b"\r\n")
-        return b"".join(parts)
+                self._span = rooms.tracing.begin(inbound)
+            parent = rooms.tracing.parent_header(self._span)
+        hidden = rooms.admission.has_key or instance.api_key is not None
+        return head_to_instance(inbound, instance, hides_credentials=hidden, traceparent=parent)
 
     # An ExchangeOwner
 

@@ -29,9 +29,9 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.gateway.dataplane.answers import refusal_of, rejection
 from hetero_gateway.gateway.dataplane.application import DataPlane
-from hetero_gateway.gateway.dataplane.attempts import Rooms
 from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.cors import Cors

@@ -30,8 +30,6 @@ from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.tls import ClientContexts, ClientTls
 from hetero_gateway.gateway.wire.upstream import InstancePool
 
-# Of a request's fields, what a service elsewhere gets: it is a stranger.
-_TO_STRANGERS = frozenset((b"accept", b"content-type"))
 _CREDENTIALS = (b"authorization", b"x-api-key")
 _HASH_BYTES = 8
 
@@ -52,21 +50,6 @@ class Outside:
 
     def __repr__(self) -> str:
         return f"<Outside {self.pool!r}>"
-
-    def head(self, inbound: Inbound) -> bytes:
-        """The head of a request as it is sent there."""
-        parts = [
-            inbound.method, b" ", self.pool.path_prefix, inbound.target,
-            b" HTTP/1.1\r\nhost: ", self.pool.host_header,
-            b"\r\ncontent-length: %d\r\n" % len(inbound.body),
-        ]  # fmt: skip
-        for name, value in inbound.headers:
-            if name in _TO_STRANGERS:
-                parts += (name, b": ", value, b"\r\n")
-        if self.api_key is not None:
-            parts.append(b"authorization: Bearer %b\r\n" % self.api_key.encode())
-        parts.append(b"\r\n")
-        return b"".join(parts)
 
 
 class OutsidePlace(NamedTuple):

@@ -1,0 +1,67 @@
+"""What every request passes through on its way."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hetero_gateway.gateway.admission.clients import Admission
+from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher
+from hetero_gateway.gateway.dataplane.ended import EndedRequests, Tracing
+from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
+from hetero_gateway.gateway.dataplane.relay import Deadlines
+from hetero_gateway.gateway.dataplane.retry_budget import RetryBudget
+from hetero_gateway.gateway.wire.cors import Cors
+
+if TYPE_CHECKING:
+    from hetero_gateway.gateway.dataplane.attempts import Attempts
+
+
+class AnsweredRequests:
+    """Requests whose answers are complete, until they are settled in the next turn.
+
+    uvloop sends what its callbacks have written when the last of them is done: what is counted and
+    learnt of an answer would hold that answer up. Needs a running event loop.
+    """
+
+    __slots__ = ("_loop", "_requests")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._requests: list[Attempts] = []
+
+    def add(self, request: Attempts) -> None:
+        if not self._requests:
+            self._loop.call_soon(self._conclude)
+        self._requests.append(request)
+
+    def _conclude(self) -> None:
+        requests, self._requests = self._requests, []
+        for request in requests:
+            request.conclude()
+
+
+@dataclass(slots=True)
+class Rooms:
+    """What every request passes through.
+
+    ``open``: the requests that are not over; ``ended``: hears of those that are, and
+    ``tracing`` has spans of them, if anybody wants that.
+    """
+
+    admission: Admission
+    intake: Intake
+    dispatcher: Dispatcher
+    deadlines: Deadlines
+    metrics: Metrics
+    budget: RetryBudget
+    total_timeout_s: float
+    connect_timeout_s: float
+    open: set[Attempts]
+    reading: LongBodies
+    answered: AnsweredRequests
+    ended: EndedRequests | None = None
+    cors: Cors | None = None
+    tracing: Tracing | None = None
