@@ -336,7 +336,7 @@ def test_rows_that_never_end_are_bounded() -> None:
     for second in range(1, 3000):
         begin(state, 10, second - 0.5)  # and never settled
         state.observe_steps(40, 1.0, float(second))
-    assert len(state._awaited) <= 1025
+    assert len(state._sightings._awaited) <= 1025
     assert not any(row.known for row in state.observations.steps.last(100))
 
 

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hetero_gateway.core.instances.dispatch import Dispatch
     from hetero_gateway.core.instances.observation import StepRow
+    from hetero_gateway.core.types import Usage
 
 # Of the counters: long against a scrape, so that a prompt whose tokens are counted in one interval
 # and whose first token comes in the next does no harm; short against a change of traffic.
@@ -249,3 +250,11 @@ class Interval:
         if ratio is None:
             return math.nan
         return self.hit_tokens + max(0.0, self.untold_tokens - ratio * self.untold_charged)
+
+
+def reported_hits(entry: Dispatch, usage: Usage | None) -> float | None:
+    """Cached tokens of a request's prompt by its answer, in the measure of its estimated length."""
+    if usage is None or usage.cached_tokens is None or entry.request.sequences != 1:
+        return None
+    whole = usage.prompt_tokens or entry.prompt_tokens
+    return entry.prompt_tokens * min(1.0, usage.cached_tokens / max(1, whole))

@@ -60,19 +60,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 
 from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.core.instances.answer_times import first_token_times_s
 from hetero_gateway.core.instances.concurrency import NO_LIMIT, PATIENCE, PATIENCE_S, Concurrency
 from hetero_gateway.core.instances.dispatch import NO_PEERS, UNITS_PER_S, Dispatch, PeerLoad
-from hetero_gateway.core.instances.observation import (
-    FirstTokenRow,
-    Observations,
-    StepRow,
-    seconds,
-)
-from hetero_gateway.core.instances.prefix_hits import Interval, PrefixHits
+from hetero_gateway.core.instances.observation import StepRow, seconds
+from hetero_gateway.core.instances.prefix_hits import Interval
+from hetero_gateway.core.instances.sightings import Sightings
 from hetero_gateway.core.instances.speed import SpeedEstimate
 from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.types import MOST_TOKENS, InstanceId, Outcome, Request, Usage
@@ -87,8 +83,6 @@ STREAMS_SAY_S = 2.0
 _MOST_MISS = 4.0
 # What was sent lately, of prompts, is forgotten over so long: about as long as an answer takes.
 PREFILL_OVER_S = 10.0
-# Rows, about one a second, that wait for the ends of their requests.
-_MOST_AWAITED = 1024
 
 
 class InstanceState:
@@ -102,7 +96,6 @@ class InstanceState:
     """
 
     __slots__ = (
-        "_awaited",
         "_clock",
         "_estimate",
         "_freed_s",
@@ -119,6 +112,7 @@ class InstanceState:
         "_prompt_tokens",
         "_prompts",
         "_sequence",
+        "_sightings",
         "_streams_seen_s",
         "changed",
         "concurrency",
@@ -210,11 +204,11 @@ class InstanceState:
         self._freed_s = -math.inf
         self._estimate = SpeedEstimate(SPEED_BOUNDS)
         self._streams_seen_s = -math.inf
-        self.prefix = PrefixHits()
+        self._sightings = Sightings()
+        self.prefix = self._sightings.prefix
+        self.observations = self._sightings.observations
         self._interval = Interval()
-        self._awaited: deque[Interval] = deque()  # their rows are not complete
         self._observed_clock = math.nan
-        self.observations = Observations()
         self._note()
 
     def __repr__(self) -> str:
@@ -360,7 +354,7 @@ class InstanceState:
         self._prefill_tokens += entry.prefill_tokens
         self._prompt_tokens += entry.prompt_tokens
         if seen and entry.before is not None:
-            self._keep_first_token(entry, entry.before, now_s)
+            self._sightings.keep_first_token(entry, entry.before, now_s)
         self.streaming += n
         # The first token is out: each sequence holds its prompt and that one.
         self.context += entry.prompt_tokens + n
@@ -387,7 +381,7 @@ class InstanceState:
         if entry.streaming:
             self._freed_s = now_s
         if self.prefix.caching is not False:
-            self._learn_hits(entry, usage)
+            self._sightings.end(entry, usage)
         if entry.tracked:
             self._leave(entry, clock)
         self._load_units -= entry.units
@@ -522,7 +516,7 @@ class InstanceState:
             # No step at all counts as well: that is an engine that hangs.
             row = self._step_row(steps, duration_s, interval)
             if self._keeps:
-                self._keep_steps(row, interval)
+                self._sightings.keep_steps(row, interval)
             modelled_s = self._modelled_s(row, interval)
             if modelled_s is not None:
                 self._observe_speed(duration_s, modelled_s, now_s)
@@ -556,16 +550,6 @@ class InstanceState:
             share * interval.hits(None),
         )
 
-    def _keep_steps(self, row: StepRow, interval: Interval) -> None:
-        number = self.observations.add_steps(row)
-        if row.known:
-            return
-        interval.row, interval.number = row, number
-        awaited = self._awaited
-        awaited.append(interval)
-        while awaited and (awaited[0].number < 0 or len(awaited) > _MOST_AWAITED):
-            awaited.popleft().number = -1
-
     def _modelled_s(self, row: StepRow, interval: Interval) -> float | None:
         """What the model has for a row, s; None: the row says nothing of the speed."""
         c = self.constants
@@ -585,83 +569,16 @@ class InstanceState:
         modelled_s = min(most_s, max(least_s, believed_s))
         return None if modelled_s == believed_s else modelled_s
 
-    def _learn_hits(self, entry: Dispatch, usage: Usage | None) -> None:
-        """A request is over: what of its prompt was cached, if its answer reported."""
-        prefix = self.prefix
-        entry.hit_tokens = _told_hits(entry, usage)
-        if entry.outcome is Outcome.COMPLETED:
-            prefix.end(entry)
-        interval, entry.interval = entry.interval, None
-        if interval is not None:
-            interval.end(entry)
-            if interval.untold == 0 and interval.number >= 0:
-                self.observations.complete(interval.number, interval.shown * interval.hit_tokens)
-                interval.number = -1
-        row, entry.first_token = entry.first_token, None
-        if row is not None:
-            hit_tokens = entry.hit_tokens
-            if hit_tokens is None:
-                # A share of many says nothing of one, unless it is none.
-                hit_tokens = 0.0 if prefix.none_hit else math.nan
-            self.observations.add_first_token(row._replace(hit_tokens=hit_tokens))
-
     def observe_cache(
         self, caching: bool | None, counters: tuple[float, float] | None, now_s: float
     ) -> bool:
         """The engine was scraped: whether it has a prefix cache, and the tokens that it looked for
         and found there since it started; None: it does not say. Whether it was started anew.
         """
-        prefix = self.prefix
-        prefix.caching = caching
-        renewed = prefix.count(counters, self._prompt_tokens, self._prefill_tokens, now_s)
-        ratio = prefix.scraped_ratio
-        spans: dict[float, list[Interval]] = {}  # by the scrape that ended them
-        for interval in self._awaited:
-            if interval.number < 0:
-                continue
-            if interval.ratio is None:
-                interval.ratio, interval.scraped_s = ratio, now_s
-            spans.setdefault(interval.scraped_s, []).append(interval)
-        self._awaited = deque()
-        for intervals in spans.values():
-            if prefix.answers_tell and any(interval.open for interval in intervals):
-                self._awaited += intervals  # their ends may tell
-            elif intervals[0].ratio is not None:
-                self._merge(intervals)
+        self.prefix.caching = caching
+        renewed = self.prefix.count(counters, self._prompt_tokens, self._prefill_tokens, now_s)
+        self._sightings.scraped(now_s)
         return renewed
-
-    def _merge(self, intervals: list[Interval]) -> None:
-        """What no answer reported of these is known by the counters."""
-        rows, number = [], intervals[0].number
-        for interval in intervals:
-            assert interval.row is not None
-            hit_tokens = interval.shown * interval.hits(interval.ratio)
-            rows.append(interval.row._replace(hit_tokens=hit_tokens))
-            interval.number = -1
-        if len(rows) == 1:
-            self.observations.complete(number, rows[0].hit_tokens)
-        else:
-            self.observations.add_merged(rows)
-
-    def _keep_first_token(
-        self, entry: Dispatch, before: tuple[float, float, float, float, float], now_s: float
-    ) -> None:
-        placed_s, waiting, tokens, streaming, context = before
-        if now_s <= placed_s:
-            return
-        row = FirstTokenRow(
-            now_s - placed_s,
-            entry.request.sequences,
-            entry.prompt_tokens,
-            waiting,
-            tokens,
-            streaming,
-            context / streaming if streaming else 0.0,
-        )
-        if self.prefix.caching is False:
-            self.observations.add_first_token(row)
-        else:
-            entry.first_token = row
 
     def observe_answer(
         self, entry: Dispatch, output_tokens: float, now_s: float, usage: Usage | None = None
@@ -686,7 +603,9 @@ class InstanceState:
         others_s = self._prefilled_s - entry.prefilled_s if entry.streaming else 0.0
         may_be_s = [
             ttft_s + others_s + steps * self._mean_step_s(entry, took_s - ttft_s - others_s)
-            for ttft_s in self._ttfts_s(entry, entry.predicted_s[1], usage)
+            for ttft_s in first_token_times_s(
+                entry, entry.predicted_s[1], usage, self.prefix, self.constants, self.speed
+            )
         ]
         predicted_s = min(max(may_be_s), max(min(may_be_s), took_s))
         if len(may_be_s) > 1 and predicted_s == took_s:
@@ -710,40 +629,6 @@ class InstanceState:
         c, prompt = self.constants, entry.prompt_tokens
         assert c is not None
         return self.speed * (c.p5 * prompt + c.p6 + c.p7 * prompt + c.p8)
-
-    def _ttfts_s(self, entry: Dispatch, ttft_s: float, usage: Usage | None) -> tuple[float, ...]:
-        """The time to a first token, s, as predicted, had it been known what was prefilled of its
-        prompt and of those in front of it; where that is not known, the most and the least.
-        """
-        if self.prefix.caching is False:
-            return (ttft_s,)
-        ratio, hits = self.prefix.ratio, _told_hits(entry, usage)
-        prompt, charged = entry.prompt_tokens, entry.prefill_tokens
-        if ratio is None:
-            least = 0.0 if hits is None else prompt - hits
-            most = charged if hits is None else least
-            return tuple(
-                max(0.0, ttft_s - self._spared_s(entry, new, of_others))
-                for new, of_others in ((most, 1.0), (least, 0.0))
-            )
-        new = min(float(prompt), ratio * charged) if hits is None else prompt - hits
-        return (max(0.0, ttft_s - self._spared_s(entry, new, ratio)),)
-
-    def _spared_s(self, entry: Dispatch, new_tokens: float, ratio: float) -> float:
-        """The time, s, by which a first token comes sooner than was charged, where so much of its
-        prompt was prefilled, and this part of what was to be in front of it.
-
-        Attention in front of it is taken as if all prompts were of this one's length.
-        """
-        c, prompt, charged = self.constants, entry.prompt_tokens, entry.prefill_tokens
-        assert c is not None
-        in_front = 0.0 if entry.before is None else entry.before[2]
-        if not c.p9:
-            return self.speed * (c.p1 * (charged - new_tokens + (1 - ratio) * in_front))
-        pairs = attended_pairs(charged, prompt - charged)
-        pairs -= attended_pairs(new_tokens, prompt - new_tokens)
-        tokens = charged - new_tokens + (1 - ratio) * in_front
-        return self.speed * (c.p1 * tokens + c.p9 * (pairs + (1 - ratio) * in_front * prompt / 2))
 
     def _observe_speed(self, observed_s: float, modelled_s: float, now_s: float) -> None:
         self._estimate.observe(observed_s, modelled_s, now_s)
@@ -885,11 +770,3 @@ class InstanceState:
             context += peers.context
         step_s = c.p5 * context + c.p6 * batch + c.p7 * context / batch + c.p8
         self.steps_per_s = 1 / max(self.speed * step_s, 1e-6)
-
-
-def _told_hits(entry: Dispatch, usage: Usage | None) -> float | None:
-    """Cached tokens of a request's prompt, in the measure of its estimated length."""
-    if usage is None or usage.cached_tokens is None or entry.request.sequences != 1:
-        return None
-    whole = usage.prompt_tokens or entry.prompt_tokens
-    return entry.prompt_tokens * min(1.0, usage.cached_tokens / max(1, whole))

@@ -1,0 +1,116 @@
+"""What was seen of one engine, as rows, until it is known what of the prompts was cached.
+
+A row of steps, or of a first token, is of use once it is known how much of its prompts the engine
+had to compute: at the ends of its requests, or at the next scrape (``prefix_hits.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.instances.observation import FirstTokenRow, Observations, StepRow
+from hetero_gateway.core.instances.prefix_hits import Interval, PrefixHits, reported_hits
+from hetero_gateway.core.types import Outcome, Usage
+
+# Rows, about one a second, that wait for the ends of their requests.
+_MOST_AWAITED = 1024
+
+
+class Sightings:
+    """The rows of one instance, and what completes them.
+
+    ``prefix``: what is known of its prefix cache; ``observations``: the rows, of which those that
+    are complete are fit for use.
+    """
+
+    __slots__ = ("_awaited", "observations", "prefix")
+
+    def __init__(self) -> None:
+        self.prefix = PrefixHits()
+        self.observations = Observations()
+        self._awaited: deque[Interval] = deque()  # their rows are not complete
+
+    def keep_steps(self, row: StepRow, interval: Interval) -> None:
+        """A row of decode steps, over this interval."""
+        number = self.observations.add_steps(row)
+        if row.known:
+            return
+        interval.row, interval.number = row, number
+        awaited = self._awaited
+        awaited.append(interval)
+        while awaited and (awaited[0].number < 0 or len(awaited) > _MOST_AWAITED):
+            awaited.popleft().number = -1
+
+    def keep_first_token(
+        self, entry: Dispatch, before: tuple[float, float, float, float, float], now_s: float
+    ) -> None:
+        """A first token came; ``before``: when it was placed, and what was there (``Dispatch``)."""
+        placed_s, waiting, tokens, streaming, context = before
+        if now_s <= placed_s:
+            return
+        row = FirstTokenRow(
+            now_s - placed_s,
+            entry.request.sequences,
+            entry.prompt_tokens,
+            waiting,
+            tokens,
+            streaming,
+            context / streaming if streaming else 0.0,
+        )
+        if self.prefix.caching is False:
+            self.observations.add_first_token(row)
+        else:
+            entry.first_token = row
+
+    def end(self, entry: Dispatch, usage: Usage | None) -> None:
+        """A request is over: what of its prompt was cached, if its answer reported."""
+        prefix = self.prefix
+        entry.hit_tokens = reported_hits(entry, usage)
+        if entry.outcome is Outcome.COMPLETED:
+            prefix.end(entry)
+        interval, entry.interval = entry.interval, None
+        if interval is not None:
+            interval.end(entry)
+            if interval.untold == 0 and interval.number >= 0:
+                self.observations.complete(interval.number, interval.shown * interval.hit_tokens)
+                interval.number = -1
+        row, entry.first_token = entry.first_token, None
+        if row is not None:
+            hit_tokens = entry.hit_tokens
+            if hit_tokens is None:
+                # A share of many says nothing of one, unless it is none.
+                hit_tokens = 0.0 if prefix.none_hit else math.nan
+            self.observations.add_first_token(row._replace(hit_tokens=hit_tokens))
+
+    def scraped(self, now_s: float) -> None:
+        """The engine's counters were read: rows that no answer completes are known by them."""
+        prefix = self.prefix
+        ratio = prefix.scraped_ratio
+        spans: dict[float, list[Interval]] = {}  # by the scrape that ended them
+        for interval in self._awaited:
+            if interval.number < 0:
+                continue
+            if interval.ratio is None:
+                interval.ratio, interval.scraped_s = ratio, now_s
+            spans.setdefault(interval.scraped_s, []).append(interval)
+        self._awaited = deque()
+        for intervals in spans.values():
+            if prefix.answers_tell and any(interval.open for interval in intervals):
+                self._awaited += intervals  # their ends may tell
+            elif intervals[0].ratio is not None:
+                self._merge(intervals)
+
+    def _merge(self, intervals: list[Interval]) -> None:
+        """What no answer reported of these is known by the counters."""
+        rows, number = [], intervals[0].number
+        for interval in intervals:
+            assert interval.row is not None
+            hit_tokens = interval.shown * interval.hits(interval.ratio)
+            rows.append(interval.row._replace(hit_tokens=hit_tokens))
+            interval.number = -1
+        if len(rows) == 1:
+            self.observations.complete(number, rows[0].hit_tokens)
+        else:
+            self.observations.add_merged(rows)
