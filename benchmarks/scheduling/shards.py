@@ -44,6 +44,7 @@ from benchmarks.scheduling.sharing import (
 from benchmarks.tables import Column, report
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.scheduling.decider import SMALL_POOL, Decider
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import ModelQueue
@@ -75,7 +76,7 @@ COLUMNS = (
 )
 
 
-class SamplingScheduler(Scheduler):
+class SamplingDecider(Decider):
     """Decides among a few candidates that are drawn, in plain floats.
 
     Args:
@@ -86,7 +87,7 @@ class SamplingScheduler(Scheduler):
     size = 2**31
     keep = 0
 
-    def _decide(
+    def decide(
         self,
         request: Request,
         eligible: Eligible,
@@ -98,11 +99,11 @@ class SamplingScheduler(Scheduler):
         if eligible.kept is None and self.size < count:
             drawn = self._draws.integers(0, count, self.size).tolist()
             among = Eligible(eligible.pool, sorted({*drawn, *self._last}), ())
-            decision = super()._decide(request, among, now_s, queue, waited_s)
+            decision = super().decide(request, among, now_s, queue, waited_s)
             if decision is not None:
                 self._remember(eligible, decision)
                 return decision
-        return super()._decide(request, eligible, now_s, queue, waited_s)
+        return super().decide(request, eligible, now_s, queue, waited_s)
 
     def _remember(self, eligible: Eligible, decision: Decision) -> None:
         if self.keep:
@@ -113,10 +114,13 @@ class SamplingScheduler(Scheduler):
     _last: list[int]
 
 
-def make_sampling(size: int, keep: int, seed: int) -> SamplingScheduler:
-    scheduler = SamplingScheduler(make_policy("finish-time"), np.random.default_rng((seed, 2, 0)))
-    scheduler.size, scheduler.keep = size, keep
-    scheduler._draws, scheduler._last = np.random.default_rng((seed, 5)), []
+def make_sampling(size: int, keep: int, seed: int) -> Scheduler:
+    scheduler = Scheduler(make_policy("finish-time"), np.random.default_rng((seed, 2, 0)))
+    plain = scheduler._decider
+    decider = SamplingDecider(plain.policy, plain.rng, plain.views, SMALL_POOL)
+    decider.size, decider.keep = size, keep
+    decider._draws, decider._last = np.random.default_rng((seed, 5)), []
+    scheduler._decider = decider
     return scheduler
 
 

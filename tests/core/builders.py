@@ -83,7 +83,7 @@ def view_of(s: Scheduler, body: Request, now_s: float = 0.0) -> View:
     """What the policy would see of a request now."""
     eligible = s._members.eligible(body, ())
     assert not isinstance(eligible, Reject)
-    return s._views.wide(body, eligible, now_s, s._queues.get(body.model), keep=False)
+    return s._decider.views.wide(body, eligible, now_s, s._queues.get(body.model), keep=False)
 
 
 def candidates(

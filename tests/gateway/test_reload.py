@@ -70,7 +70,7 @@ def in_effect(running: RunningGateway) -> dict[str, Any]:
     dataplane = gateway.dataplane
     return {
         "policy": scheduler.policy.name,
-        "theta": scheduler._theta,
+        "theta": scheduler._decider.views.theta,
         "recalibrates": instance.recalibrates,
         "max_requests": scheduler._max_queued,
         "queue_timeout_s": gateway.placement.timeout_s,

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.instances.speed import UNSEEN_S
 from hetero_gateway.core.scheduling import members
+from hetero_gateway.core.scheduling.decider import SMALL_POOL
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.scheduling.scheduler import SMALL_POOL, Scheduler
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request
 from tests.core.builders import FAST, FAST_CONSTANTS, SLOW, profile, request, scheduler, spec
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.policies.base import Choice
+from hetero_gateway.core.scheduling.decider import Decider
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, Request
@@ -345,7 +346,7 @@ def test_who_waited_as_an_instance_left_is_judged_anew_though_somebody_came_sinc
     assert (waiting.failed, where(waiting), where(since)) == (None, "small", "small")
 
 
-def test_a_pump_that_places_nobody_looks_at_few_of_many() -> None:
+def test_a_pump_that_places_nobody_looks_at_few_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
     s = scheduler(LARGE, SMALL, spec("big", profile(max_num_seqs=1), max_model_len=16_000),
                   policy="finish-time")  # fmt: skip
@@ -354,13 +355,13 @@ def test_a_pump_that_places_nobody_looks_at_few_of_many() -> None:
     sizes = (20_000, 10_000, 100)
     for i in range(10_000):
         submitted(s, request(sizes[i % 3]))
-    decide = s._decide
+    decide = Decider.decide
 
     def counted(*args: Any) -> Any:
         nonlocal asked
         asked += 1
         return decide(*args)
 
-    s._decide = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(Decider, "decide", counted)
     assert s.pump(1.0) == []
     assert 1 <= asked <= 8

@@ -23,7 +23,6 @@ left behind: a dispatch is made whole or not at all.
 
 from __future__ import annotations
 
-import copy
 import heapq
 import math
 from bisect import insort
@@ -38,10 +37,11 @@ from hetero_gateway.core.instances.drift import Drift
 from hetero_gateway.core.instances.observation import Observations, seconds
 from hetero_gateway.core.instances.outcomes import Outcomes, Standing
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
-from hetero_gateway.core.policies import Policy, View
-from hetero_gateway.core.policies.base import Choice, Jit, SmallView, amount_at
+from hetero_gateway.core.policies import Policy
+from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.prefixes.keys import PrefixKeys
+from hetero_gateway.core.scheduling.decider import SMALL_POOL, Decider
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.disciplines import Clients, Fifo, QueueDiscipline
 from hetero_gateway.core.scheduling.members import Members, constants_of
@@ -62,8 +62,6 @@ from hetero_gateway.core.types import (
     Usage,
 )
 
-# Up to so many candidates, plain floats are faster than numpy (benchmarks/scheduling/pump.py).
-SMALL_POOL = 16
 # Requests that wait, where nobody says how many may.
 MOST_QUEUED = 2**31
 # Lines of a queue that are looked at in one pump: contexts and caches come in a few sizes. Retries
@@ -72,9 +70,6 @@ _MOST_LINES = 8
 # A request of more sequences than an engine runs at once fills it for minutes. It lets the others
 # pass for so long rather than take the last instance that has room.
 _CROWD_WAITS_S = 30.0
-
-# One for every request: a NamedTuple's own constructor is a function in Python.
-_new_decision: Callable[[type[Decision], tuple[Any, ...]], Decision] = tuple.__new__
 
 
 class Fresh(NamedTuple):
@@ -121,23 +116,19 @@ class Scheduler:
         small_pool: int = SMALL_POOL,
         prefix_cache: bool = True,
     ) -> None:
-        self.policy = policy
         self.caches = PrefixCaches() if prefix_cache else None
         self.queued = 0
         queues = policy.queues
         self._members = Members(reference, stand_ins=queues, observes=observes)
-        self._views = Views(self._members.table, theta, reference, self.caches, queues=queues)
+        views = Views(self._members.table, theta, reference, self.caches, queues=queues)
+        self._decider = Decider(policy, rng, views, small_pool)
         self._restraints = Restraints()
-        self._rng = rng
-        self._theta = theta
         self._reference = reference
         self._max_queued = max_queued
         self._waits: WaitLimits | None = None
         self._observes = observes
         self._discipline: QueueDiscipline = Fifo() if discipline is None else discipline
         self._shares = discipline if isinstance(discipline, Clients) else None
-        self._most_small = small_pool
-        self._small_pool = small_pool if policy.has_small_form else 0
         self._queues: dict[str, ModelQueue] = {}
         # (when, tie-break, dispatch): first tokens that nobody will see, by prediction.
         self._unseen: list[tuple[float, int, Dispatch]] = []
@@ -149,6 +140,11 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return f"<Scheduler {self.policy.name}: {self.queued} waiting; {self._members!r}>"
+
+    @property
+    def policy(self) -> Policy:
+        """What chooses among the eligible instances."""
+        return self._decider.policy
 
     def compile(self, jit: Jit) -> None:
         """Have ``jit`` compile what the policy computes with. See ``Policy.compile``."""
@@ -173,7 +169,8 @@ class Scheduler:
             or any(state.in_flight or state.peers for state in pool.states)
         ):
             return None
-        return Fresh(self.policy, self._rng, self._theta, pool, self._small_pool, self._reference)
+        by = self._decider
+        return Fresh(by.policy, by.rng, by.views.theta, pool, by.small_pool, self._reference)
 
     def set_policy(self, policy: Policy) -> None:
         """Have another policy choose from now on. Pump afterwards.
@@ -182,15 +179,13 @@ class Scheduler:
         charged. Under a policy that does not queue, the next pump places all that wait.
         """
         queues = policy.queues
-        self.policy = policy
-        self._small_pool = self._most_small if policy.has_small_form else 0
+        self._decider.set_policy(policy)
         self._members.set_stand_ins(queues)
-        self._views.queues = queues
         self._probes.activate(queues)
 
     def set_limits(self, theta: float, max_queued: int, waits: WaitLimits | None = None) -> None:
         """θ of Eq. (7), above 0, and how many requests wait, and how long, from now on."""
-        self._theta = self._views.theta = theta
+        self._decider.views.theta = theta
         self._max_queued = max_queued
         self._waits = waits if waits is not None and waits.any else None
 
@@ -550,13 +545,13 @@ class Scheduler:
             if now_s >= probes.next_s:
                 probes.revise(now_s)
             if trial is not None:
-                decision = self._decide(ticket.request, trial, now_s, queue, waited_s)
+                decision = self._decider.decide(ticket.request, trial, now_s, queue, waited_s)
             elif probes and (one := probes.due(takers, now_s)) is not None:
-                decision = self._decide(ticket.request, one, now_s, queue, waited_s)
+                decision = self._decider.decide(ticket.request, one, now_s, queue, waited_s)
                 if decision is not None:
                     probes.sent(now_s)
             if decision is None:
-                decision = self._decide(ticket.request, takers, now_s, queue, waited_s)
+                decision = self._decider.decide(ticket.request, takers, now_s, queue, waited_s)
             if decision is None:
                 return False
             ticket.dispatch = self.dispatch(decision, now_s)
@@ -600,15 +595,14 @@ class Scheduler:
         judged = self._judged(request, exclude, now_s)
         if isinstance(judged, Reject):
             return judged
-        return self._would_choose(*judged, now_s, self.policy, self._rng)
+        return self._would_choose(*judged, now_s)
 
     def explain(self, request: Request, now_s: float = 0.0) -> Decision | Reject:
         """What ``choose`` would say now, without taking the policy's turn or a random draw."""
         judged = self._judged(request, (), now_s)
         if isinstance(judged, Reject):
             return judged
-        policy, rng = copy.deepcopy(self.policy), copy.deepcopy(self._rng)
-        return self._would_choose(*judged, now_s, policy, rng)
+        return self._would_choose(*judged, now_s, takes_turn=False)
 
     def _judged(
         self, request: Request, exclude: Collection[InstanceId], now_s: float
@@ -622,54 +616,10 @@ class Scheduler:
         return eligible if isinstance(eligible, Reject) else (request, eligible)
 
     def _would_choose(
-        self,
-        request: Request,
-        eligible: Eligible,
-        now_s: float,
-        policy: Policy,
-        rng: np.random.Generator,
+        self, request: Request, eligible: Eligible, now_s: float, *, takes_turn: bool = True
     ) -> Decision:
         queue = self._queues.get(request.model)
-        view = self._views.wide(request, eligible, now_s, queue, keep=False)
-        return self._decision(view, policy.would_choose(view, rng), eligible)
-
-    def _decide(
-        self,
-        request: Request,
-        eligible: Eligible,
-        now_s: float,
-        queue: ModelQueue | None,
-        waited_s: float = 0.0,
-    ) -> Decision | None:
-        """None: it has to wait."""
-        policy = self.policy
-        if len(eligible.kept or eligible.pool.ids) <= self._small_pool:
-            small = self._views.small(request, eligible, now_s, queue, waited_s)
-            choice = policy.choose_small(small, self._rng)
-            return None if choice is None else self._decision(small, choice, eligible)
-        view = self._views.wide(request, eligible, now_s, queue, waited_s, keep=True)
-        choice = policy.choose(view, self._rng)
-        return None if choice is None else self._decision(view, choice, eligible)
-
-    def _decision(self, view: View | SmallView, choice: Choice, eligible: Eligible) -> Decision:
-        position, demand = choice.position, view.demand
-        prefill, kv_tokens = demand.prefill_tokens, demand.kv_tokens
-        return _new_decision(
-            Decision,
-            (
-                view.ids[position],
-                view.request,
-                choice,
-                # Where it is the same for all, it is a number.
-                prefill if type(prefill) is float else amount_at(prefill, position),
-                round(kv_tokens if type(kv_tokens) is float else amount_at(kv_tokens, position)),
-                view.ids,
-                self._theta,
-                self.policy,
-                eligible.excluded,
-                demand.prefix,
-            ),
-        )
+        return self._decider.would_choose(request, eligible, now_s, queue, takes_turn=takes_turn)
 
     # A request's events
 
@@ -727,8 +677,7 @@ class Scheduler:
         instance's speed from it. Raises KeyError when there is no such instance.
         """
         eligible = self._members.alone(instance_id, request.model)
-        policy, rng = copy.deepcopy(self.policy), copy.deepcopy(self._rng)
-        decision = self._would_choose(request, eligible, now_s, policy, rng)
+        decision = self._would_choose(request, eligible, now_s, takes_turn=False)
         dispatch = self.dispatch(decision, now_s)
         dispatch.before = None
         return decision, dispatch
@@ -837,7 +786,7 @@ class Scheduler:
 
     def observe_output_tokens(self, model: str, output_tokens: float) -> None:
         """A sequence finished after so many output tokens."""
-        self._views.residual.observe(model, output_tokens)
+        self._decider.views.residual.observe(model, output_tokens)
 
     def drift(self, instance_id: InstanceId) -> Drift | None:
         """How far an instance's profile is from what is seen of it; None: it has no profile."""

@@ -1,0 +1,111 @@
+"""One request, its candidates and a policy: the decision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hetero_gateway.core.policies import Policy, View
+from hetero_gateway.core.policies.base import Choice, SmallView, amount_at
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.pool import Eligible
+from hetero_gateway.core.scheduling.queue import ModelQueue
+from hetero_gateway.core.scheduling.views import Views
+from hetero_gateway.core.types import Request
+
+# Up to so many candidates, plain floats are faster than numpy (benchmarks/scheduling/pump.py).
+SMALL_POOL = 16
+
+# One for every request: a NamedTuple's own constructor is a function in Python.
+_new_decision: Callable[[type[Decision], tuple[Any, ...]], Decision] = tuple.__new__
+
+
+class Decider:
+    """Shows a policy the candidates, in the cheaper of its two forms, and keeps what it said.
+
+    Args:
+        rng: for ties and random policies.
+        views: what a policy sees; its θ is that of decisions.
+        small_pool: most candidates that are decided on in plain floats.
+    """
+
+    __slots__ = ("_most_small", "policy", "rng", "small_pool", "views")
+
+    def __init__(
+        self, policy: Policy, rng: np.random.Generator, views: Views, small_pool: int
+    ) -> None:
+        self.rng = rng
+        self.views = views
+        self._most_small = small_pool
+        self.set_policy(policy)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Have another policy choose from now on."""
+        self.policy = policy
+        self.small_pool = self._most_small if policy.has_small_form else 0
+        self.views.queues = policy.queues
+
+    def decide(
+        self,
+        request: Request,
+        eligible: Eligible,
+        now_s: float,
+        queue: ModelQueue | None,
+        waited_s: float = 0.0,
+    ) -> Decision | None:
+        """None: it has to wait."""
+        policy = self.policy
+        if len(eligible.kept or eligible.pool.ids) <= self.small_pool:
+            small = self.views.small(request, eligible, now_s, queue, waited_s)
+            choice = policy.choose_small(small, self.rng)
+            return None if choice is None else self._decision(small, choice, eligible)
+        view = self.views.wide(request, eligible, now_s, queue, waited_s, keep=True)
+        choice = policy.choose(view, self.rng)
+        return None if choice is None else self._decision(view, choice, eligible)
+
+    def would_choose(
+        self,
+        request: Request,
+        eligible: Eligible,
+        now_s: float,
+        queue: ModelQueue | None,
+        *,
+        takes_turn: bool,
+    ) -> Decision:
+        """Who would get a request that comes now, whether or not there is room.
+
+        ``takes_turn``: or else neither the policy's turn nor a random draw is taken.
+        """
+        policy, rng = self.policy, self.rng
+        if not takes_turn:
+            policy, rng = copy.deepcopy(policy), copy.deepcopy(rng)
+        view = self.views.wide(request, eligible, now_s, queue, keep=False)
+        return self._decision(view, policy.would_choose(view, rng), eligible)
+
+    def _decision(
+        self,
+        view: View | SmallView,
+        choice: Choice,
+        eligible: Eligible,
+    ) -> Decision:
+        position, demand = choice.position, view.demand
+        prefill, kv_tokens = demand.prefill_tokens, demand.kv_tokens
+        return _new_decision(
+            Decision,
+            (
+                view.ids[position],
+                view.request,
+                choice,
+                # Where it is the same for all, it is a number.
+                prefill if type(prefill) is float else amount_at(prefill, position),
+                round(kv_tokens if type(kv_tokens) is float else amount_at(kv_tokens, position)),
+                view.ids,
+                self.views.theta,
+                self.policy,
+                eligible.excluded,
+                demand.prefix,
+            ),
+        )
