@@ -43,7 +43,7 @@ ENTRYPOINT ["/usr/bin/prometheus"]
 
 
 class Podman:
-    """The engine with settings of its own; ``prepare`` makes the images."""
+    """The engine with settings of its own; ``prepare`` makes what ours are built on."""
 
     def __init__(self) -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -68,7 +68,7 @@ class Podman:
             f'[storage]\ndriver = "overlay"\ngraphroot = "{self.home}/storage"\n'
             f'runroot = "{self.home}/run"\n',
         )
-        self.pip = self._written("pip.conf", "[global]\nno-index = true\nfind-links = /wheels\n")
+        self.pip = self._written("pip.conf", "[global]\nno-index = true\nfind-links = /index\n")
         self.environment = os.environ | {
             "CONTAINERS_CONF": str(settings),
             "CONTAINERS_STORAGE_CONF": str(storage),
@@ -101,22 +101,28 @@ class Podman:
         return self.try_run("image", "exists", image).returncode == 0
 
     def prepare(self) -> None:
-        """The images that the compose files name."""
+        """The images that others make, under the names that the files have for them."""
         if not self.has(PYTHON_IMAGE):
             self._import_base()
         if not self.has(PROMETHEUS_IMAGE):
             words = ("build", "--format", "docker", "--tag", PROMETHEUS_IMAGE, "-")
             self.run(*words, text=_PROMETHEUS_FILE)
         self._download()
-        # The project's own Dockerfile, without a network: it finds its wheels in a folder.
+
+    def build_ours(self) -> None:
+        """The image of docker/Dockerfile, under the name that the compose files have for it."""
+        ignored = ("--ignorefile", str(ROOT / "docker" / "Dockerfile.dockerignore"))
+        self.build(ROOT / "docker" / "Dockerfile", ROOT, IMAGE, *ignored)
+
+    def build(self, dockerfile: Path, folder: Path, image: str, *options: str) -> None:
+        """An image of the project's, without a network: pip finds its wheels in a folder."""
         self.run(
             *("build", "--format", "docker", "--network", "none"),
-            *("--volume", f"{self.wheels}:/wheels:ro", "--volume", f"{self.pip}:/etc/pip.conf:ro"),
-            *("--file", str(ROOT / "docker" / "Dockerfile"), "--tag", IMAGE),
-            *("--ignorefile", str(ROOT / "docker" / "Dockerfile.dockerignore"), str(ROOT)),
+            *("--volume", f"{self.wheels}:/index:ro", "--volume", f"{self.pip}:/etc/pip.conf:ro"),
+            *("--file", str(dockerfile), "--tag", image, *options, str(folder)),
             within_s=900,
         )
-        self.run("image", "prune", "--force")
+        self.run("image", "prune", "--force", "--external")  # also what a killed build has left
 
     def _import_base(self) -> None:
         with tempfile.TemporaryDirectory(dir=self.home) as folder:

@@ -1,4 +1,4 @@
-"""The compose files are started: docker/compose.yaml, and the one that ``plan -o`` writes."""
+"""The compose files are started: docker/compose.yaml, and what ``init`` and ``plan -o`` write."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import pytest
 import yaml
 
 from tests.containers.engine import ROOT, Podman, Project
+from tests.fakes.processes import Process
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
+INIT_IMAGE = "localhost/hetero-gateway:init"
 GATEWAY, ADMIN, PROMETHEUS = (f"http://127.0.0.1:{port}" for port in (8000, 9001, 9090))
 # What comes to nobody else: Docker would send SIGKILL after a service's grace, 40 s.
 STOPS_WITHIN_S = 20.0
@@ -33,6 +35,12 @@ def podman() -> Iterator[Podman]:
     engine.prepare()
     yield engine
     engine.clean()
+
+
+@pytest.fixture(scope="module")
+def image(podman: Podman) -> None:
+    """The project's own image is there."""
+    podman.build_ours()
 
 
 @pytest.fixture
@@ -72,8 +80,8 @@ def eventually(check: Callable[[], Any], within_s: float = 60.0) -> Any:
         time.sleep(0.3)
 
 
-def rows(client: httpx.Client) -> dict[str, dict[str, Any]]:
-    page = client.get(f"{ADMIN}/admin/instances").raise_for_status().json()
+def rows(client: httpx.Client, admin: str = ADMIN) -> dict[str, dict[str, Any]]:
+    page = client.get(f"{admin}/admin/instances").raise_for_status().json()
     return {row["id"]: row for row in page["instances"]}
 
 
@@ -134,6 +142,7 @@ def answers_and_is_watched(
     return instances
 
 
+@pytest.mark.usefixtures("image")
 def test_the_whole_picture_starts_loses_an_instance_and_stops(podman, started, client):
     project = started(ROOT / "docker" / "compose.yaml")
     instances = answers_and_is_watched(podman, project, client, "llama-3-8b")
@@ -166,6 +175,7 @@ workload:
 """
 
 
+@pytest.mark.usefixtures("image")
 def test_what_the_planner_writes_starts_too(podman, started, client, tmp_path):
     (tmp_path / "cluster.yaml").write_text(PLANNED, "utf-8")
     folder = tmp_path / "plan"
@@ -185,3 +195,48 @@ def test_what_the_planner_writes_starts_too(podman, started, client, tmp_path):
     }
     instances = answers_and_is_watched(podman, project, client, model)
     assert set(instances) == set(project.services) - {"gateway", "prometheus"}
+
+
+@pytest.fixture
+def servers() -> Iterator[list[str]]:
+    """Two emulated instances that run on this machine, outside of any container."""
+    processes = [
+        Process(
+            *("emulate", "--profile", f"V100-32GB-NVLink2/Llama-3-8B/tp{size}"),
+            *("--model", "llama-3-8b", "--port", "0", "--time-scale", "20"),
+        )
+        for size in (4, 1)
+    ]
+    yield [process.wait_ready() for process in processes]
+    for process in processes:
+        process.stop()
+
+
+def test_what_init_writes_starts_in_front_of_servers_on_the_host(
+    podman, started, client, servers, tmp_path, monkeypatch
+):
+    folder = tmp_path / "my-gateway"
+    command = [sys.executable, "-m", "hetero_gateway", "init", "--probe", *servers]
+    subprocess.run([*command, "-o", str(folder)], check=True, capture_output=True, timeout=120)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
+    command += ["-d", str(folder / "wheels")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    podman.build(folder / "Dockerfile", folder, INIT_IMAGE)
+    monkeypatch.setitem(podman.environment, "HETERO_GATEWAY_IMAGE", INIT_IMAGE)
+    project = started(folder / "compose.yaml")
+    assert set(project.services) == {"gateway", "prometheus"}  # and Grafana, which is left out
+    eventually(lambda: client.get(f"{GATEWAY}/readyz").status_code == 200)
+    assert all(row["up"] for row in rows(client, GATEWAY).values())
+    used = {complete(client, "llama-3-8b", stream=i % 2 == 1) for i in range(8)}
+    assert used <= set(rows(client, GATEWAY))
+    assert "<title>" in client.get(f"{GATEWAY}/dashboard").raise_for_status().text
+    targets = eventually(lambda: targets_up(client))
+    assert len(targets) == len(servers) + 1
+    gateway = project.container("gateway")
+    podman.run("healthcheck", "run", gateway)
+    podman.run("healthcheck", "run", project.container("prometheus"))
+    assert podman.run("exec", gateway, "id", "-u") == "10001"
+    written = podman.try_run("exec", gateway, "touch", "/opt/hetero-gateway/x")
+    assert "Read-only file system" in written.stderr
+    podman.run("stop", "--time", "40", gateway)
+    assert json.loads(podman.run("inspect", gateway))[0]["State"]["ExitCode"] == 0

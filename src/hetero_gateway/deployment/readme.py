@@ -140,7 +140,8 @@ def _compose(
     lines = [
         "## With Docker Compose",
         "",
-        "The gateway's image is built from the project's source, once on every host that needs it:",
+        "The gateway's image is built from the project's source, once on every host that needs it "
+        "(without the source, `docker compose build` does it in a folder that `init` wrote):",
         "",
         "    docker build -f docker/Dockerfile -t hetero-gateway:local .",
         "",

@@ -1,7 +1,7 @@
 """Shell scripts for bare machines: no systemd, nothing but bash, coreutils and util-linux.
 
 A script starts its programs, each in a session of its own with a log and a pid file, waits until
-all answer /health, and stops all of them when it is told to end. bash's own /dev/tcp asks for
+all answer /health, and stops all of them when it is asked to end. bash's own /dev/tcp asks for
 /health, so that no curl is needed.
 """
 

@@ -58,6 +58,12 @@ _NO_PROBE = """\
   # An example: put in where your vLLM servers listen, without /v1, one entry each. The gateway asks
   # each server what it serves. `hetero-gateway init --probe URL` fills this in.
 """
+_WHEELS = """\
+Where no package index has hetero-gateway, put its wheel here before `docker compose build`: the one
+that you installed, or from a checkout
+
+    pip wheel --no-deps --wheel-dir DIR/wheels .
+"""
 _NO_PROFILE = """\
     # profile: GPU/MODEL/tpN, or a file
 """
@@ -109,7 +115,7 @@ def starter_files(
         "compose.yaml": _compose_text(port, api_key_env),
         "Dockerfile": container.read_text("utf-8").replace("@VERSION@", __version__),
         "profiles/README": "What `hetero-gateway profile` measured, for gateway.yaml to name.\n",
-        "wheels/README": "A wheel of hetero-gateway here goes into the image (../Dockerfile).\n",
+        "wheels/README": _WHEELS,
     }
 
 
