@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cluster_profiles(path: Path | None) -> dict[str, Profile]:
-    """By id: what the instances really are, where a cluster file says so."""
+    """By id: what the instances really are, where a cluster file describes them."""
     if path is None:
         return {}
     from hetero_gateway.files.cluster_config import load_cluster
@@ -101,7 +101,9 @@ def _notes(record: RecordedRun, answered: Sequence[RequestLine]) -> list[str]:
         notes.append(f"The gateway itself left out {record.left_out} requests.")
     several = sum(line.n > 1 for line in answered)
     if several:
-        notes.append(f"{several} requests of several sequences are simulated as so many requests.")
+        notes.append(
+            f"{several} requests of several sequences are simulated as that many requests."
+        )
     cached = sum(line.cached for line in answered) / sum(line.prompt * line.n for line in answered)
     if cached >= 0.01:
         notes.append(

@@ -257,7 +257,7 @@ class _Demo:
 
 
 def _mix() -> LengthMix:
-    """Chat with some context: prompts about 960 tokens in the mean, outputs about 190.
+    """Chat with some context: prompts of about 960 tokens on average, outputs about 190.
 
     Between ShareGPT with its history (2 355 and 437) and Azure's conversations (1 237 and 221),
     and shorter, so that the longest answer does not outlast the run.
@@ -284,7 +284,7 @@ def _print_table(results: list[PolicyResult], document: dict[str, Any]) -> None:
     console.print(
         f"{MODEL} on V100 t=4 and V100 t=1, emulated: {document['requests']} requests at "
         f"{RATE_PER_S:g}/s, {document['mean_input_tokens']:.0f} prompt and "
-        f"{document['mean_output_tokens']:.0f} output tokens in the mean.",
+        f"{document['mean_output_tokens']:.0f} output tokens on average.",
         soft_wrap=True,
     )
     table = Table()

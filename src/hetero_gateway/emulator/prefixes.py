@@ -1,4 +1,4 @@
-"""A prompt's tokens as bytes, and the keys of its KV blocks: what the prefix cache tells apart.
+"""A prompt's tokens as bytes, and the keys of its KV blocks: what the prefix cache distinguishes.
 
 Tokens are those of ``text.py``: 4 bytes of UTF-8, the last of a text filled up with a byte that
 UTF-8 does not have. A chat's template is 3 tokens in front of each message and 1 behind it, and 3

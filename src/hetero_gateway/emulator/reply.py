@@ -186,7 +186,7 @@ class Reply:
             self.outlet.write(body, more=False)
 
     def abort(self) -> None:
-        """End every unfinished choice here, as a vLLM that is told to stop does: finish_reason
+        """End every unfinished choice here, as a vLLM that is asked to stop does: finish_reason
         "abort" and a ``[DONE]`` that proves nothing."""
         assert self.outlet is not None
         unfinished = [c for c in self.choices if c.emitted < c.output_tokens]

@@ -1,4 +1,4 @@
-"""What /v1/responses keeps, where it is told to, so that others continue it.
+"""What /v1/responses keeps, where that is turned on, so that others continue it.
 
 As in vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1: in the server's memory, by id, and to be had
 under /v1/responses/ID. Not as there: the oldest go when there are many.

@@ -50,10 +50,10 @@ class EjectionConfig(StrictModel):
 
     enabled: bool = Field(True, description="Whether failed requests count against instances.")
     consecutive_failures: int = Field(
-        5, ge=1, le=10_000, description="So many in a row eject an instance."
+        5, ge=1, le=10_000, description="This many consecutive failures eject an instance."
     )
     failure_ratio: float = Field(
-        0.5, gt=0, le=1, description="Or such a share of what came of its requests within 10 s,"
+        0.5, gt=0, le=1, description="Or this share of its requests failing within 10 s,"
     )
     min_outcomes: int = Field(10, ge=1, le=10_000, description="once there were this many.")
     base_s: float = Field(
@@ -70,7 +70,9 @@ class HealthConfig(StrictModel):
 
     probe_interval_s: float = Field(2.0, gt=0, description="Between two GET /health.")
     probe_timeout_s: float = Field(2.0, gt=0, description="Time-out of one probe.")
-    unhealthy_after: int = Field(2, ge=1, description="Failed probes in a row that mark it down.")
+    unhealthy_after: int = Field(
+        2, ge=1, description="Consecutive failed probes that mark it down."
+    )
     scrape_interval_s: float = Field(
         5.0, gt=0, description="Between two reads of the engine's /metrics and /v1/models."
     )

@@ -152,7 +152,7 @@ class ModelConfig(StrictModel):
 
 
 def check_reachable(base_url: str) -> None:
-    """Raises ValueError: an instance is not let be there, by its address or name."""
+    """Raises ValueError: no instance may be there, by its address or name."""
     host = urlsplit(base_url).hostname or ""
     if is_link_local(host):
         raise ValueError(

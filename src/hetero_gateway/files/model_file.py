@@ -43,7 +43,7 @@ def model_config(text: str, dtype: str | None, quantization: str | None) -> Mode
 
 
 def read_model(value: str | ModelConfig, source: str, base_dir: Path) -> tuple[ModelShape, str]:
-    """The model, and what vLLM is to be told to serve.
+    """The model, and what vLLM is started with to serve it.
 
     Args:
         source: the file that names it, for messages.

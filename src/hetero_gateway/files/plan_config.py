@@ -116,7 +116,7 @@ class MachineConfig(StrictModel):
 
 
 class EngineConfig(StrictModel):
-    """What vLLM will be told."""
+    """The options that vLLM is started with."""
 
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="vLLM's flag.")
     max_num_seqs: int | None = Field(
@@ -237,12 +237,12 @@ class PlanRequest:
     """A checked file with its flags: what the planner is asked, and what a deployment needs.
 
     Args:
-        model_name: what vLLM is to be told to serve, as the file names it.
-        options: what vLLM is told; ``max_model_len`` is set.
+        model_name: what vLLM is started with as model, as the file names it.
+        options: what vLLM is started with; ``max_model_len`` is set.
         trace: the trace's path, if there is one.
         model_directory: where the config.json is, if the file names one.
         stored_in_config: how the weights are stored is what the checkpoint's own files say.
-        addresses: of machines by id, where the file tells.
+        addresses: of machines by id, where the file has them.
         accelerators: the file's own, by name.
     """
 
@@ -519,7 +519,7 @@ def _context(config: PlanConfig, model: ModelShape, longest: int, source: str) -
 
 
 def engine_options(engine: EngineConfig, context: int | None, source: str) -> EngineOptions:
-    """What vLLM is told. Raises ConfigError."""
+    """The options that vLLM is started with. Raises ConfigError."""
     version = {} if engine.vllm_version is None else {"vllm_version": engine.vllm_version}
     try:
         told = EngineOptions(

@@ -18,7 +18,7 @@ from hetero_gateway.errors import ConfigError
 
 Key = tuple[str | int, ...]
 
-# The rest of a file with a hundred errors is told once these are mended.
+# The rest of a file with a hundred errors is reported once these are mended.
 _MOST = 20
 
 _WORDS: Mapping[str, str] = {

@@ -112,7 +112,7 @@ def load_profile(name_or_file: str, base_dir: Path | None = None) -> Profile:
 def profile_document(
     profile: Profile, source: Mapping[str, Any], *, speed: float = 1.0
 ) -> dict[str, Any]:
-    """The file of a profile, of an instance that is so many times faster; ``source`` as given."""
+    """The file of a profile, of an instance that is this many times faster; ``source`` as given."""
     constants = asdict(profile.constants.scaled(1 / speed))
     if not constants["p9"]:
         del constants["p9"]  # it was not fitted: the file is as the paper's eight are

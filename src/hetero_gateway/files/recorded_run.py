@@ -1,6 +1,6 @@
 """Recorded runs: what ``serve --record`` writes, and ``simulate --against`` reads. JSON lines.
 
-Line 1 is a header. Each instance is described in a line of its own in front of its first request;
+Line 1 is a header. Each instance is described in a line of its own before its first request;
 each request is a line when it is over. A process that went on after another has a header of its
 own. Nothing of a prompt, an answer, a client or an id of a request is in it.
 
@@ -56,7 +56,7 @@ class RequestLine(msgspec.Struct, omit_defaults=True, rename={"prompt": "in"}):
             first byte came, and when it was over. None: it was not.
         model: the name that it asked for.
         prompt, out: tokens of the prompt of one sequence, and of all that was answered, as the
-            engine told them, or else as estimated and counted.
+            engine reported them, or else as estimated and counted.
         predicted: output tokens of one sequence, as placed.
         n: sequences.
         limit: the client's limit of output tokens.

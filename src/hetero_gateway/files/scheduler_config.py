@@ -180,7 +180,10 @@ class SharingConfig(StrictModel):
         description="Others learn at once where a request went, then not again for this long.",
     )
     ttl_s: float = Field(
-        3.0, ge=0.2, le=60, description="A gateway that is silent for so long is gone; seconds."
+        3.0,
+        ge=0.2,
+        le=60,
+        description="A gateway that has been silent for this long is gone; seconds.",
     )
     timeout_s: float = Field(
         0.05, ge=0.005, le=5, description="Time-out of one exchange, in seconds; nothing waits."
@@ -209,7 +212,7 @@ class SloLimits(StrictModel):
         None,
         gt=0,
         le=3600,
-        description="For each further token, in the mean, in seconds; default: no limit.",
+        description="For each further token on average, in seconds; default: no limit.",
     )
 
 

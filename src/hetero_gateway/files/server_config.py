@@ -108,7 +108,7 @@ class ServerConfig(StrictModel):
         None,
         ge=0.1,
         le=3600,
-        description="Look so often whether this file, or one that it names, has changed, and "
+        description="How often to look whether this file, or one it names, has changed, and to "
         "reload then; none: only when asked.",
     )
     drain_s: float = Field(

@@ -30,7 +30,7 @@ from hetero_gateway.gateway.settings import Change
 if TYPE_CHECKING:
     from hetero_gateway.gateway.wiring import Gateway
 
-# What tells a file from what it was: its time, size and inode.
+# What distinguishes a file from what it was: its time, size and inode.
 _Mark: TypeAlias = tuple[int, int, int]
 _Marks: TypeAlias = list[_Mark | None]
 
@@ -254,7 +254,7 @@ _IDLE_LOOK_S = 2.0
 
 
 def _mark(path: Path) -> _Mark | None:
-    """What tells a file from what it was; a link is followed. None: it cannot be looked at."""
+    """By what a changed file is recognised; a link is followed. None: it cannot be looked at."""
     try:
         seen = os.stat(path)
     except OSError:

@@ -59,16 +59,16 @@ class Served(Protocol):
     def tls(self) -> ServerTls | None: ...
 
     def drain(self) -> None:
-        """It was told to stop."""
+        """It was asked to stop."""
         ...
 
     def reload_soon(self, cause: str) -> None:
-        """It was told to read its configuration again."""
+        """It was asked to read its configuration again."""
         ...
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn as the gateway's processes run it: unready as soon as it is told to stop.
+    """uvicorn as the gateway's processes run it: unready as soon as it is asked to stop.
 
     Args:
         app: what is served.
@@ -206,7 +206,7 @@ class ProtocolServer(DrainingServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         where = self.gateway.config.server.admin_listen
-        # Taken first: an address that cannot be is told of in front of anything that serves.
+        # Taken first: an address that cannot be is reported before anything serves.
         admin = _bound(where) if where is not None and self.gateway.has_admin else None
         await super().startup(sockets)
         if admin is None:

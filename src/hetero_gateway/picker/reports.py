@@ -9,7 +9,7 @@ one at a response's end, by a unary call of ``hetero_gateway.Reports/Report``:
 in ASCII, padded with spaces. TICKET names the request: the picker gave it with its answer, in the
 dynamic metadata ``hetero_gateway``. PROMPT, OUTPUT and CACHED are the usage in tokens, "-" for what
 it does not say; EVENTS is how many server-sent events went by. The calls come on the connection of
-the request's own stream, in front of its end. Reports on requests that are over are ignored; what
+the request's own stream, before its end. Reports on requests that are over are ignored; what
 the others say is bounded like everything that an engine says (``dataplane/records``).
 """
 

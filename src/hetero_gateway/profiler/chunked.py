@@ -9,7 +9,7 @@ by 0.2 and 0.4 %.
 
 So it is fitted to batches of one step, and to single prompts of several steps with the further
 steps' fixed part, (steps − 1)·(p2 + p4), taken off. Attention adds up to the same in chunks, so
-they are what shows p9. How far the constants are off for the other batches is measured and told;
+they are what shows p9. How far the constants are off for the other batches is measured and shown;
 whoever wants a compromise can have all of them fitted as they were measured (``--deep-prefills``).
 """
 

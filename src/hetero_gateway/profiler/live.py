@@ -90,7 +90,7 @@ async def measure(
     watch: Callable[[Progress], None] = lambda _: None,
     on_start: Callable[[EngineFacts], None] = lambda _: None,
 ) -> Measured:
-    """Measure until done, stopped by the engine, or told to end by SIGINT or SIGTERM.
+    """Measure until done, stopped by the engine, or asked to end by SIGINT or SIGTERM.
 
     Raises:
         ConfigError: a wrong flag, file, model or key.

@@ -39,7 +39,7 @@ def write_observed(
         seen: what /admin/observations answered for one instance.
         output: the profile file.
         gpu, tensor_parallel, kv_capacity_tokens, max_num_seqs: in place of the present profile's;
-            an instance without a profile needs ``kv_capacity_tokens`` where its engine tells none.
+            an instance without a profile needs ``kv_capacity_tokens`` where its engine shows none.
 
     Raises:
         ConfigError: an option is wrong or missing; the file cannot be written.

@@ -1,4 +1,4 @@
-"""What a running gateway knows: its instances, with the constants that their traffic tells, and the
+"""What a running gateway knows: its instances, with the constants that their traffic shows, and the
 last requests.
 
     /admin/instances      which instances there are, and the policy
@@ -66,7 +66,7 @@ class Seen:
 
 
 def ask(url: str, admin_key_env: str | None) -> Seen:
-    """Everything that the gateway tells.
+    """Everything that the gateway reports.
 
     Raises:
         ConfigError: the URL or the key is wrong.

@@ -3,7 +3,7 @@
 A batch over HTTP is ragged: its sequences need not start in one step, and those that start early
 are some tokens ahead when the last one starts. So
 
-- prefill ends with the last first token; whether all started in one step is told by what the
+- prefill ends with the last first token; whether all started in one step is shown by what the
   others had emitted by then;
 - decode is measured on the sequence that started last, from its first token to its last token
   before any other sequence ends: in this window all of them run in every step. Its steps are

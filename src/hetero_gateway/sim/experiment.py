@@ -222,7 +222,7 @@ def compare(
     simulate: Simulate = cluster.simulate,
     on_run: Callable[[str, Rate, int], None] = lambda policy, rate, seed: None,
 ) -> list[Cell]:
-    """Every policy at every rate; ``on_run`` is told after each run. Rates come first in order."""
+    """Every policy at every rate; ``on_run`` is called after each. Rates come first in order."""
     moments = mix_moments(experiment.lengths)
     ids = tuple(str(i.instance_id) for i in experiment.instances)
     cells = []
@@ -247,7 +247,7 @@ def held(
 ) -> tuple[float, ...]:
     """The highest loads at which ``held.SHARES`` of the requests are within the SLO.
 
-    The share is the mean over the seeds; ``on_load`` is told before a load is tried.
+    The share is the mean over the seeds; ``on_load`` is called before a load is tried.
     """
     moments = mix_moments(experiment.lengths)
 

@@ -45,7 +45,7 @@ class Dispatch:
             nobody will see it.
         sent_s: when it was sent, as far as its progress is followed.
         match_tokens: of the prompt of one sequence, what its instance should have cached.
-        known_keys: keys of its prompt that its instance had before; None: it was told of none.
+        known_keys: keys of its prompt that its instance had before; None: none are known.
         before: when it was sent, s, and what was there: sequences waiting, what of their prompts
             was to be computed, sequences streaming, tokens cached; None: nothing is to be learnt
             from it.

@@ -1,13 +1,13 @@
-"""Whether a profile still tells the truth: observed over modelled time, over minutes of traffic.
+"""Whether a profile is still true: observed over modelled time, over minutes of traffic.
 
 The speed factor of ``progress.py`` forgets in seconds and decides; this forgets in minutes of
-observed time and only tells. Each row of ``observation.py`` has the seconds that it took and
+observed time and only reports. Each row of ``observation.py`` has the seconds that it took and
 those that the model has for its decode steps (D) and its prefills (P). The two ratios of
 
     observed = decode · D + prefill · P
 
 are fitted, exponentially forgotten. Rows differ in how much prefill is in them, and that is what
-tells the two apart; a ratio whose standard error is large is not told at all. The noise is in D (a
+tells the two apart; a ratio whose standard error is large is left out. The noise is in D (a
 second has a step more or less), where least squares would be biased by its square: so the shares
 D/(D+P) and P/(D+P) are the instruments, which makes one ratio alone a ratio of sums.
 
@@ -33,7 +33,7 @@ RECOVERED = 1.15
 # Of single rows around the fit: what seconds of few streams over HTTP show by themselves, plus
 # twice what the profile says of its own fit.
 _NOISE = 0.3
-# A ratio is told when its standard error is below this, and so many seconds were seen.
+# A ratio is reported when its standard error is below this, and this many seconds were seen.
 _MOST_ERROR = 0.08
 _LEAST_S = 20.0
 # Observed seconds between two judgements: a fit costs more than a row.

@@ -15,7 +15,7 @@ sources say how many there were, and each has its limits:
 A prompt is prefilled when its request begins, and what of it was cached is known when that ends.
 So a row of observation (a second or so, ``observation.py``) is complete only when all whose prompts
 are in it have ended; until then it has no ``hit_tokens`` and is used for nothing. Rows with prompts
-whose end tells nothing are merged into one for each interval between two scrapes, with the share of
+whose end shows nothing are merged into one for each interval between two scrapes, with the share of
 that interval by the counters; engines are scraped where rows end. That is right but for prompts
 that were counted on one side of a scrape and had their first token on the other, and for other
 clients of the engine. Without counters such rows stay as they are, for good: what nobody says is
@@ -217,7 +217,7 @@ class Interval:
         # Whose prefill came between the decode steps.
         self.prompts = 0.0
         self.prompt_tokens = 0.0
-        self.hit_tokens = 0.0  # as told
+        self.hit_tokens = 0.0  # as reported
         self.open = 0
         self.untold = 0
         self.untold_tokens = 0.0
@@ -229,7 +229,7 @@ class Interval:
         self.shown = 1.0
 
     def add_untold(self, prompt_tokens: float, charged_tokens: float) -> None:
-        """Prompts were prefilled of which nobody has told yet; they are in the sums already."""
+        """Prompts were prefilled of which nobody has reported yet; they are in the sums already."""
         self.untold += 1
         self.untold_tokens += prompt_tokens
         self.untold_charged += charged_tokens

@@ -585,7 +585,7 @@ class InstanceState:
     ) -> None:
         """A request whose tokens nobody saw is complete: its whole time, against the predicted.
 
-        To be told in front of ``settle``, with the ``usage`` of its answer, if it has one. Nothing
+        To be called before ``settle``, with the ``usage`` of its answer, if it has one. Nothing
         is learnt where streams say it better.
         """
         if (

@@ -87,7 +87,7 @@ class Table:
         orphans = state.leave(now_s)
         if state.noted:
             self._changed.remove(state)
-        state.noted = True  # what is still told of it is no column's business any more
+        state.noted = True  # what is still reported of it is no column's business any more
         self._free_slots.append(state.slot)
         return orphans
 

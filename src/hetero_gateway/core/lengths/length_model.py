@@ -295,7 +295,7 @@ class TrainedPredictor:
 
 # Errors
 
-# Upper ends, in prompt tokens, of the buckets that errors are told by.
+# Upper ends, in prompt tokens, of the buckets that errors are reported by.
 ERROR_BUCKETS = (64, 256, 1024, 4096, 16384)
 
 

@@ -297,7 +297,7 @@ class Choice(NamedTuple):
     ttft_s: float | None = None
 
 
-# What every choice tells of each candidate.
+# What every choice reports of each candidate.
 COLUMNS = ("request_time_s", "kv_usage", "load_s", "in_flight")
 
 

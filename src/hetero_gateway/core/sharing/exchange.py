@@ -13,7 +13,7 @@ through is not known here.
 
 **News**: what was placed in the last moments is what two gateways collide over, so where a request
 went is said at once, and everything every now and then. News are whole rows too: those that get
-lost, or come in front of an older whole, cost a moment's view and nothing else.
+lost, or come before an older whole, cost a moment's view and nothing else.
 
 **The lease**: a replica whose message has not changed for ``ttl_s`` is taken for gone, and its
 load with it. Every replica says something new every third of that, so one lost message, or two,

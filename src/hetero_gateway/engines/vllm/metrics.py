@@ -4,7 +4,7 @@ Names and labels are those of vLLM 0.32, seen on the wire; older ones are read w
 are missing (gpu_cache_usage_perc and gpu_prefix_cache_* until vLLM 0.10, which for a while exported
 both). Cousins with longer names (num_requests_waiting_by_reason) are other series.
 
-A server may run several data-parallel ranks, each with a KV cache and a batch of its own, told by
+A server may run several data-parallel ranks, each with a KV cache and a batch of its own, marked by
 the label ``engine``. For us it is one instance: counts and capacities are added up, and the usage
 is the mean over ranks weighted by their capacities, which is the used share of the whole.
 

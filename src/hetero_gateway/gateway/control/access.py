@@ -139,7 +139,7 @@ def _check_this_machine(request: Request, gateway: Gateway) -> None:
         )
     host, origin = _only_host(request), request.headers.get("origin")
     proxied = any(name in _PROXY_FIELDS or _PROXY_FIELD.fullmatch(name) for name in request.headers)
-    # nginx, unless it is told otherwise.
+    # nginx, unless it is configured otherwise.
     proxied = proxied or request.scope.get("http_version") == "1.0"
     if (
         proxied

@@ -51,7 +51,7 @@ _MOST_TOKENS = 10**8
 _MAX_BODY_BYTES = 2**20
 _DESCRIBED_AT_ONCE = 16
 _LOOK_UP_S = 2.0
-# What finish-time tells of a candidate beside the figures that every policy has.
+# What finish-time reports of a candidate beside the figures that every policy has.
 _ESTIMATES = (
     "ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "slo_price_s", "cost_s",
     "room",

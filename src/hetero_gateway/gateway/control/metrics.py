@@ -167,7 +167,7 @@ class Metrics:
         self.upstream_errors: Counter[tuple[str, str]] = Counter()
         self.ejections: Counter[tuple[str, str]] = Counter()
         self.client_disconnects: Counter[str] = Counter()
-        # By what clients got: an HTTP status; 499: they left in front of an answer.
+        # By what clients got: an HTTP status; 499: they left before an answer.
         self.statuses: Counter[int] = Counter()
         # Requests that reached an instance, by (class, outcome).
         self.classes: Counter[tuple[str, str]] = Counter()
@@ -335,7 +335,7 @@ class Metrics:
         yield counter("fallbacks", "Requests that went to a fallback, as nothing could take them.",
                       ("model", "fallback"), dict(self.fallbacks))  # fmt: skip
         yield counter("responses", "Requests on an engine's paths that were answered, by the HTTP "
-                      "status that the client got; 499: it left in front of one.", ("status",),
+                      "status that the client got; 499: it left before there was one.", ("status",),
                       _keyed({200: 0} | self.statuses))  # fmt: skip
         yield counter("class_requests", "Requests that reached an instance and are over, by the "
                       "class of the queue that they stood in.", ("class", "outcome"),

@@ -36,7 +36,7 @@ def no_response(path: str, detail: str = "") -> Refusal:
 def rejection(
     reject: Reject, error: InstanceError | None, path: str, *, spent: bool = False
 ) -> Refusal:
-    """What the client is told where no instance can take its request; ``error``: the last one's.
+    """What the client gets where no instance can take its request; ``error``: the last one's.
 
     ``spent``: the request was tried on several.
     """
@@ -60,7 +60,7 @@ def rejection(
 def refusal_of(
     error: InstanceError, instance: Instance | Outside, *, spent: bool = False
 ) -> Refusal:
-    """What the client is told of an attempt that failed and is not tried again.
+    """What the client gets for an attempt that failed and is not tried again.
 
     ``spent``: the request was tried on several. Who has waited for a time-out is not to wait for
     another either.

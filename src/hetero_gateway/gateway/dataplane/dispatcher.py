@@ -3,7 +3,7 @@
 ``Dispatcher`` is the whole of what ``attempts`` knows of scheduling: describe, submit, and the
 events of a placed attempt until it is settled. ``LocalDispatcher`` drives the scheduler of this
 process; ``workers.remote`` one in another process, with the same calls. None of them waits: what
-is not known at once is told to the request's ``Owner`` in a callback.
+is not known at once is reported to the request's ``Owner`` in a callback.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Seen(Answered, WatchedStream, Protocol):
 
 
 class Dispatcher(Protocol):
-    """Finds requests their instances, and is told what becomes of them."""
+    """Finds requests their instances, and learns what becomes of them."""
 
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
@@ -102,7 +102,7 @@ class Dispatcher(Protocol):
             tried: where the request was before.
             failure: of the last attempt, where there was one.
             deadline_s: monotonic; of the whole request.
-            owner: is told where a ``Waiting`` is returned.
+            owner: is called back where a ``Waiting`` is returned.
 
         Raises:
             Refusal: 429 for a full queue.

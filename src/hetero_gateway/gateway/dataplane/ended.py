@@ -33,7 +33,7 @@ class Ended(NamedTuple):
         job: None: it was not understood.
         last: its last attempt: where, what was seen of it, and what came of it; None: it had none.
         verdict: what came of it where no attempt says so.
-        status: that the client got; 499: it left in front of an answer.
+        status: that the client got; 499: it left before an answer.
         attempts: how many there were.
         overhead_s: from its last byte in to sending it on, less its wait; None: it was not sent.
         ended_s: monotonic.

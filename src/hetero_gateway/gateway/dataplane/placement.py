@@ -98,7 +98,7 @@ class Placement:
     """Submits, pumps, wakes and settles. Needs a running event loop.
 
     Args:
-        fleet: the instances and their scheduler; tells of its changes from now on.
+        fleet: the instances and their scheduler; reports its changes from now on.
         metrics: decision times, waits and refusals are counted there.
         config: the queue's limits; how many may wait is the scheduler's business.
         recalibrate: let the instances' constants follow the traffic.

@@ -1,7 +1,7 @@
-"""What an attempt came to: what is counted, learnt, and told to the health monitor.
+"""What an attempt came to: what is counted, learnt, and passed on to the health monitor.
 
 Once per attempt, after it is settled; the last one of a request is ``final`` and counts for it.
-What came of the attempt is told at once. What is only counted and learnt is done for some requests
+What came of the attempt is used at once. What is only counted and learnt is done for some requests
 together, within ``LATER_S``: one after the other they find code and counts in the processor's
 caches, where a request by itself would have to fetch them. ``Metrics`` and whoever else shows what
 was counted has that done first.
@@ -213,7 +213,7 @@ class Recorder:
         """Settle with the request's client; returns (prompt tokens as told, output tokens).
 
         What an engine refused or failed to answer costs nothing; who left it, or had it run out of
-        time, in front of an answer has cost it the prompt.
+        time, before an answer has cost it the prompt.
         """
         told_prompt, output = None, 0
         answered = exchange.first_body_at_s is not None and exchange.status < 400

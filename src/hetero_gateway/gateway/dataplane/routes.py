@@ -6,7 +6,7 @@
     a split          ``split``: one of several models, by weight; the same one for the same
                      request's id, or for the same client's key
     any              ``fallbacks``: in turn, where nothing can take the request: no instance is
-                     there, the queue is full or too slow, or all attempts failed in front of the
+                     there, the queue is full or too slow, or all attempts failed before the
                      first byte
 
 A client's key is asked whether it may use the name that was asked for, and each fallback's. What

@@ -8,7 +8,7 @@ ended within the interval counts for its part; one whose client held it up is le
 
 An engine may put several tokens into one event: with speculative decoding, or when it is hurried.
 What the scheduler calls a step is a token, so the events are multiplied by the tokens per event of
-streams that told their usage at the end.
+streams that reported their usage at the end.
 
 Nothing is done per event: relays count them anyway, and one timer reads the counts each second. It
 runs only while there are streams.
@@ -90,7 +90,7 @@ class _Stream:
 
 # By instance: (seconds, steps) of parts of streams.
 Parts = dict[InstanceId, list[tuple[float, float]]]
-# (instance, events, tokens) of streams that told their usage.
+# (instance, events, tokens) of streams that reported their usage.
 Samples = list[tuple[InstanceId, int, int]]
 
 

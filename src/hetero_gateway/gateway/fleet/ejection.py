@@ -33,7 +33,7 @@ _MOST_CHARGED = 64
 _MOST_CHARGED_S = 10.0
 # However many have failed: an engine with few places must not be taken for full.
 _MOST_SEQUENCES = 8
-# What tells bodies apart: their length, and so many bytes of either end.
+# What distinguishes bodies: their length, and this many bytes of either end.
 _FINGERPRINT_BYTES = 2048
 
 
@@ -51,7 +51,7 @@ class OutcomeWatch:
     """Takes note of outcomes. Needs a running event loop.
 
     Args:
-        fleet: whose instances; tells of its changes from now on.
+        fleet: whose instances; reports its changes from now on.
         metrics: ejections are counted there.
     """
 

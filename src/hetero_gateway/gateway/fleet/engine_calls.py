@@ -6,7 +6,7 @@ changes is heeded at once, and not with the next scrape:
     call                        heeded
     --------------------------  ------------------------------------------------------------------
     load, unload an adapter     its models are read again: what it lists now is routed to it
-    sleep, pause                it gets no request from the moment in front of the call; and
+    sleep, pause                it gets no request from just before the call; and
                                 again where the call fails
     wake_up, resume             it gets requests again
     sleep, reset of the cache,  the index forgets what it had cached

@@ -289,7 +289,7 @@ class Fleet:
         self.setups += 1
         instance.outcomes = self.ejections.join(instance.id)
         self.scheduler.add(instance.spec())
-        # Not known, until its engine tells.
+        # Not known until its engine reports it.
         self.scheduler.observe_cache(instance.id, None, None, 0.0)
         self._changed()
 

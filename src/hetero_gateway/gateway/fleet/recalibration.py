@@ -93,7 +93,7 @@ class Recalibration:
             return
         instance.calibrated = profile
         _log.info(
-            "instance %s: %s from %d s of traffic; the constants that it tells: %s; median error "
+            "instance %s: %s from %d s of traffic; the constants that it shows: %s; median error "
             "of decode %.0f %%",
             instance.id,
             "a profile is learned" if original is None else "the profile is recalibrated",

@@ -2,7 +2,7 @@
 
     {GROUP}:replicas   a set of names; everybody adds itself at each turn
     {GROUP}:NAME       a replica's latest message; its time to live is the lease
-    {GROUP}:news       a channel: a replica's name and its news, in front of the next message
+    {GROUP}:news       a channel: a replica's name and its news, before the next message
 
 Nothing depends on the channel. News that are lost, or that an access list forbids, are a view that
 is older by an exchange.

@@ -9,5 +9,5 @@ Unix socket (``messages``), each side's messages of one turn of the event loop i
     scheduler    the gateway as ever (``wiring.Gateway``), with a ``hub.Hub`` for its workers
 
 When a worker dies, the hub settles its requests. When the scheduler dies, each worker places on by
-its last view with a scheduler of its own (``remote``), and tells the new one what is outstanding.
+its last view with a scheduler of its own (``remote``), and gives the new one what is outstanding.
 """

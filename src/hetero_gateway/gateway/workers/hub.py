@@ -311,7 +311,7 @@ class Session:
         place, request.place = request.place, None
         if place is None:
             request.close()
-            return  # its instance was unknown when it was told of
+            return  # its instance was unknown when it was reported
         request.settled = place
         job = request.job
         job.inbound.body = said.report.mark
@@ -380,7 +380,7 @@ class Hub:
         fleet, placement, dispatcher, metrics, admission: of the gateway; the fleet tells of its
             changes from now on.
         listener: where the workers connect.
-        on_draining: called once a worker was told to stop.
+        on_draining: called once a worker was asked to stop.
     """
 
     def __init__(

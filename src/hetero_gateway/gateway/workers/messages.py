@@ -89,7 +89,7 @@ class Report(msgspec.Struct, array_like=True, gc=False):
     empty: bool
     complete: bool
     usage: Usage
-    mark: bytes  # tells the request's body from others
+    mark: bytes  # distinguishes the request's body from others
 
 
 # Worker to scheduler

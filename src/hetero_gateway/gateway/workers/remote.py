@@ -3,7 +3,7 @@
 Connected, each question and each event is a message, and the answer comes in a callback. When the
 connection is lost, the worker places on by itself: a scheduler of its own gets what the worker has
 outstanding, and of the others' load what the last ``View`` said. Whoever waits for an answer asks
-that one. When the scheduler process is back, it is told all that is outstanding here, whoever waits
+that one. When the scheduler process is back, it learns all that is outstanding here, whoever waits
 asks it anew, and the own scheduler is empty again. No request ends of it.
 """
 
@@ -106,7 +106,7 @@ class RemoteDispatcher:
             used while it was on its own is passed on.
         headers: names of those that describing looks at.
         sends_bodies: the predictor reads prompts.
-        draining: whether the worker was told to end.
+        draining: whether the worker was asked to end.
         on_config: called with the gateway's configuration, when it has changed.
     """
 

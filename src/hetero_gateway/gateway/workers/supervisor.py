@@ -4,7 +4,7 @@ It holds their listening sockets, so that clients that come while a worker is be
 its backlog, and its requests are all that a worker takes with it. It serves nothing itself.
 
     signal            what is done
-    SIGHUP            the scheduler process reads the configuration again, and tells the workers
+    SIGHUP            the scheduler process reads the configuration again, and informs the workers
     SIGTERM, SIGINT   the workers end as ``serve`` does, then the scheduler process
     its own end       however it came: the others see it, and end as after SIGTERM
 """

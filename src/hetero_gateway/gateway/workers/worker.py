@@ -148,7 +148,7 @@ class Worker:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def start(self) -> None:
-        """Connect to the scheduler process; returns once it has told of the instances."""
+        """Connect to the scheduler process; returns once it has named the instances."""
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         config = self.config
         outcomes = OutcomeWatch(self.fleet, self.metrics)
@@ -204,7 +204,7 @@ class Worker:
         await self.control.close()
 
     def drain(self) -> None:
-        """It was told to end; the scheduler process will hear of it, and say so."""
+        """It was asked to end; the scheduler process hears of it and passes it on."""
         self.draining = True
 
     def _take_up(self, config: GatewayConfig) -> None:
@@ -219,7 +219,7 @@ class Worker:
         self.remote.sends_bodies = _reads_prompts(self.config)
 
     def reload_soon(self, cause: str) -> None:
-        """The scheduler process reads the configuration, and tells of it."""
+        """The scheduler process reads the configuration, and passes it on."""
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Requests, engines and instances as arrays; what the engines have logged, told on."""
+"""Requests, engines and instances as arrays; what the engines have logged, passed on."""
 
 from __future__ import annotations
 

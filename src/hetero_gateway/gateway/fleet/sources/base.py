@@ -39,7 +39,7 @@ Tell: TypeAlias = Callable[[list[Found]], None]
 
 
 class Source(Protocol):
-    """Asks, again and again, and tells; ends by an exception or when it is cancelled."""
+    """Asks, again and again, and reports; ends by an exception or when it is cancelled."""
 
     async def follow(self, tell: Tell) -> None:
         """Raises SourceError: it is to be tried again in a while."""

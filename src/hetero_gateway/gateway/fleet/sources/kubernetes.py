@@ -38,7 +38,7 @@ _PAGE = 500
 _TIMEOUT_S = 10.0
 # An object has some kilobytes; a megabyte is the most that etcd takes.
 _MOST_LINE_BYTES = 1 << 22
-# Many changes come at once: they are told together.
+# Many changes come at once: they are reported together.
 _TOGETHER_S = 0.05
 
 
