@@ -25,10 +25,12 @@ from hetero_gateway.files.scheduler_config import PolicyName
 from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 from hetero_gateway.planner.accelerators import Accelerator, accelerator, taken_for
+from hetero_gateway.planner.further_sizes import MeanRequest
 from hetero_gateway.planner.goals import DEFAULT_SHARE, GoalName, Goals
 from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.memory import EngineOptions, Method
 from hetero_gateway.planner.model_shape import ModelShape
+from hetero_gateway.planner.pipelines import Network
 from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.search import Question
 from hetero_gateway.sim.alone import Engines, Mix
@@ -115,6 +117,25 @@ class MachineConfig(StrictModel):
         return self
 
 
+class NetworkConfig(StrictModel):
+    """Between the machines: with it, an instance may stretch over several equal ones."""
+
+    bandwidth_bytes_per_s: float | None = Field(
+        None, gt=0, description="Of one machine's connection, one direction. Or gbps."
+    )
+    gbps: float | None = Field(None, gt=0, description="The same in Gbit/s.")
+    latency_s: float = Field(5e-5, ge=0, le=1, description="Of one message.")
+
+    @model_validator(mode="after")
+    def _one(self) -> NetworkConfig:
+        if (self.bandwidth_bytes_per_s is None) == (self.gbps is None):
+            raise ValueError("give either bandwidth_bytes_per_s or gbps")
+        return self
+
+    def to_core(self) -> Network:
+        return Network(self.bandwidth_bytes_per_s or (self.gbps or 0) * 1e9 / 8, self.latency_s)
+
+
 class EngineConfig(StrictModel):
     """The options that vLLM is started with."""
 
@@ -187,6 +208,9 @@ class PlanConfig(StrictModel):
     machines: list[MachineConfig] = Field(description="At least one.")
     accelerators: dict[str, AcceleratorConfig] = Field(
         default_factory=dict, description="Your own, by name; they come before the catalogue's."
+    )
+    network: NetworkConfig | None = Field(
+        None, description="Between the machines; without it, an instance stays on one."
     )
     engine: EngineConfig = Field(default_factory=EngineConfig)
     workload: PlanWorkloadConfig = Field(default_factory=PlanWorkloadConfig)
@@ -348,15 +372,18 @@ def plan_request(
     if config.max_model_len is None:
         notes.append(f"max_model_len {context} is taken from the longest request ({longest})")
     options = engine_options(config.engine, context, source)
+    mean = _mean_request(lengths, config.seed)
     types, unfit = instance_types(
         model,
         machines,
         [*measured, *builtin_profiles().values()],
         options,
         needed_tokens=longest,
-        typical_tokens=None if model.keeps_all else _typical_tokens(lengths, config.seed),
+        typical_tokens=None if model.keeps_all else mean.prompt + mean.output,
         method=config.memory,
         own=own,
+        mean=mean,
+        network=None if config.network is None else config.network.to_core(),
     )
     question = _question(config, machines, types, unfit, lengths, notes, options)
     return PlanRequest(
@@ -369,9 +396,9 @@ def plan_request(
     )  # fmt: skip
 
 
-def _typical_tokens(lengths: Lengths, seed: int) -> float:
+def _mean_request(lengths: Lengths, seed: int) -> MeanRequest:
     mix = Mix.of(lengths, seed)
-    return mix.mean_prompt + mix.mean_output
+    return MeanRequest(mix.mean_prompt, mix.mean_output, mix.held_tokens)
 
 
 def _question(

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from hetero_gateway.planner.goals import price_per_hour_usd
-from hetero_gateway.planner.layouts import Group, best_by_use
+from hetero_gateway.planner.layouts import Group, best_by_use, stretches, together
 from hetero_gateway.planner.plan import Layout
 
 Allocation = tuple[tuple[tuple[Layout, int], ...], ...]
@@ -37,7 +37,7 @@ def best_sums(groups: Sequence[Group], worths: Worths, keep: int) -> list[Alloca
     for group in groups:
         options = _by_worth(worths[group])[:keep] or [(0.0, ())]
         joined = [
-            (total + group.machines * worth, (*chosen, layout))
+            (total + _machines(group, layout) * worth, (*chosen, layout))
             for (total, chosen), (worth, layout) in itertools.product(best, options)
         ]
         best = heapq.nsmallest(keep, joined, key=lambda pair: (-pair[0], pair[1]))
@@ -66,8 +66,9 @@ def least_cost(groups: Sequence[Group], worths: Worths, keep: int) -> list[Alloc
     result += [{first: layout} for _, layout in _by_worth(worths[first])[1:]]
 
     def price_of_worth(of: Mapping[Group, Layout]) -> float:
-        worth = sum(g.machines * worths[g][layout] for g, layout in of.items())
-        return sum(price_per_hour_usd(g, g.machines) for g in of) / worth
+        worth = sum(_machines(g, layout) * worths[g][layout] for g, layout in of.items())
+        price = sum(price_per_hour_usd(g, _machines(g, x)) for g, x in of.items())
+        return price / worth
 
     ranked = sorted(range(len(result)), key=lambda i: (price_of_worth(result[i]), i))
     found = [_whole(groups, [result[i].get(g, ()) for g in groups]) for i in ranked]
@@ -114,6 +115,12 @@ def _group_states(
     worth = {t: value for (a, t), value in goodput.items() if a == group.accelerator}
     options = best_by_use(group.count, worth)
     states: list[tuple[float, float, tuple[tuple[Layout, int], ...]]] = [(0.0, 0.0, ())]
+    for t, value in worth.items():
+        if stretches(t) and int(t) == group.count:
+            step = together((t,))
+            for n in range(step, group.machines + 1, step):
+                used = price_per_hour_usd(group) * n if by_price else float(group.count * n)
+                states.append((used, value * n / step, (((t,), n),)))
     if not options:
         return states
     if by_price:
@@ -157,8 +164,13 @@ def _by_worth(worths: Mapping[Layout, float]) -> list[tuple[float, Layout]]:
     )
 
 
+def _machines(group: Group, layout: Layout) -> int:
+    """That can have this layout: all, but for what instances that stretch over several leave."""
+    return group.machines - group.machines % together(layout)
+
+
 def _whole(groups: Sequence[Group], layouts: Sequence[Layout]) -> Allocation:
     return tuple(
-        ((layout, group.machines),) if layout else ()
+        ((layout, _machines(group, layout)),) if layout else ()
         for group, layout in zip(groups, layouts, strict=True)
     )

@@ -1,4 +1,4 @@
-"""The engines that could be deployed: every accelerator kind at every tensor parallelism.
+"""The engines that could be deployed: every accelerator kind at every size.
 
 A type has its memory (``memory``) and its times: a profile measured on such hardware where the
 caller has one, else a derived one, else a roofline of the data sheet. What cannot be deployed is
@@ -9,29 +9,35 @@ business.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.nearest import folded
+from hetero_gateway.planner import expert_parallel, pipelines
 from hetero_gateway.planner.accelerators import Accelerator, accelerator
+from hetero_gateway.planner.expert_parallel import expert_parallel_profile
+from hetero_gateway.planner.further_sizes import MeanRequest, across, promising, within
 from hetero_gateway.planner.memory import (
     EngineOptions,
     Method,
-    estimate_memory,
-    is_feasible,
     remedies,
     shortfall_bytes,
     tokens_at,
 )
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
+from hetero_gateway.planner.pipelines import Network, pipelined_profile
 from hetero_gateway.planner.plan import InstanceType, Machine, MemoryEstimate, Unfit
 from hetero_gateway.planner.roofline import (
     SLOT_BYTES_PER_S,
     SLOTS_UNCERTAINTY,
     roofline_profile,
 )
+from hetero_gateway.planner.sizes import Size, as_size
+from hetero_gateway.planner.stages import holds_request, instance_memory
 
 Types = dict[tuple[str, int], InstanceType]
 
@@ -53,14 +59,19 @@ def instance_types(
     typical_tokens: float | None = None,
     method: Method = "fitted",
     own: Mapping[str, Accelerator] | None = None,
+    mean: MeanRequest | None = None,
+    network: Network | None = None,
 ) -> tuple[Types, list[Unfit]]:
-    """Every instance that the machines could hold, by (accelerator, tensor_parallel).
+    """Every instance that the machines could hold, by (accelerator, size).
 
     Args:
         measured: profiles to take times from, measured and derived ones; the first of the best
             kind counts. Those of other models or accelerators are passed over.
         needed_tokens: prompt and output of the longest request; with ``max_model_len`` where that
             is longer.
+        mean: of the requests; None: tensor parallelism alone. With it, the sizes of
+            ``further_sizes`` that may win.
+        network: between machines; None: every instance stays on one.
 
     Returns:
         The types, keyed by the accelerator as the machines name it; and what is not deployable,
@@ -73,21 +84,65 @@ def instance_types(
     largest: dict[str, int] = {}
     for machine in machines:
         largest[machine.accelerator] = max(largest.get(machine.accelerator, 0), machine.count)
+    ask = _Asked(
+        model, measured, options, needed, method,
+        needed if typical_tokens is None else typical_tokens, network,
+    )  # fmt: skip
     types: Types = {}
     unfit: list[Unfit] = []
     for name, count in largest.items():
         device = accelerator(name, own)
-        for t in range(1, min(count, device.max_group) + 1):
-            profiles = _matching(measured, name, device, model, t)
-            found = _type(
-                model, device, t, profiles, options, needed, count, method,
-                needed if typical_tokens is None else typical_tokens,
-            )  # fmt: skip
-            if isinstance(found, Unfit):
-                unfit.append(dataclasses.replace(found, accelerator=name))
-            else:
-                types[name, t] = dataclasses.replace(found, accelerator=name)
+        most = min(count, device.max_group)
+        found = [_type(ask, name, device, t, most) for t in range(1, most + 1)]
+        unfit += [each for each in found if isinstance(each, Unfit)]
+        fitting = [each for each in found if isinstance(each, InstanceType)]
+        if mean is not None:
+            further = [_type(ask, name, device, size, most) for size in within(model, most)]
+            fitting += _kept(fitting, further, mean, unfit)
+            if network is not None:
+                sizes = _spans(model, machines, name)
+                wider = [_type(ask, name, device, size, most) for size in sizes]
+                fitting += _kept(fitting, wider, mean, unfit)
+        types |= {(name, each.size): each for each in fitting}
     return types, unfit
+
+
+def _kept(
+    plain: Sequence[InstanceType],
+    further: Sequence[InstanceType | Unfit],
+    mean: MeanRequest,
+    unfit: list[Unfit],
+) -> list[InstanceType]:
+    """Those that go into the search; where nothing fits, what comes nearest is told."""
+    fitting = [each for each in further if isinstance(each, InstanceType)]
+    lacking = [each for each in further if isinstance(each, Unfit) and each.shortfall_bytes > 0]
+    if not plain and not fitting and lacking:
+        unfit.append(min(lacking, key=lambda each: each.shortfall_bytes))
+    return promising(plain, fitting, mean)
+
+
+def _spans(model: ModelShape, machines: Sequence[Machine], name: str) -> list[Size]:
+    """Sizes over several of the machines that have this accelerator, equal ones together."""
+    counts = Counter((m.count, m.price_per_hour_usd) for m in machines if m.accelerator == name)
+    return list(
+        dict.fromkeys(
+            size for (count, _), n in sorted(counts.items(), key=str)
+            for size in across(model, count, n)
+        )
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is the same for all types of one question."""
+
+    model: ModelShape
+    measured: Sequence[Profile]
+    options: EngineOptions
+    needed: int
+    method: Method
+    typical: float
+    network: Network | None
 
 
 def _matching(
@@ -120,47 +175,79 @@ def _how(profile: Profile) -> str:
 
 
 def _type(
-    model: ModelShape,
-    device: Accelerator,
-    t: int,
-    profiles: Sequence[Profile],
-    options: EngineOptions,
-    needed: int,
-    largest: int,
-    method: Method,
-    typical: float,
+    ask: _Asked, name: str, device: Accelerator, size: int, largest: int
 ) -> InstanceType | Unfit:
-    reason = refusal(model, t) or precision_refusal(model, device)
-    if reason is None and t > 1 and device.link_bytes_per_s <= 0:
+    """One size, or why it cannot be; ``largest`` is what its machine has."""
+    size = as_size(size)
+    model, options, needed = ask.model, ask.options, ask.needed
+    reason = refusal(model, size) or precision_refusal(model, device)
+    if reason is None and size > 1 and device.link_bytes_per_s <= 0:
         reason = f"no link between two {device.name} is known"
     if reason is not None:
-        return Unfit(device.name, t, reason)
-    memory = _memory(model, device, t, profiles, options, needed, method)
-    if not is_feasible(memory, needed):
-        return Unfit(
-            device.name,
-            t,
-            _too_small(memory, needed),
-            shortfall_bytes(memory, model, device, t, options, needed),
-            remedies(
-                model, device, t, options,
-                needed_tokens=needed, largest=min(largest, device.max_group), method=method,
-            ),
-        )  # fmt: skip
-    sequences = options.sequences(device)
+        return Unfit(name, size, reason)
+    profiles = _matching(ask.measured, name, device, model, size.tensor)
+    memory = _memory(model, device, size, profiles, options, needed, ask.method)
+    if not holds_request(memory, size, needed):
+        return _unfit(ask, name, device, size, memory, largest)
+    sequences = options.sequences(device) * size.data
     room = memory.kv_capacity_tokens
     if memory.how != "measured":
-        room = tokens_at(memory, model, t, options, typical)
+        room = tokens_at(memory, model, size.tensor, options, ask.typical)
+    profile, uncertainty = _times(ask, device, size, profiles, sequences, room)
+    return InstanceType(name, size, profile, memory, uncertainty)
+
+
+def _unfit(
+    ask: _Asked, name: str, device: Accelerator, size: Size, memory: MemoryEstimate, largest: int
+) -> Unfit:
+    needed = ask.needed
+    reason = _too_small(memory, needed * size.data)
+    if not size.plain:
+        each = ask.model.kv_token_bytes(size.tensor, ask.options.kv_dtype) / size.pipeline
+        missing = needed * each - memory.kv_bytes / size.pipeline / size.data
+        return Unfit(name, size, reason, max(1.0, missing / size.tensor))
+    t = size.tensor
+    return Unfit(
+        name,
+        size,
+        reason,
+        shortfall_bytes(memory, ask.model, device, t, ask.options, needed),
+        remedies(
+            ask.model, device, t, ask.options,
+            needed_tokens=needed, largest=largest, method=ask.method,
+        ),
+    )  # fmt: skip
+
+
+def _times(
+    ask: _Asked,
+    device: Accelerator,
+    size: Size,
+    profiles: Sequence[Profile],
+    sequences: int,
+    room: int,
+) -> tuple[Profile, float]:
+    """Its profile, and how uncertain its step times are."""
+    if size.experts:
+        profile = expert_parallel_profile(device, ask.model, size, sequences, room)
+        return profile, max(device.uncertainty, expert_parallel.UNCERTAINTY)
     if profiles:
         profile = dataclasses.replace(profiles[0], kv_capacity_tokens=room, max_num_seqs=sequences)
         uncertainty = _uncertainty(profile, device)
     else:
-        guess = roofline_profile(device, model, t, sequences, room)
-        assert guess is not None  # is_feasible: there is room for a token
+        guess = roofline_profile(device, ask.model, size.tensor, sequences, room)
+        assert guess is not None  # there is room for a token
         profile, uncertainty = guess, device.uncertainty
-    if t > 2 and device.link_bytes_per_s < SLOT_BYTES_PER_S and _how(profile) != "measured":
+    if (
+        size.tensor > 2
+        and device.link_bytes_per_s < SLOT_BYTES_PER_S
+        and _how(profile) != "measured"
+    ):
         uncertainty = max(uncertainty, SLOTS_UNCERTAINTY)
-    return InstanceType(device.name, t, profile, memory, uncertainty)
+    if size.pipeline == 1:
+        return profile, uncertainty
+    profile = pipelined_profile(profile, ask.model, device, size, ask.network)
+    return profile, math.hypot(uncertainty, pipelines.UNCERTAINTY)
 
 
 def _too_small(memory: MemoryEstimate, needed: int) -> str:
@@ -177,15 +264,15 @@ def _too_small(memory: MemoryEstimate, needed: int) -> str:
 def _memory(
     model: ModelShape,
     device: Accelerator,
-    t: int,
+    size: Size,
     profiles: Sequence[Profile],
     options: EngineOptions,
     needed: int,
     method: Method,
 ) -> MemoryEstimate:
     """Modelled; or as a live engine reported it, if it was told the same."""
-    memory = estimate_memory(model, device, t, options, method, needed_tokens=needed)
-    if not profiles or _how(profiles[0]) != "measured":
+    memory = instance_memory(model, device, size, options, method, needed_tokens=needed)
+    if not size.plain or not profiles or _how(profiles[0]) != "measured":
         return memory
     profile = profiles[0]
     if not _same_settings(profile.source, options, profile.max_num_seqs, device):
@@ -194,7 +281,7 @@ def _memory(
     return dataclasses.replace(
         memory,
         kv_capacity_tokens=tokens,
-        kv_bytes=tokens * model.kv_token_bytes(t, options.kv_dtype),
+        kv_bytes=tokens * model.kv_token_bytes(size.tensor, options.kv_dtype),
         uncertainty=0.0,
         tight=False,
         how="measured",

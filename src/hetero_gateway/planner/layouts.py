@@ -1,10 +1,11 @@
 """How a machine can be cut into instances, and how equal machines are one case.
 
-A layout is a multiset of tensor parallelisms whose sum is at most u_i. What the paper searches,
+A layout is a multiset of sizes whose sum is at most u_i. What the paper searches,
 p_i·t_i = u_i with one t_i, is among them; so are unequal ones (4+2+1+1 of 8), and equal ones that
 leave accelerators idle. A layout that leaves room for one more instance is only listed when it is
 equal: one more instance never makes a machine slower by itself, but an unequal one can under a
-policy that gives every instance as much.
+policy that gives every instance as much. An instance that stretches over several machines takes
+all of each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_gateway.planner.plan import Layout, Machine
+from hetero_gateway.planner.sizes import as_size
 
 # A StatefulSet's name is this, "-tpNN" and, on its pods, an ordinal: 63 characters at most.
 _MOST_NAME = 40
@@ -46,19 +48,30 @@ def group_machines(machines: Sequence[Machine]) -> tuple[Group, ...]:
 
 def machine_layouts(accelerators: int, feasible: Collection[int]) -> list[Layout]:
     """The layouts worth looking at of one machine; see the module's text. Largest t first."""
-    sizes = sorted(feasible, reverse=True)
+    wide = {(t,) for t in feasible if stretches(t) and int(t) == accelerators}
+    sizes = sorted((t for t in feasible if not stretches(t)), reverse=True)
     if not sizes:
-        return []
-    found = set(_full(accelerators, sizes))
+        return sorted(wide)
+    found = wide | set(_full(accelerators, sizes))
     found |= {(t,) * (accelerators // t) for t in sizes if t <= accelerators}
     return sorted(found, reverse=True)
+
+
+def stretches(size: int) -> bool:
+    """Whether an instance of this size takes more than one machine."""
+    return as_size(size).machines > 1
+
+
+def together(layout: Layout) -> int:
+    """Machines that have this layout as one: those that its instance stretches over."""
+    return max((as_size(t).machines for t in layout), default=1)
 
 
 def best_by_use(accelerators: int, worth: Mapping[int, float]) -> list[tuple[float, Layout]]:
     """The layouts of the highest summed worth for what they use, fewest accelerators first.
 
     Args:
-        worth: by tensor parallelism, above 0.
+        worth: by size, above 0.
 
     Returns:
         (worth, layout); only those that are worth more than every one that uses less.
@@ -69,7 +82,7 @@ def best_by_use(accelerators: int, worth: Mapping[int, float]) -> list[tuple[flo
         options = [
             (exact[used - t][0] + value, tuple(sorted((*exact[used - t][1], t), reverse=True)))
             for t, value in worth.items()
-            if t <= used and exact[used - t][0] >= 0
+            if t <= used and not stretches(t) and exact[used - t][0] >= 0
         ]
         exact.append(max(options, default=(-1.0, ())))
         if exact[used][0] > (result[-1][0] if result else 0.0):

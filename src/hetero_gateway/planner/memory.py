@@ -195,6 +195,7 @@ def estimate_memory(
     method: Method = "fitted",
     *,
     needed_tokens: int = 1,
+    others: tuple[MemoryPart, ...] = (),
     coefficients: Coefficients = FITTED,
 ) -> MemoryEstimate:
     """The KV memory of one instance, and what else is in its accelerators' memory.
@@ -207,11 +208,13 @@ def estimate_memory(
     Args:
         method: "fitted", or "paper" for Eq. (1) as printed.
         needed_tokens: of the longest request; what ``tight`` is judged by, with max_model_len.
+        others: what else each accelerator holds.
     """
     if method == "paper":
         parts = _paper_parts(model, accelerator, tensor_parallel, options)
     else:
         parts = _fitted_parts(model, accelerator, tensor_parallel, options, coefficients)
+    parts += others
     taken = sum(part.bytes_per_accelerator for part in parts)
     kv_bytes = tensor_parallel * (accelerator.memory_bytes - taken)
     needed = max(needed_tokens, options.max_model_len or 1)
@@ -378,6 +381,8 @@ def mlp_bytes(model: ModelShape, tensor_parallel: int, tokens: int) -> float:
 
 def logits(model: ModelShape, accelerator: Accelerator, options: EngineOptions) -> float:
     """Entries that the sampler sorts in the start-up pass."""
+    if not model.samples:
+        return 0.0
     tokens = options.batched_tokens(accelerator)
     # V0 with chunked prefill ended its pass before the sampler.
     length = options.max_model_len or model.max_position

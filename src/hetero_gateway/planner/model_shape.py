@@ -113,6 +113,9 @@ class ModelShape:
         max_position: longest context that the position table is made for; 0: no table.
         dtype: of what is not quantised, and of the KV cache unless the engine is told otherwise.
         kv_dtype: of the KV cache where the checkpoint says so; "auto": as ``dtype``.
+        tables: embedding table and output layer that it holds; None: one where they are tied, else
+            two. A stage of a pipeline has fewer.
+        samples: it has the output layer, and the sampler with it.
         unmodelled: what makes the memory estimate uncertain.
         family: model_type of its configuration.
     """
@@ -145,6 +148,8 @@ class ModelShape:
     dtype: str = "bfloat16"
     kv_dtype: str = "auto"
     quantization: Quantization | None = None
+    tables: int | None = None
+    samples: bool = True
     unmodelled: tuple[Doubt, ...] = ()
     family: str = field(default="", compare=False)
 
@@ -174,7 +179,10 @@ class ModelShape:
     @property
     def embedding_weights(self) -> int:
         """Embedding table and output layer, one and the same where they are tied."""
-        return self.output_weights * (1 if self.tied_embeddings else 2)
+        held = self.tables
+        if held is None:
+            held = 1 if self.tied_embeddings else 2
+        return self.output_weights * held
 
     @property
     def layer_caches(self) -> tuple[Cache, ...]:

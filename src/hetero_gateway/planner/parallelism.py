@@ -10,6 +10,8 @@ instance that would not start. Lines are of vLLM 0.32:
     groups, words, tiles            layers/quantization/utils/marlin_utils.py:173
     blocks of fp8                   layers/quantization/utils/fp8_utils.py
     state heads % t                 layers/mamba/mamba_mixer2.py, gated_delta_net
+    pipelines                       config/model.py:1557, models' SupportsPP
+    expert parallelism              config/model.py:1485; whole experts: fused_moe/config.py:1217
     capability                      layers/quantization/*.py: get_min_capability()
 
 tests/real_vllm/test_parallelism.py asks vLLM's own model classes.
@@ -21,18 +23,40 @@ from collections.abc import Iterator
 
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.model_shape import VOCABULARY_PADDING, ModelShape, Quantization
+from hetero_gateway.planner.sizes import as_size
 
 # Marlin, vLLM's kernels for four and eight bit weights, work on tiles of (input, output) weights.
 _MARLIN_TILE = (128, 64)
 # Four-bit weights are packed into 32 bits.
 _WORD_BITS = 32
+_EXPERTS = "experts' intermediate size"
 
 
-def refusal(model: ModelShape, tensor_parallel: int) -> str | None:
-    """Why vLLM does not take this tensor parallelism; None: it does."""
-    t = tensor_parallel
-    if t < 1:
-        return f"tensor parallelism {t} is below 1"
+# Families whose classes lack SupportsPP: vLLM's registry was asked of all that are modelled.
+_NO_PIPELINE = {"mamba2", "zamba2", "gemma3n", "gemma3n_text"}
+
+
+def refusal(model: ModelShape, size: int) -> str | None:
+    """Why vLLM does not take an instance of this size; None: it does.
+
+    Args:
+        size: a ``Size``, or a tensor parallelism.
+    """
+    if size < 1:
+        return f"tensor parallelism {size} is below 1"
+    size = as_size(size)
+    if size.experts and not model.moe_layers:
+        return "there are no experts to spread"
+    if size.data > 1 and not size.experts:
+        return "copies without experts between them are instances of their own"
+    if size.pipeline > 1 and model.family in _NO_PIPELINE:
+        return f"vLLM has no pipeline of {model.family}"
+    if size.pipeline > model.layers:
+        return f"{model.layers} layers do not fill {size.pipeline} stages"
+    return _tensor_refusal(model, size.tensor, whole_experts=size.experts)
+
+
+def _tensor_refusal(model: ModelShape, t: int, *, whole_experts: bool) -> str | None:
     if t == 1:
         return None
     if model.heads % t:
@@ -47,11 +71,16 @@ def refusal(model: ModelShape, tensor_parallel: int) -> str | None:
         return f"the vocabulary, padded to {padded}, does not divide by {t}"
     if model.state_heads % t:
         return f"{model.state_heads} heads of the state-space layers do not divide by {t}"
-    for size, what in _intermediates(model):
+    sizes = [
+        (size, what)
+        for size, what in _intermediates(model)
+        if not (whole_experts and what == _EXPERTS)
+    ]
+    for size, what in sizes:
         if size % t:
             return f"the {what} of {size} does not divide by {t}"
     if model.quantization is not None:
-        return _quantized_refusal(model, model.quantization, t)
+        return _quantized_refusal(model, model.quantization, t, sizes)
     return None
 
 
@@ -59,19 +88,20 @@ def _intermediates(model: ModelShape) -> Iterator[tuple[int, str]]:
     if model.mlp_layers:
         yield model.intermediate, "intermediate size"
     if model.moe_layers:
-        yield model.moe_intermediate, "experts' intermediate size"
+        yield model.moe_intermediate, _EXPERTS
         if model.shared_intermediate:
             yield model.shared_intermediate, "shared experts' intermediate size"
 
 
-def _quantized_refusal(model: ModelShape, stored: Quantization, t: int) -> str | None:
+def _quantized_refusal(
+    model: ModelShape, stored: Quantization, t: int, sizes: list[tuple[int, str]]
+) -> str | None:
     """Shards must hold whole groups, words, tiles or blocks.
 
     Output and down projections are cut along their input (K), the others along their output (N).
     """
     cut = [(model.heads * model.head_dim, "attention width")] if not model.latent else []
-    cut += [(size, what) for size, what in _intermediates(model)]
-    for size, what in cut:
+    for size, what in [*cut, *sizes]:
         shard = size // t
         for step, why in _steps(stored):
             if shard % step:

@@ -1,8 +1,9 @@
 """What the planner is asked and what it answers: machines, instance types, candidates, the plan.
 
-An *instance type* is one engine as it could be deployed: a model on ``tensor_parallel``
-accelerators of one kind, with its profile and its memory. A *layout* is how one machine is cut
-into instances: the tensor parallelism of each, largest first, ``(4, 2, 1, 1)`` of 8 accelerators.
+An *instance type* is one engine as it could be deployed: a model on accelerators of one kind, by
+its ``Size`` (``sizes``), with its profile and its memory. A *layout* is how one machine is cut into
+instances: the size of each, largest first, ``(4, 2, 1, 1)`` of 8 accelerators. An instance that
+stretches over several machines stands in the layout of each.
 A *candidate* gives every machine a layout. Paper section 3: t_i, p_i, u_i with p_i·t_i = u_i; here
 instances of one machine may differ, and accelerators may stay idle where that wins.
 
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.planner.sizes import as_size
 from hetero_gateway.sim.alone import Alone
 
 Layout = tuple[int, ...]
@@ -62,31 +64,40 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class InstanceType:
-    """One engine as it could be deployed on ``tensor_parallel`` accelerators of one kind.
+    """One engine as it could be deployed on accelerators of one kind.
 
+    ``size`` is a ``Size``, or a tensor parallelism.
     ``profile.source["how"]`` says how its times are known (measured, derived, roofline);
     ``time_uncertainty`` is relative, of a step's time.
     """
 
     accelerator: str
-    tensor_parallel: int
+    size: int
     profile: Profile
     memory: MemoryEstimate
     time_uncertainty: float
 
+    @property
+    def tensor_parallel(self) -> int:
+        return as_size(self.size).tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Unfit:
-    """A tensor parallelism that cannot be deployed on a kind of machine, and what would help.
+    """A size that cannot be deployed on a kind of machine, and what would help.
 
     ``shortfall_bytes`` is what is missing per accelerator, 0 where memory is not the reason.
     """
 
     accelerator: str
-    tensor_parallel: int
+    size: int
     reason: str
     shortfall_bytes: float = 0.0
     remedies: tuple[str, ...] = ()
+
+    @property
+    def tensor_parallel(self) -> int:
+        return as_size(self.size).tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +162,7 @@ class Candidate:
 class Plan:
     """The planner's answer, best candidate first.
 
-    ``types`` are the instance types that can be deployed, by (accelerator, tensor_parallel).
+    ``types`` are the instance types that can be deployed, by (accelerator, size).
     ``pareto`` are the candidates that no other beats in both throughput and latency.
     ``alone`` has the types that were simulated alone. ``rate_per_s`` is what latencies are told
     for: the wanted rate, the best's goodput, or a share of what the best can do. ``limits`` says

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from hetero_gateway.planner.goals import Goals
-from hetero_gateway.planner.layouts import describe
+from hetero_gateway.planner.layouts import describe, together
 from hetero_gateway.planner.plan import Candidate, InstanceType, Layout, Machine
+from hetero_gateway.planner.sizes import as_size
 from hetero_gateway.sim.alone import Alone
 
 Types = Mapping[tuple[str, int], InstanceType]
@@ -115,9 +116,11 @@ def lead(
 
 
 def _instances(candidate: Candidate, machines: Mapping[str, Machine]) -> Counter[tuple[str, int]]:
-    return Counter(
+    """An instance that stretches over machines counts once, within rounding."""
+    found = Counter(
         (machines[i].accelerator, t) for i, layout in candidate.layouts.items() for t in layout
     )
+    return Counter({key: n // as_size(key[1]).machines for key, n in found.items()})
 
 
 def _uncertainty(found: InstanceType, alone: Alone) -> float:
@@ -212,7 +215,7 @@ def compare_layouts(
 
     def per_accelerator(t: int) -> float:
         found = alone.get((machine.accelerator, t))
-        return found.tokens_per_s / t if found else 0.0
+        return found.tokens_per_s / as_size(t).accelerators if found else 0.0
 
     lead_t = max(set(winner), key=lambda t: (per_accelerator(t), -t))
     worst_t = min(set(layout), key=lambda t: (per_accelerator(t), t))
@@ -232,12 +235,13 @@ def _compare_types(
     if mine is None:
         return f"tp{t} was ruled out by Algorithm 1"
     causes = []
-    share = (mine.batch / t) / (its.batch / other)
+    taken, others = as_size(t).accelerators, as_size(other).accelerators
+    share = (mine.batch / taken) / (its.batch / others)
     if share < _NOTABLE:
         causes.append(_fewer_sequences(accelerator, t, other, types, alone, layout))
     if (mine.step_s / its.step_s) > 1 / _NOTABLE or not causes or t > other:
-        fixed = types[accelerator, t].profile.constants.p8 * t
-        other_fixed = types[accelerator, other].profile.constants.p8 * other
+        fixed = types[accelerator, t].profile.constants.p8 * taken
+        other_fixed = types[accelerator, other].profile.constants.p8 * others
         if t > other and fixed * _NOTABLE > other_fixed:
             causes.append(
                 f"fixed part of a step {fixed * 1000:.0f} accelerator-ms, not "
@@ -247,8 +251,8 @@ def _compare_types(
             causes.append(f"a step takes {mine.step_s * 1000:.0f} ms, not {its.step_s * 1000:.0f}")
     if not causes:
         causes.append(
-            f"{mine.tokens_per_s / t:.0f} tokens/s an accelerator, "
-            f"{its.tokens_per_s / other:.0f} at tp{other}"
+            f"{mine.tokens_per_s / taken:.0f} tokens/s an accelerator, "
+            f"{its.tokens_per_s / others:.0f} at tp{other}"
         )
     return f"tp{t}: " + ", ".join(causes)
 
@@ -257,7 +261,8 @@ def _fewer_sequences(
     accelerator: str, t: int, other: int, types: Types, alone: AloneByType, layout: Layout
 ) -> str:
     mine, its = alone[accelerator, t], alone[accelerator, other]
-    text = f"{mine.batch / t:.0f} sequences an accelerator, not {its.batch / other:.0f}"
+    each, its_each = (a.batch / as_size(s).accelerators for a, s in ((mine, t), (its, other)))
+    text = f"{each:.0f} sequences an accelerator, not {its_each:.0f}"
     if mine.limit == "max_num_seqs":
         return f"{text} (max_num_seqs {types[accelerator, t].profile.max_num_seqs})"
     if mine.limit == "prefill":
@@ -272,4 +277,5 @@ def _fewer_sequences(
 
 
 def _sum(accelerator: str, layout: Layout, alone: AloneByType) -> float:
-    return sum(alone[accelerator, t].tokens_per_s for t in layout if (accelerator, t) in alone)
+    sums = sum(alone[accelerator, t].tokens_per_s for t in layout if (accelerator, t) in alone)
+    return sums / together(layout)

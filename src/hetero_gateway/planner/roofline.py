@@ -81,7 +81,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 MAX_PREFILL_TOKENS = 8192
 
-StepTime = Callable[[int, int], float]
+StepTime = Callable[[float, float], float]
 
 
 def roofline_profile(
@@ -100,10 +100,26 @@ def roofline_profile(
     if kv_capacity_tokens < 1:
         return None
     prefill, decode = step_times(accelerator, model, tensor_parallel)
-    prefill_shapes, decode_shapes = grid(kv_capacity_tokens, max_num_seqs)
     p9 = attended_pair_s(accelerator, model, tensor_parallel)
+    return fitted_profile(
+        accelerator, model, tensor_parallel, max_num_seqs, kv_capacity_tokens, prefill, decode, p9
+    )
 
-    def without_attention(batch: int, prompt_tokens: int) -> float:
+
+def fitted_profile(
+    accelerator: Accelerator,
+    model: ModelShape,
+    tensor_parallel: int,
+    max_num_seqs: int,
+    kv_capacity_tokens: int,
+    prefill: StepTime,
+    decode: StepTime,
+    p9: float,
+) -> Profile:
+    """Eqs. (3) and (4) fitted to step times, of which p9 is what attention over prompts takes."""
+    prefill_shapes, decode_shapes = grid(kv_capacity_tokens, max_num_seqs)
+
+    def without_attention(batch: float, prompt_tokens: float) -> float:
         return prefill(batch, prompt_tokens) - p9 * batch * attended_pairs(prompt_tokens)
 
     p1_to_p4 = _fit(without_attention, prefill_shapes)
@@ -173,7 +189,7 @@ def step_times(
             2 * sequences / attention_flop_per_s, model.dtype_bytes / bytes_per_s
         )
 
-    def windowed_s(tokens: int) -> float:
+    def windowed_s(tokens: float) -> float:
         """Of the layers whose attention ends with a window; linear in the tokens beyond it."""
         flop = 4 * model.heads * model.head_dim / attention_flop_per_s
         return sum(
@@ -182,7 +198,7 @@ def step_times(
             for cache in model.layer_caches if cache.window
         )  # fmt: skip
 
-    def added(batch: int, tokens: int) -> float:
+    def added(batch: float, tokens: float) -> float:
         return (
             STEP_OVERHEAD_S
             + SEQUENCE_OVERHEAD_S * batch
@@ -190,13 +206,13 @@ def step_times(
             * (LAYER_OVERHEAD_S + 2 * all_reduce_s(accelerator, model, tensor_parallel, tokens))
         )
 
-    def prefill(batch: int, prompt_tokens: int) -> float:
+    def prefill(batch: float, prompt_tokens: float) -> float:
         tokens = batch * prompt_tokens
         attention = pair_s * batch * attended_pairs(prompt_tokens)
         attention += windowed_s(prompt_tokens) * batch
         return layers(tokens) + attention + output(batch) + added(batch, tokens)
 
-    def decode(batch: int, cached_tokens: int) -> float:
+    def decode(batch: float, cached_tokens: float) -> float:
         # A state is read and written.
         read = batch * model.kv_request_bytes(cached_tokens, tensor_parallel) / bytes_per_s
         read += batch * model.state_bytes / bytes_per_s
@@ -225,7 +241,7 @@ def _attention_flop_per_s(accelerator: Accelerator, tensor_parallel: int) -> flo
 
 
 def all_reduce_s(
-    accelerator: Accelerator, model: ModelShape, tensor_parallel: int, tokens: int
+    accelerator: Accelerator, model: ModelShape, tensor_parallel: int, tokens: float
 ) -> float:
     """One all-reduce of the activations of so many tokens.
 
@@ -237,15 +253,21 @@ def all_reduce_s(
         return 0.0
     if accelerator.link_bytes_per_s <= 0:
         raise ValueError(f"{accelerator.name}: t > 1 needs link_bytes_per_s")
-    share, start = LINK_EFFICIENCY, ALL_REDUCE_START_S
-    if accelerator.link_bytes_per_s < SLOT_BYTES_PER_S:
-        switched = accelerator.link_bytes_per_s >= SWITCHED_BYTES_PER_S
-        shares = SWITCHED_SHARES if switched else ROOT_SHARES
-        logs = np.log2(list(shares)), np.log(list(shares.values()))
-        share, start = float(np.exp(np.interp(np.log2(t), *logs))), SLOT_START_S * t
+    slots = accelerator.link_bytes_per_s < SLOT_BYTES_PER_S
+    start = SLOT_START_S * t if slots else ALL_REDUCE_START_S
     # A ring passes 2(t - 1)/t of the activations over every link.
     passed = 2 * (1 - 1 / t) * tokens * model.hidden * 2
-    return start + passed / (accelerator.link_bytes_per_s * share)
+    return start + passed / (accelerator.link_bytes_per_s * link_share(accelerator, t))
+
+
+def link_share(accelerator: Accelerator, together: int) -> float:
+    """Of a link's figure, what a collective of so many accelerators reaches."""
+    if accelerator.link_bytes_per_s >= SLOT_BYTES_PER_S:
+        return LINK_EFFICIENCY
+    switched = accelerator.link_bytes_per_s >= SWITCHED_BYTES_PER_S
+    shares = SWITCHED_SHARES if switched else ROOT_SHARES
+    logs = np.log2(list(shares)), np.log(list(shares.values()))
+    return float(np.exp(np.interp(np.log2(together), *logs)))
 
 
 def matrix_flop_per_s(accelerator: Accelerator, model: ModelShape) -> float:

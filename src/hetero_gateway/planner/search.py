@@ -33,7 +33,13 @@ from hetero_gateway.planner.allocation import Allocation
 from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
 from hetero_gateway.planner.goals import HEADROOM, Goals, usd_per_million_tokens
 from hetero_gateway.planner.goodput import Goodput, find_goodput
-from hetero_gateway.planner.layouts import Group, group_machines, machine_layouts
+from hetero_gateway.planner.layouts import (
+    Group,
+    group_machines,
+    machine_layouts,
+    stretches,
+    together,
+)
 from hetero_gateway.planner.plan import (
     Candidate,
     Figures,
@@ -43,10 +49,11 @@ from hetero_gateway.planner.plan import (
     Plan,
     Unfit,
 )
+from hetero_gateway.planner.sizes import Size, as_size
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.workload import Lengths
 
-Key = tuple[str, int]  # accelerator, tensor parallelism
+Key = tuple[str, int]  # accelerator, size
 
 # The best layout's estimate was never below 0.56 of the estimator's best in the 100 settings of
 # benchmarks/planner/search.py (unpadded); at 0.6 it was dropped in one of them.
@@ -76,7 +83,7 @@ class Question:
 
     Args:
         machines: ids differ.
-        types: what can be deployed, by (accelerator, tensor parallelism); ``unfit``: what cannot.
+        types: what can be deployed, by (accelerator, size); ``unfit``: what cannot.
         lengths: of the requests.
         estimator: of Algorithm 1, which prunes.
         seed: of everything that is drawn.
@@ -172,7 +179,13 @@ class _Search:
             )
 
     def _feasible(self, group: Group) -> list[int]:
-        return [t for a, t in self._q.types if a == group.accelerator and t <= group.count]
+        return [
+            t
+            for a, t in self._q.types
+            if a == group.accelerator
+            and int(t) <= group.count
+            and (not stretches(t) or (int(t) == group.count and together((t,)) <= group.machines))
+        ]
 
     def _estimate(self) -> None:
         """Algorithm 1 of one instance of each type, both ways."""
@@ -199,7 +212,8 @@ class _Search:
 
     def _estimated(self, group: Group, layout: Layout) -> tuple[float, float]:
         pairs = [self._estimates[group.accelerator, t] for t in layout]
-        return sum(paper for paper, _ in pairs), sum(unpadded for _, unpadded in pairs)
+        share = 1 / together(layout)
+        return sum(paper for paper, _ in pairs) * share, sum(fair for _, fair in pairs) * share
 
     # -- instances alone
 
@@ -220,7 +234,9 @@ class _Search:
             raise ConfigError("no request of the workload fits an instance of any machine")
 
     def _alone_sum(self, group: Group, layout: Layout) -> float:
-        return sum(self._alone[group.accelerator, t].tokens_per_s for t in layout)
+        """Of one machine."""
+        sums = sum(self._alone[group.accelerator, t].tokens_per_s for t in layout)
+        return sums / together(layout)
 
     def _goodput(self) -> dict[Key, float]:
         """Requests/s that one instance of each type holds within the limits."""
@@ -428,11 +444,12 @@ class _Search:
         )
 
     def _system(self, candidate: Candidate) -> trials.System:
-        counts = Counter(
+        machines = Counter(
             (self._machines[i].accelerator, t)
             for i, layout in candidate.layouts.items()
             for t in layout
         )
+        counts = {key: n // as_size(key[1]).machines for key, n in machines.items()}
         return trials.reduced(
             {self._q.types[key].profile: n for key, n in sorted(counts.items())},
             {self._q.types[key].profile: alone for key, alone in self._alone.items()},
@@ -543,6 +560,7 @@ class _Search:
         if unable:
             notes.append(f"no instance fits {_few(unable)}")
         used = {(self._machines[i].accelerator, t) for i, of in best.layouts.items() for t in of}
+        notes += [line for t in {as_size(t) for _, t in used} if (line := _caution(t))]
         for accelerator, t in sorted(used):
             if self._q.types[accelerator, t].memory.tight:
                 notes.append(
@@ -562,7 +580,7 @@ class _Search:
             g.machines
             * max(
                 (
-                    sum(goodput.get((g.accelerator, t), 0.0) for t in layout)
+                    sum(goodput.get((g.accelerator, t), 0.0) for t in layout) / together(layout)
                     for layout in self._worths[g]
                 ),
                 default=0.0,
@@ -599,7 +617,7 @@ def nothing_fits(unfit: Sequence[Unfit]) -> str:
     if not unfit:
         return "the model fits no machine"
     nearest = min(unfit, key=lambda u: (u.shortfall_bytes <= 0, u.shortfall_bytes))
-    text = f"the model fits no machine; nearest: {nearest.accelerator} tp{nearest.tensor_parallel}"
+    text = f"the model fits no machine; nearest: {nearest.accelerator} tp{nearest.size}"
     text += f": {nearest.reason}"
     if nearest.remedies:
         text += f"; try {nearest.remedies[0]}"
@@ -648,6 +666,18 @@ def _rate_of(
         for group, parts in zip(groups, each, strict=True)
         for layout, machines in parts
     )
+
+
+def _caution(size: Size) -> str:
+    """What the profile of such a size does not say."""
+    if size.pipeline > 1:
+        return (
+            f"tp{size} is reckoned, not measured: a lone prompt passes {size.pipeline} stages one "
+            f"after another, its TTFT is up to {size.pipeline} times what is said"
+        )
+    if size.experts:
+        return f"tp{size} is reckoned with even routing, not measured"
+    return ""
 
 
 def _few(ids: Sequence[str]) -> str:

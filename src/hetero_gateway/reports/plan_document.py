@@ -18,6 +18,7 @@ from hetero_gateway.planner.plan import (
     Plan,
     Unfit,
 )
+from hetero_gateway.planner.sizes import as_size
 
 
 def document(plan: Plan, request: PlanRequest, seconds: float) -> dict[str, Any]:
@@ -97,13 +98,28 @@ def _machine(
         "count": machine.count,
         "instances": [
             {
-                "tensor_parallel": t,
+                **size_document(t),
                 "count": n,
                 "kv_capacity_tokens": types[machine.accelerator, t].memory.kv_capacity_tokens,
             }
             for t, n in sorted(Counter(layout).items(), reverse=True)
         ],
     }
+
+
+def size_document(size: int) -> dict[str, Any]:
+    """The parts of a size; those beyond tensor parallelism only where there are some."""
+    size = as_size(size)
+    told: dict[str, Any] = {"tensor_parallel": size.tensor}
+    if size.pipeline > 1:
+        told["pipeline_parallel"] = size.pipeline
+    if size.data > 1:
+        told["data_parallel"] = size.data
+    if size.experts:
+        told["expert_parallel"] = True
+    if size.machines > 1:
+        told["machines"] = size.machines
+    return told
 
 
 def _figures(figures: Figures | None) -> dict[str, Any] | None:
@@ -127,7 +143,7 @@ def _type(key: tuple[str, int], found: InstanceType, plan: Plan) -> dict[str, An
     memory = found.memory
     return {
         "accelerator": key[0],
-        "tensor_parallel": key[1],
+        **size_document(key[1]),
         "kv_capacity_tokens": memory.kv_capacity_tokens,
         "kv_uncertainty": memory.uncertainty,
         "tight": memory.tight,
@@ -151,14 +167,14 @@ def _infeasible(plan: Plan) -> list[dict[str, Any]]:
         {
             "machine": machine.id,
             "accelerator": machine.accelerator,
-            "tensor_parallel": unfit.tensor_parallel,
+            **size_document(unfit.size),
             "reason": unfit.reason,
             "shortfall_bytes": unfit.shortfall_bytes,
             "remedies": list(unfit.remedies),
         }
         for machine in plan.machines
         for unfit in by_accelerator.get(machine.accelerator, [])
-        if unfit.tensor_parallel <= machine.count
+        if int(unfit.size) <= machine.count
     ]
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from hetero_gateway.files.plan_config import PlanRequest
 from hetero_gateway.planner import reasons
-from hetero_gateway.planner.layouts import describe
+from hetero_gateway.planner.layouts import describe, together
 from hetero_gateway.planner.plan import Candidate, Figures, Layout, Machine, Plan, Unfit
 from hetero_gateway.reports.simulation_table import number
 
@@ -134,7 +134,7 @@ def headline(plan: Plan) -> str:
             f"{tokens(best.simulated.tokens_per_s)} tokens/s with always enough to do "
             f"(± {uncertain:.0%}; {tokens(best.simulated.output_tokens_per_s)} of them output)"
         )
-    instances = sum(map(len, best.layouts.values()))
+    instances = round(sum(len(of) / together(of) for of in best.layouts.values()))
     parts.append(
         f"{best.accelerators} accelerator{'s' if best.accelerators > 1 else ''}, "
         f"{instances} instance{'s' if instances > 1 else ''}"
@@ -219,7 +219,7 @@ def unfit_lines(unfit: Sequence[Unfit]) -> list[str]:
         groups.setdefault((each.accelerator, kind), []).append(each)
     lines = []
     for (accelerator, _), of in groups.items():
-        sizes = ", ".join(f"tp{u.tensor_parallel}" for u in of)
+        sizes = ", ".join(f"tp{u.size}" for u in of)
         first = of[0]
         reason = first.reason if len(of) == 1 else re.sub(r"\d+$", "t", first.reason)
         text = f"{accelerator} {sizes}: {reason}"
