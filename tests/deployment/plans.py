@@ -18,6 +18,7 @@ from hetero_gateway.planner.plan import (
     MemoryEstimate,
     Plan,
 )
+from hetero_gateway.planner.sizes import as_size
 
 OPTIONS = DeploymentOptions(
     model="meta-llama/Meta-Llama-3-8B-Instruct",
@@ -37,7 +38,7 @@ def figures(tokens_per_s: float = 1000.0) -> Figures:
 
 def profile(accelerator: str, tensor_parallel: int) -> Profile:
     """A built-in one's constants under any accelerator's name."""
-    like = builtin_profiles()[f"V100-32GB-NVLink2/Llama-3-8B/tp{tensor_parallel}"]
+    like = builtin_profiles()[f"V100-32GB-NVLink2/Llama-3-8B/tp{as_size(tensor_parallel).tensor}"]
     return dataclasses.replace(like, gpu=accelerator)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_gateway.deployment.checkpoints import CHECKPOINTS, checkpoint_of
 from hetero_gateway.deployment.command import emulate_arguments, serve_arguments
+from hetero_gateway.deployment.directory import render_deployment
 from hetero_gateway.deployment.instances import deployed_instances, on_one_host
 from hetero_gateway.deployment.script import instance_program
 from hetero_gateway.emulator.settings import BLOCK_TOKENS
@@ -19,6 +20,8 @@ from hetero_gateway.files.plan_config import load_request
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.layouts import machine_names
 from hetero_gateway.planner.models import MODEL_CARDS
+from hetero_gateway.planner.plan import Plan
+from hetero_gateway.planner.sizes import Size
 from tests.deployment.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
 
 
@@ -225,3 +228,53 @@ def test_a_checkpoint_that_is_stored_in_fp8_is_not_quantised_again():
         told = options(quantization="fp8", quantise_on_loading=wide)
         words = serve_arguments(deployed_instances(made, told, made.best)[0], told)
         assert ("--quantization" in words) == wide
+
+
+def wide_plan(size: Size, machines: int = 2) -> Plan:
+    return plan({f"box-{i}": ("L40S-48GB", int(size), (size,)) for i in range(machines)})
+
+
+def test_stages_copies_and_experts_are_written_as_vllms_flags() -> None:
+    deployed = deployed_instances(made := wide_plan(Size(1, 2), 1), options(), made.best)
+    words = serve_arguments(deployed[0], options())
+    assert words[words.index("--pipeline-parallel-size") + 1] == "2"
+    assert deployed[0].devices == (0, 1)
+    assert deployed[0].id == "box-0-tp1-pp2-0"
+    made = wide_plan(Size(1, data=2, experts=True), 1)
+    deployed = deployed_instances(made, options(), made.best)
+    words = serve_arguments(deployed[0], options())
+    assert words[words.index("--data-parallel-size") + 1] == "2"
+    assert "--enable-expert-parallel" in words
+    most = deployed[0].type.profile.max_num_seqs
+    assert words[words.index("--max-num-seqs") + 1] == str(most // 2)
+
+
+def test_an_instance_over_machines_has_a_part_on_each() -> None:
+    made = wide_plan(Size(2, 2, machines=2), 4)
+    deployed = deployed_instances(made, options(), made.best)
+    assert [(i.machine.id, i.rank, i.master) for i in deployed] == [
+        ("box-0", 0, "box-0"), ("box-1", 1, "box-0"),
+        ("box-2", 0, "box-2"), ("box-3", 1, "box-2"),
+    ]  # fmt: skip
+    first, second = (serve_arguments(i, options()) for i in deployed[:2])
+    assert second[-1:] != first[-1:] or "--headless" not in first
+    assert "--headless" in second
+    for rank, words in enumerate((first, second)):
+        assert words[words.index("--nnodes") + 1] == "2"
+        assert words[words.index("--node-rank") + 1] == str(rank)
+        assert words[words.index("--master-addr") + 1] == "box-0"
+
+
+def test_only_the_first_part_is_behind_the_gateway() -> None:
+    made = wide_plan(Size(2, 2, machines=2))
+    files = render_deployment(made, options())
+    assert files["gateway.yaml"].count("base_url") == 1
+    assert "http://box-0:8001" in files["gateway.yaml"]
+    assert "--headless" in files["commands/box-1.sh"]
+    assert "start box-1-tp2-pp2-on2-0 0 " in files["commands/box-1.sh"]
+    assert "kubernetes/instances.yaml" not in files
+    assert "vllm serve" not in files["compose.yaml"]
+    assert "several machines" in files["README.md"]
+    assert "kubectl" not in files["README.md"]
+    emulated = render_deployment(made, options(emulate=True))
+    assert emulated["start.sh"].count("hetero-gateway emulate") == 1

@@ -14,6 +14,8 @@ from hetero_gateway.planner.accelerators import accelerator
 # naming them would take the choice of the kernel away from vLLM.
 ON_LOADING = ("fp8", "bitsandbytes")
 _WORDS = {"none": None, "auto": None}
+# vLLM's own default, where the parts of an instance on several machines meet.
+MASTER_PORT = 29501
 # Storages that choose the dtype themselves: vLLM refuses another (mxfp4 with float16).
 _OWN_DTYPE = ("mxfp4",)
 
@@ -21,13 +23,14 @@ _OWN_DTYPE = ("mxfp4",)
 def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> list[str]:
     """What follows ``vllm serve MODEL``, but for ``--host`` and ``--port``."""
     words = ["--served-model-name", options.served_model_name]
-    words += ["--tensor-parallel-size", str(instance.tensor_parallel)]
+    words += parallel_arguments(instance)
     words += ["--gpu-memory-utilization", f"{options.gpu_memory_utilization:g}"]
     if options.max_model_len is not None:
         words += ["--max-model-len", str(options.max_model_len)]
-    words += ["--max-num-seqs", str(instance.type.profile.max_num_seqs)]
+    words += ["--max-num-seqs", str(sequences(instance))]
     if options.max_num_batched_tokens is not None:
-        words += ["--max-num-batched-tokens", str(batched_tokens(instance, options))]
+        most = max(options.max_num_batched_tokens, sequences(instance))
+        words += ["--max-num-batched-tokens", str(most)]
     if dtype := _dtype(instance, options):
         words += ["--dtype", dtype]
     if options.quantization in ON_LOADING and options.quantise_on_loading:
@@ -37,6 +40,30 @@ def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> l
     if options.enforce_eager:
         words.append("--enforce-eager")
     return [*words, "--shutdown-timeout", str(options.shutdown_timeout_s)]
+
+
+def parallel_arguments(instance: DeployedInstance) -> list[str]:
+    """How the model is shared out, and over which machines."""
+    size = instance.size
+    words = ["--tensor-parallel-size", str(size.tensor)]
+    if size.pipeline > 1:
+        words += ["--pipeline-parallel-size", str(size.pipeline)]
+    if size.data > 1:
+        words += ["--data-parallel-size", str(size.data)]
+    if size.experts:
+        words.append("--enable-expert-parallel")
+    if size.machines > 1:
+        words += ["--distributed-executor-backend", "mp", "--nnodes", str(size.machines)]
+        words += ["--node-rank", str(instance.rank), "--master-addr", instance.master]
+        words += ["--master-port", str(MASTER_PORT)]
+    if instance.rank:
+        words.append("--headless")
+    return words
+
+
+def sequences(instance: DeployedInstance) -> int:
+    """Most of one scheduler: each data-parallel copy has one, the profile is of all together."""
+    return instance.type.profile.max_num_seqs // instance.size.data
 
 
 def emulate_arguments(instance: DeployedInstance, options: DeploymentOptions) -> list[str]:

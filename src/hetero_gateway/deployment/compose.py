@@ -49,6 +49,8 @@ def compose_text(
     one_host = on_one_host(instances, options)
     services: dict[str, Any] = {"gateway": _gateway(options, one_host=one_host)}
     for instance in instances:
+        if instance.size.machines > 1 and not options.emulate:
+            continue  # its parts find each other over the hosts' own network; commands/ has them
         make = _emulated if options.emulate else _vllm
         service = make(instance, options)
         if not one_host:

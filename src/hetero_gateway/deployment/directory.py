@@ -36,6 +36,7 @@ from hetero_gateway.deployment.script import gateway_program, instance_program, 
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.files.whole_file import write_whole
 from hetero_gateway.planner.plan import Candidate, Plan
+from hetero_gateway.reports.plan_document import size_document
 
 _DOCUMENT = "plan.json"
 _MOST_NAMED = 3
@@ -113,11 +114,14 @@ def render_deployment(
     if candidate is None:
         candidate = plan.best
     instances = deployed_instances(plan, options, candidate)
-    files = profile_files(instances, options)
-    files |= _gateway_files(plan, instances, options)
+    serving = [i for i in instances if not i.rank]
+    files = profile_files(serving, options)
+    files |= _gateway_files(plan, serving, options)
     files |= _scripts(instances, options)
-    files |= compose.monitoring_files(instances, options)
-    files |= _kubernetes_files(plan, instances, options, profile_files(instances, options))
+    files |= compose.monitoring_files(serving, options)
+    contained = [i for i in serving if options.emulate or i.size.machines == 1]
+    if contained:
+        files |= _kubernetes_files(plan, contained, options, profile_files(contained, options))
     if options.workload:
         rows = "".join(f"{prompt},{output}\n" for prompt, output in options.workload)
         files["requests.csv"] = f"input_tokens,output_tokens\n{rows}"
@@ -213,7 +217,8 @@ def _document(
             "id": i.id,
             "machine": i.machine.id,
             "accelerator": i.machine.accelerator,
-            "tensor_parallel": i.tensor_parallel,
+            **size_document(i.size),
+            **({"node_rank": i.rank} if i.size.machines > 1 else {}),
             "devices": list(i.devices),
             "base_url": own_address(i),
             "profile": i.profile_file,

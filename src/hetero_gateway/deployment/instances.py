@@ -7,6 +7,7 @@ for containers and pods too. Nothing here writes.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.layouts import machine_names
 from hetero_gateway.planner.plan import Candidate, InstanceType, Machine, Plan
+from hetero_gateway.planner.sizes import Size, as_size
 
 # What a name in a header, a label and a command may hold without surprise.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
@@ -112,6 +114,8 @@ class DeployedInstance:
         host, port: where the gateway reaches it outside of containers.
         profile_file: relative to the directory; ``gateway_profile_file`` is the same in the time
             that the gateway's clock shows, which differs for an emulated one at another speed.
+        rank: of the machines that it stretches over, which one this part is on; the first of them
+            answers, and the others listen to nobody. master: the first one's host.
     """
 
     id: str
@@ -125,15 +129,21 @@ class DeployedInstance:
     vendor: Vendor
     profile_file: str
     gateway_profile_file: str
+    rank: int = 0
+    master: str = ""
+
+    @property
+    def size(self) -> Size:
+        return as_size(self.type.size)
 
     @property
     def tensor_parallel(self) -> int:
-        return self.type.tensor_parallel
+        return self.size.tensor
 
     @property
     def set_name(self) -> str:
         """Of all instances of one size on one machine."""
-        return f"{self.machine_name}-tp{self.tensor_parallel}"
+        return f"{self.machine_name}-tp{self.size}"
 
 
 def deployed_instances(
@@ -141,13 +151,16 @@ def deployed_instances(
 ) -> tuple[DeployedInstance, ...]:
     """Every instance of a candidate, in the order of the plan's machines.
 
+    One that stretches over machines has an entry on each, but where it is emulated.
+
     Raises:
         ConfigError: more instances than ports, or a layout that does not fit its machine.
     """
     used = [machine for machine in plan.machines if candidate.layouts.get(machine.id)]
     names = machine_names([machine.id for machine in plan.machines])
     result: list[DeployedInstance] = []
-    for machine in used:
+    parts = _Parts()
+    for machine in _neighbours(used, candidate):
         layout = candidate.layouts[machine.id]
         if sum(layout) > machine.count:
             raise ConfigError(
@@ -156,6 +169,9 @@ def deployed_instances(
         replicas = Counter[int]()
         device = 0
         for position, size in enumerate(layout):
+            rank, master = parts.take(machine, size)
+            if options.emulate and rank:
+                continue
             offset = len(result) if options.emulate else position
             name = names[machine.id]
             profile = profile_name(plan.types[machine.accelerator, size])
@@ -173,8 +189,13 @@ def deployed_instances(
                     vendor=EMULATED if options.emulate else vendor_of(machine.accelerator),
                     profile_file=f"profiles/{profile}.yaml",
                     gateway_profile_file=f"profiles/{profile}{'-scaled' if scaled else ''}.yaml",
+                    rank=rank,
+                    master=master,
                 )
             )
+            if as_size(size).machines > 1 and not rank:
+                parts.host = result[-1].host
+                result[-1] = dataclasses.replace(result[-1], master=parts.host)
             replicas[size] += 1
             device += size
     _check_ports(result, options)
@@ -183,11 +204,38 @@ def deployed_instances(
     return tuple(result)
 
 
+class _Parts:
+    """Gives the machines of an instance that stretches over several their ranks."""
+
+    def __init__(self) -> None:
+        self._given = 0
+        self.host = ""
+
+    def take(self, machine: Machine, size: int) -> tuple[int, str]:
+        """(rank, host of rank 0) of the next machine; (0, "") where it is the only one."""
+        machines = as_size(size).machines
+        if machines == 1:
+            return 0, ""
+        rank, self._given = self._given % machines, self._given + 1
+        return rank, self.host if rank else ""
+
+
+def _neighbours(machines: Sequence[Machine], candidate: Candidate) -> list[Machine]:
+    """In their order, but those that share instances one after another."""
+    shared: dict[tuple[str, int, str], list[Machine]] = {}
+    for machine in machines:
+        layout = candidate.layouts[machine.id]
+        alone = not any(as_size(size).machines > 1 for size in layout)
+        key = (machine.accelerator, machine.count, machine.id if alone else f"{layout}")
+        shared.setdefault(key, []).append(machine)
+    return [machine for of in shared.values() for machine in of]
+
+
 def profile_name(instance_type: InstanceType) -> str:
     """A file name for an instance type, different for different types of one plan."""
     text = f"{instance_type.accelerator}-{instance_type.profile.model}"
     folded = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
-    return f"{folded}-tp{instance_type.tensor_parallel}"
+    return f"{folded}-tp{instance_type.size}"
 
 
 def on_one_host(instances: Sequence[DeployedInstance], options: DeploymentOptions) -> bool:

@@ -192,7 +192,7 @@ def _vllm_pod(instance: DeployedInstance, options: DeploymentOptions) -> dict[st
             {"name": "VLLM_NO_USAGE_STATS", "value": "1"},
         ],
         "ports": [{"name": "http", "containerPort": _PORT}],
-        "resources": {"limits": {resource: instance.tensor_parallel}},
+        "resources": {"limits": {resource: len(instance.devices)}},
         "volumeMounts": mounts,
         "startupProbe": _probe(paths.HEALTH, period_s=10, failures=_STARTUP_PROBES),
         "readinessProbe": _probe(paths.HEALTH, period_s=5, failures=2),

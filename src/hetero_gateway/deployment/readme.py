@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hetero_gateway.deployment.command import MASTER_PORT
 from hetero_gateway.deployment.gateway_files import ADMIN_KEY_ENV
 from hetero_gateway.deployment.instances import (
     DeployedInstance,
@@ -30,7 +31,9 @@ def readme_text(
     parts = [_head(plan, candidate, instances, options), _bare(instances, options, one_host)]
     if options.workload:
         parts.append(_load(options))
-    parts += [_compose(instances, options, one_host), _kubernetes(options)]
+    parts.append(_compose(instances, options, one_host))
+    if options.emulate or any(i.size.machines == 1 for i in instances):
+        parts.append(_kubernetes(options))
     parts.append(_caveats(options, instances, one_host))
     return "\n".join(parts)
 
@@ -42,7 +45,11 @@ def _head(
     options: DeploymentOptions,
 ) -> str:
     kind = "emulated instances" if options.emulate else "vLLM instances"
-    lines = [f"# {options.served_model_name}: {len(instances)} {kind} behind one gateway", ""]
+    serving = sum(not i.rank for i in instances)
+    lines = [
+        f"# {options.served_model_name}: {serving} {kind} behind one gateway",
+        "",
+    ]
     if options.command:
         lines += [f"Written by `{options.command}`.", ""]
     figures = candidate.simulated
@@ -70,7 +77,7 @@ def _head(
         tight = " (tight)" if i.type.memory.tight else ""
         lines.append(
             f"| {i.machine.id} | {i.machine.count} × {i.machine.accelerator} | {i.id} "
-            f"| {i.tensor_parallel} | {devices} | {i.port} "
+            f"| {i.size} | {devices} | {'–' if i.rank else i.port} "
             f"| {profile.kv_capacity_tokens} ± {i.type.memory.uncertainty:.0%}{tight} "
             f"| {how} ± {i.type.time_uncertainty:.0%} |"
         )
@@ -203,6 +210,14 @@ def _caveats(
             "- The instances listen on all addresses of their machines, and vLLM's `--api-key` "
             "guards only `/v1/*`. Only the gateway may reach their ports: use a firewall or a "
             "private network. The machines' names must resolve on the gateway's host."
+        )
+    if not options.emulate and any(i.size.machines > 1 for i in instances):
+        lines.append(
+            "- Instances that stretch over several machines are started by `commands/` alone: "
+            "start the scripts of all of their machines; the parts meet at the first one's port "
+            f"{MASTER_PORT}, and need a network of their own. `compose.yaml` and `kubernetes/` "
+            "do not have them. Where a machine has several networks, `NCCL_SOCKET_IFNAME` and "
+            "`GLOO_SOCKET_IFNAME` choose."
         )
     if not options.emulate:
         lines.append(

@@ -23,7 +23,7 @@ class Program:
     """One process: ``command`` is shell text, every word of it quoted where it has to be."""
 
     id: str
-    port: int
+    port: int  # 0: it answers nobody, and is up while it runs
     command: str
 
 
@@ -36,11 +36,12 @@ def instance_program(
         words = ["hetero-gateway", "emulate", "--profile", instance.profile_file]
         command = shlex.join([*words, *emulate_arguments(instance, options), *address])
     else:
-        words = [*serve_arguments(instance, options), *address]
+        words = serve_arguments(instance, options)
+        words += [] if instance.rank else address
         devices = ",".join(str(device) for device in instance.devices)
         command = f'env {instance.vendor.visible_devices}={devices} vllm serve "$MODEL" '
         command += shlex.join(words)
-    return Program(instance.id, instance.port, command)
+    return Program(instance.id, 0 if instance.rank else instance.port, command)
 
 
 def gateway_program(options: DeploymentOptions) -> Program:
@@ -111,6 +112,7 @@ start() {{
 }}
 
 healthy() {{
+  (($1 == 0)) && return  # a part of an instance that answers on another machine
   timeout 5 bash -c '
     exec 3<>"/dev/tcp/127.0.0.1/$0" || exit 1
     printf "GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n" >&3

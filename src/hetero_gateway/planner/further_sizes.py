@@ -21,8 +21,6 @@ from hetero_gateway.planner.sizes import Size, as_size
 
 # Machines that one instance stretches over, at most.
 _MOST_MACHINES = 8
-# Kept of each accelerator, within a machine and over machines.
-_KEPT = 2
 # Of what the best plain size makes per accelerator: below it, a further one is not simulated. The
 # closed form is off by up to a tenth against the simulator.
 _NEAR = 0.9
@@ -38,18 +36,15 @@ class MeanRequest:
 
 
 def within(model: ModelShape, most: int) -> Iterator[Size]:
-    """Sizes of at most so many accelerators of one machine, as vLLM takes them."""
+    """Sizes that cut so many accelerators of one machine into equal parts, as vLLM takes them."""
     for t in range(1, most + 1):
-        for pipeline in range(2, most // t + 1):
-            if refusal(model, size := Size(t, pipeline)) is None:
-                yield size
-        if not model.moe_layers:
-            continue
-        if refusal(model, t) is not None and refusal(model, size := Size(t, experts=True)) is None:
-            yield size
-        for data in range(2, most // t + 1):
-            if refusal(model, size := Size(t, data=data, experts=True)) is None:
-                yield size
+        more = [n for n in range(2, most // t + 1) if most % (n * t) == 0]
+        sizes = [Size(t, pipeline) for pipeline in more]
+        if model.moe_layers:
+            if refusal(model, t) is not None:
+                sizes.append(Size(t, experts=True))
+            sizes += [Size(t, data=data, experts=True) for data in more]
+        yield from (size for size in sizes if refusal(model, size) is None)
 
 
 def across(model: ModelShape, count: int, machines: int) -> Iterator[Size]:
@@ -66,10 +61,18 @@ def across(model: ModelShape, count: int, machines: int) -> Iterator[Size]:
 def promising(
     plain: Sequence[InstanceType], further: Sequence[InstanceType], mean: MeanRequest
 ) -> list[InstanceType]:
-    """Those of ``further`` that may win against ``plain``, or serve where nothing else does."""
-    best = max((worth(found.profile, found.size, mean) for found in plain), default=0.0)
-    ranked = sorted(further, key=lambda found: -worth(found.profile, found.size, mean))
-    return [f for f in ranked if worth(f.profile, f.size, mean) >= _NEAR * best][:_KEPT]
+    """Of ``further``, what makes most per accelerator, and the smallest that comes near.
+
+    Near what ``plain`` ones make; where none of them fits, the smallest serves at all.
+    """
+    per_accelerator = [(worth(f.profile, f.size, mean), f) for f in further]
+    least = _NEAR * max((worth(f.profile, f.size, mean) for f in plain), default=0.0)
+    near = [(value, f) for value, f in per_accelerator if value >= least]
+    if not near:
+        return []
+    best = max(near, key=lambda pair: pair[0])[1]
+    smallest = min(near, key=lambda pair: (as_size(pair[1].size).accelerators, -pair[0]))[1]
+    return [best] if best is smallest else [best, smallest]
 
 
 def worth(profile: Profile, size: int, mean: MeanRequest) -> float:
