@@ -17,6 +17,7 @@ code 1 when one of them is off by more than ``UNCERTAINTY``.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -81,7 +82,8 @@ def simulate(base: Profile, pipelined: Profile, stages: int, mix: Mix, requests:
     """Prompt and output tokens/s of the queue of batches, in its stride."""
     c, most, kv_tokens = base.constants, base.max_num_seqs, base.kv_capacity_tokens
     # What is not the layers': the rounds of the profile have it P times, a stage once.
-    extra_s = (pipelined.constants.p8 - c.p8) / stages
+    uneven = 1 + pipelines.UNEVEN * math.log2(stages)
+    extra_s = (pipelined.constants.p8 - c.p8 * uneven) / stages
     half = int(min(most, kv_tokens / mix.held_tokens))
     prompt, output = mix.requests(half, requests)
     waiting = deque(map(Sequence, prompt.tolist(), output.tolist()))

@@ -22,6 +22,7 @@ the first token is up to P times what the profile says.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from hetero_gateway.core.costs.profile import Constants, Profile
@@ -32,7 +33,7 @@ from hetero_gateway.planner.sizes import Size, layer_partition
 
 # Of a prompt's share of a round, between 1/P (all batches alike) and 1 (one at a time).
 BUBBLES = 0.3
-# Of a round, relative.
+# Of a round, relative, for each doubling of the stages.
 UNEVEN = 0.05
 # A hop begins with a message between processes that says what comes (parallel_state.py:1162,
 # isend_tensor_dict); a round figure, not measured.
@@ -63,7 +64,8 @@ def pipelined_profile(
         network: needed where the size stretches over machines.
     """
     p, c = size.pipeline, base.constants
-    slowest = p * max(layer_partition(model.layers, p)) / model.layers * (1 + UNEVEN)
+    slowest = p * max(layer_partition(model.layers, p)) / model.layers
+    slowest *= 1 + UNEVEN * math.log2(p)
     hops_s, token_s = _hops(model, device, size, network)
     output_s = model.output_weights * model.dtype_bytes / size.tensor
     output_s /= device.memory_bytes_per_s * device.memory_efficiency

@@ -199,15 +199,18 @@ class _Search:
             )
 
     def _prune(self) -> dict[Group, list[Layout]]:
-        """The layouts that are left; all of them where latency goals may need a larger t."""
+        """The layouts that are left; all of them where latency goals may need a larger t.
+
+        Those over several machines are few, and the smallest may be the cheapest: they stay.
+        """
         which = 0 if self._q.estimator == "paper" else 1
         kept = {}
         for group in self._groups:
             layouts = machine_layouts(group.count, self._feasible(group))
             worth = {x: self._estimated(group, x)[which] for x in layouts}
             least = 0.0 if self._q.goals.has_limits else KEEP * max(worth.values(), default=0.0)
-            kept[group] = [x for x in layouts if worth[x] >= least]
-            self._dropped[group] = [x for x in layouts if worth[x] < least]
+            kept[group] = [x for x in layouts if worth[x] >= least or together(x) > 1]
+            self._dropped[group] = [x for x in layouts if x not in kept[group]]
         return kept
 
     def _estimated(self, group: Group, layout: Layout) -> tuple[float, float]:
@@ -307,7 +310,7 @@ class _Search:
             raise NoPlan(self._nothing_holds(goodput))
         worths = {
             group: {
-                layout: sum(goodput[group.accelerator, t] for t in layout)
+                layout: sum(goodput[group.accelerator, t] for t in layout) / together(layout)
                 for layout in self._worths[group]
                 if all((group.accelerator, t) in goodput for t in layout)
             }
