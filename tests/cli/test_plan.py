@@ -129,6 +129,28 @@ def test_goodput_is_in_the_document_the_table_and_the_report(
     assert "<th>goodput/s</th>" in page.read_text("utf-8")
 
 
+def test_offers_are_bought_for_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "offers.yaml"
+    path.write_text(
+        "model: Llama-3-8B\nmax_model_len: 2048\noffers:\n"
+        "  - {accelerator: T4-16GB, count: 2, price_per_hour_usd: 1.5, at_most: 2}\n"
+        "  - {accelerator: V100-32GB-NVLink2, count: 1, price_per_hour_usd: 1.2, at_most: 3}\n"
+        "workload: {rate_per_s: 3}\nslo: {ttft_s: 2, tpot_s: 0.2}\n",
+        encoding="utf-8",
+    )
+    told = document(capsys, path)
+    used = [m for m in told["best"]["machines"] if m["instances"]]
+    assert told["goal"] == "cost"
+    assert told["best"]["usd_per_hour"] == pytest.approx(
+        sum({"T4-16GB": 1.5, "V100-32GB-NVLink2": 1.2}[m["accelerator"]] for m in used)
+    )
+    assert 0 < told["lower_bound"] <= told["best"]["usd_per_hour"]
+    assert main(["plan", "-c", str(path)]) == 0
+    assert "per hour" in capsys.readouterr().out
+    assert main(["validate", "-c", str(path)]) == 0
+    assert "valid for plan" in capsys.readouterr().out
+
+
 def test_goodput_without_limits_is_one_line(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

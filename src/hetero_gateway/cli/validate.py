@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     data = read_yaml(args.config)
-    if "machines" in data:  # no other file has any
+    if "machines" in data or "offers" in data:  # no other file has any
         return _validate_plan(args)
     if not has_gateway_keys(data):
         # Imported here, as the simulator behind it takes longer than all of the rest.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,8 @@ from hetero_gateway.sim.workload import Integers, Lengths, LogNormal, LogNormalL
 
 # Far more than one plan is for; a typing error in ``copies`` ends here.
 MAX_MACHINES = 10_000
+# Of one kind that is offered: the frontier of what they make together grows with it.
+MAX_OFFERED = 256
 # Accelerators of one machine: a rack that is one NVLink domain has 72.
 MAX_ACCELERATORS = 72
 
@@ -136,6 +139,30 @@ class NetworkConfig(StrictModel):
         return Network(self.bandwidth_bytes_per_s or (self.gbps or 0) * 1e9 / 8, self.latency_s)
 
 
+class OfferConfig(StrictModel):
+    """A kind of machine that could be bought or rented, whole."""
+
+    id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
+        description="Name in the plan; default: count and accelerator, such as 4xl4-24gb.",
+    )
+    accelerator: str = Field(min_length=1, description="A name of the catalogue.")
+    count: int = Field(ge=1, le=MAX_ACCELERATORS, description="Accelerators in one machine.")
+    price_per_hour_usd: float = Field(gt=0, description="Of the whole machine, as offers are.")
+    at_most: int = Field(16, ge=1, le=MAX_OFFERED, description="How many can be had.")
+
+    def to_machines(self) -> MachineConfig:
+        name = re.sub(r"[^A-Za-z0-9.-]+", "-", self.accelerator).strip("-.").lower()
+        return MachineConfig(
+            id=self.id or f"{self.count}x{name}"[:60],
+            accelerator=self.accelerator,
+            count=self.count,
+            copies=self.at_most,
+            price_per_hour_usd=self.price_per_hour_usd / self.count,
+        )
+
+
 class EngineConfig(StrictModel):
     """The options that vLLM is started with."""
 
@@ -205,7 +232,12 @@ class PlanConfig(StrictModel):
     max_model_len: int | None = Field(
         None, ge=2, le=2**24, description="Context; default: from the longest request."
     )
-    machines: list[MachineConfig] = Field(description="At least one.")
+    machines: list[MachineConfig] = Field(
+        default_factory=list, description="What there is: at least one, or else offers."
+    )
+    offers: list[OfferConfig] = Field(
+        default_factory=list, description="What could be bought or rented, in place of machines."
+    )
     accelerators: dict[str, AcceleratorConfig] = Field(
         default_factory=dict, description="Your own, by name; they come before the catalogue's."
     )
@@ -239,6 +271,21 @@ class PlanConfig(StrictModel):
         if (total := sum(m.copies for m in value)) > MAX_MACHINES:
             raise ValueError(f"{total} machines in all; at most {MAX_MACHINES}")
         return value
+
+    @model_validator(mode="after")
+    def _machines_or_offers(self) -> PlanConfig:
+        if bool(self.machines) == bool(self.offers):
+            raise ValueError(
+                "give machines, what there is, or offers, what could be bought: not both"
+            )
+        return self
+
+    @property
+    def goal(self) -> GoalName:
+        """What is there is used as well as it can be; what is bought is to cost little."""
+        if self.offers and "goal" not in self.goals.model_fields_set:
+            return "cost"
+        return self.goals.goal
 
     @field_validator("prices")
     @classmethod
@@ -361,7 +408,8 @@ def plan_request(
         f"{doubt.kv_error:.0%} more"
         for doubt in model.unmodelled
     ]
-    asked = dict.fromkeys(m.accelerator for m in config.machines if m.accelerator not in own)
+    names = [m.accelerator for m in config.machines] + [o.accelerator for o in config.offers]
+    asked = dict.fromkeys(name for name in names if name not in own)
     notes += [said for name in asked if (said := taken_for(name)) is not None]
     lengths, longest = (
         _mix_lengths(config, source, notes)
@@ -428,7 +476,7 @@ def _question(
 def _goals(config: PlanConfig) -> Goals:
     wanted, slo = config.goals, config.slo
     return Goals(
-        wanted.goal,
+        config.goal,
         config.workload.rate_per_s,
         wanted.ttft_p99_s,
         wanted.tpot_p99_s,
@@ -443,6 +491,11 @@ def _check_goals(config: PlanConfig, source: str) -> None:
         raise ConfigError(
             f"{source}: slo: the goal goodput needs limits: ttft_s (--slo-ttft), tpot_s "
             "(--slo-tpot), or both"
+        )
+    if config.offers and (goals.name not in ("cost", "fewest") or goals.rate_per_s is None):
+        raise ConfigError(
+            f"{source}: offers: machines are bought for a rate (--rate, workload.rate_per_s), and "
+            "the goal is cost or fewest"
         )
     if goals.rate_per_s is None and not goals.at_goodput:
         if goals.name == "fewest" or goals.has_limits:
@@ -464,19 +517,22 @@ def _machines(
             raise ConfigError(f"{source}: prices: {error}") from error
     result: list[Machine] = []
     seen: set[str] = set()
-    for i, entry in enumerate(config.machines):
+    key = "offers" if config.offers else "machines"
+    offered = [offer.to_machines() for offer in config.offers]
+    entries: list[MachineConfig] = [*config.machines, *offered]
+    for i, entry in enumerate(entries):
         try:
             name = accelerator(entry.accelerator, own).name
         except ConfigError as error:
-            raise ConfigError(f"{source}: machines.{i}.accelerator: {error}") from error
+            raise ConfigError(f"{source}: {key}.{i}.accelerator: {error}") from error
         price = prices.get(name) if entry.price_per_hour_usd is None else entry.price_per_hour_usd
         for k in range(entry.copies):
             machine_id = entry.id if entry.copies == 1 else f"{entry.id}-{k}"
             if machine_id in seen:
-                raise ConfigError(f"{source}: machines.{i}.id: {machine_id!r} is used twice")
+                raise ConfigError(f"{source}: {key}.{i}.id: {machine_id!r} is used twice")
             seen.add(machine_id)
             result.append(Machine(machine_id, name, entry.count, price))
-    if config.goals.goal == "cost":
+    if config.goal == "cost":
         lacking = sorted({m.accelerator for m in result if m.price_per_hour_usd is None})
         if lacking:
             raise ConfigError(

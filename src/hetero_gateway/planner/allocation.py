@@ -26,7 +26,7 @@ _State = tuple[float, float, Allocation]
 
 # What an allocation is worth by its instances alone may be this much below the rate, and hold it:
 # a gateway's queue evens out what single instances cannot.
-_POOLING = 0.85
+POOLING = 0.85
 # Points of the frontier that are kept while groups are joined.
 _FRONTIER = 1500
 
@@ -101,7 +101,7 @@ def holding(
             for more, gain, part in states
         ]
         frontier = _pareto(joined)
-    enough = [i for i, state in enumerate(frontier) if state[1] >= _POOLING * rate_per_s]
+    enough = [i for i, state in enumerate(frontier) if state[1] >= POOLING * rate_per_s]
     if not enough:
         return []
     # The one before shows what less would miss; the very first has nothing in it.

@@ -106,12 +106,18 @@ def usd_per_million_tokens(
     machines: Sequence[Machine], layouts: Mapping[str, Layout], tokens_per_s: float
 ) -> float | None:
     """What a million tokens cost on the machines that a layout uses; None without all prices."""
-    used = [machine for machine in machines if layouts[machine.id]]
-    if not used or tokens_per_s <= 0:
+    per_hour = usd_per_hour(machines, layouts)
+    if per_hour is None or tokens_per_s <= 0:
         return None
+    return per_hour / (tokens_per_s * 3600) * 1e6
+
+
+def usd_per_hour(machines: Sequence[Machine], layouts: Mapping[str, Layout]) -> float | None:
+    """What the machines that a layout uses cost, each whole; None where a price is not known."""
     per_hour = 0.0
+    used = [machine for machine in machines if layouts[machine.id]]
     for machine in used:
         if machine.price_per_hour_usd is None:
             return None
         per_hour += machine.price_per_hour_usd * machine.count
-    return per_hour / (tokens_per_s * 3600) * 1e6
+    return per_hour if used else None

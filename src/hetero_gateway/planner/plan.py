@@ -166,7 +166,9 @@ class Plan:
     ``pareto`` are the candidates that no other beats in both throughput and latency.
     ``alone`` has the types that were simulated alone. ``rate_per_s`` is what latencies are told
     for: the wanted rate, the best's goodput, or a share of what the best can do. ``limits`` says
-    in words what is kept at it; empty: there are none.
+    in words what is kept at it; empty: there are none. ``lower_bound`` is what every set of
+    machines needs that holds the rate (``planner.bound``): USD per hour where the goal is cost,
+    accelerators where it is fewest; None where it was not looked for.
     """
 
     machines: tuple[Machine, ...]
@@ -182,6 +184,7 @@ class Plan:
     mean_prompt_tokens: float = 0.0
     mean_output_tokens: float = 0.0
     limits: str = ""
+    lower_bound: float | None = None
 
     @property
     def best_goodput_tokens_per_s(self) -> float | None:

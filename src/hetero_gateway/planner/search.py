@@ -31,10 +31,18 @@ from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.planner import allocation, reasons, trials
 from hetero_gateway.planner.allocation import Allocation
 from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
-from hetero_gateway.planner.goals import HEADROOM, Goals, usd_per_million_tokens
+from hetero_gateway.planner.bound import lower_bound
+from hetero_gateway.planner.buying import Counts, cheaper_sets, is_part_of
+from hetero_gateway.planner.goals import (
+    HEADROOM,
+    Goals,
+    price_per_hour_usd,
+    usd_per_million_tokens,
+)
 from hetero_gateway.planner.goodput import Goodput, find_goodput
 from hetero_gateway.planner.layouts import (
     Group,
+    best_by_use,
     group_machines,
     machine_layouts,
     stretches,
@@ -71,6 +79,8 @@ _BUDGET_REQUESTS = 30_000
 _NOISE = 0.01
 # Latencies are told at this share of the best's throughput where no rate is given.
 _LOAD = 0.7
+# Cheaper sets of machines that are simulated at most.
+_TRIES = 16
 # The rate that one instance alone holds within the limits is found to this share of what it can do.
 _ALONE_STEP = 1 / 16
 
@@ -135,6 +145,7 @@ class _Search:
         self._worths: dict[Group, dict[Layout, float]] = {}  # what is left of the layouts
         self._dropped: dict[Group, list[Layout]] = {}
         self._rate_per_s = question.goals.rate_per_s or 0.0
+        self._lower_bound: float | None = None
 
     def run(self) -> Plan:
         self._check()
@@ -410,8 +421,69 @@ class _Search:
                 high = middle
             else:
                 low = middle
-        others = sorted((c for i, c in tried.items() if i != high), key=self._rank)
-        return [tried[high], *others]
+        bound = lower_bound(
+            self._groups,
+            {key: found.profile for key, found in self._q.types.items()},
+            self._mix,
+            self._q.goals,
+            self._rate_per_s,
+            by_price=by_price,
+        )
+        self._lower_bound = None if bound is None else bound.least
+        pairs = [(options[i][1], candidate) for i, candidate in tried.items() if i != high]
+        if by_price:
+            nearby = self._cheaper(options[high][1], tried[high], goodput, pairs)
+        else:
+            nearby = [tried[high]]
+        others = [candidate for _, candidate in pairs] + nearby[1:]
+        return [nearby[0], *sorted(others, key=self._rank)]
+
+    def _cheaper(
+        self,
+        found: Allocation,
+        holding: Candidate,
+        goodput: Mapping[Key, float],
+        tried: Sequence[tuple[Allocation, Candidate]],
+    ) -> list[Candidate]:
+        """The cheapest near what holds the rate that holds it too, then all else that was tried."""
+        best_layouts = [self._by_goodput(group, goodput) for group in self._groups]
+        prices = [price_per_hour_usd(g) if w else 0.0
+                  for g, (w, _) in zip(self._groups, best_layouts, strict=True)]  # fmt: skip
+        most = [
+            g.machines if w else 0 for g, (w, _) in zip(self._groups, best_layouts, strict=True)
+        ]
+        failed = [_counts(each) for each, candidate in tried if not candidate.holds]
+        counts, seen = _counts(found), [holding]
+        for _ in range(_TRIES):
+            near = (
+                each
+                for each in cheaper_sets(
+                    counts,
+                    most,
+                    prices,
+                    [worth for worth, _ in best_layouts],
+                    least_worth=allocation.POOLING * self._rate_per_s,
+                    least_price=self._lower_bound or 0.0,
+                )
+                if not is_part_of(each, failed)
+            )
+            if (each := next(near, None)) is None:
+                break
+            parts = tuple(((layout, n),) if n else ()
+                          for n, (_, layout) in zip(each, best_layouts, strict=True))  # fmt: skip
+            self._on_progress(f"at the rate: {self._name(parts)}")
+            candidate = self._try(parts)
+            if candidate.holds:
+                counts, seen = each, [candidate, *seen]
+            else:
+                failed.append(each)
+                seen.append(candidate)
+        return seen
+
+    def _by_goodput(self, group: Group, goodput: Mapping[Key, float]) -> tuple[float, Layout]:
+        """The most requests/s that a machine of a group holds, and how; (0, ()): none."""
+        worth = {t: value for (a, t), value in goodput.items() if a == group.accelerator}
+        return max(best_by_use(group.count, worth), default=(0.0, ()))
 
     def _try(self, each: Allocation) -> Candidate:
         return self._at_rate(self._saturated(each))
@@ -542,6 +614,7 @@ class _Search:
             notes=(*q.notes, *self._notes(told)),
             alone=self._alone,
             limits=q.goals.limits,
+            lower_bound=self._lower_bound,
             rate_per_s=self._rate_per_s,
             mean_prompt_tokens=self._mix.mean_prompt,
             mean_output_tokens=self._mix.mean_output,
@@ -658,6 +731,11 @@ def _without_one(each: Allocation) -> list[Allocation]:
     if len(used) < 2:
         return []
     return [(*each[:i], (), *each[i + 1 :]) for i in used]
+
+
+def _counts(each: Allocation) -> Counts:
+    """Machines by group."""
+    return tuple(sum(machines for _, machines in parts) for parts in each)
 
 
 def _rate_of(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_gateway.files.plan_config import PlanRequest
-from hetero_gateway.planner.goals import Goals
+from hetero_gateway.planner.goals import Goals, usd_per_hour
 from hetero_gateway.planner.plan import (
     Candidate,
     Figures,
@@ -41,6 +41,7 @@ def document(plan: Plan, request: PlanRequest, seconds: float) -> dict[str, Any]
         "mean_output_tokens": plan.mean_output_tokens,
         "rate_per_s": plan.rate_per_s,
         "slo": _slo(request.question.goals),
+        "lower_bound": plan.lower_bound,
         "took_s": round(seconds, 2),
         "best": _candidate(best, plan),
         "candidates": [_candidate(c, plan) for c in plan.candidates],
@@ -85,6 +86,7 @@ def _candidate(candidate: Candidate, plan: Plan) -> dict[str, Any]:
         "accelerators": candidate.accelerators,
         "idle_accelerators": candidate.idle_accelerators,
         "usd_per_million_tokens": candidate.usd_per_million_tokens,
+        "usd_per_hour": usd_per_hour(plan.machines, candidate.layouts),
         "why_not": candidate.why_not,
     }
 

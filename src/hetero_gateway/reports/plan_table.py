@@ -14,6 +14,7 @@ from rich.table import Table
 
 from hetero_gateway.files.plan_config import PlanRequest
 from hetero_gateway.planner import reasons
+from hetero_gateway.planner.goals import usd_per_hour
 from hetero_gateway.planner.layouts import describe, together
 from hetero_gateway.planner.plan import Candidate, Figures, Layout, Machine, Plan, Unfit
 from hetero_gateway.reports.simulation_table import number
@@ -68,6 +69,11 @@ def _within(candidate: Candidate) -> str:
     return f"{at_rate.slo_share:.1%}" if at_rate is not None and _has_share(at_rate) else "–"
 
 
+def _per_hour(candidate: Candidate, plan: Plan) -> str:
+    price = usd_per_hour(plan.machines, candidate.layouts)
+    return "–" if price is None else f"{price:.2f}"
+
+
 def columns(plan: Plan) -> tuple[Column, ...]:
     """The figures of a candidate, for the terminal's table and the report's."""
     prices = any(c.usd_per_million_tokens is not None for c in plan.candidates)
@@ -90,6 +96,8 @@ def columns(plan: Plan) -> tuple[Column, ...]:
         found.append(Column("within", _within, 2))
     if prices:
         found.append(Column("$/M tokens", _price, 1))
+    if plan.lower_bound is not None and plan.goal == "cost":
+        found.append(Column("$/h", lambda c: _per_hour(c, plan), 0))
     if idle or plan.goal == "fewest":
         found.append(Column("used", lambda c: str(c.accelerators), 1))
     if idle:
@@ -147,7 +155,29 @@ def headline(plan: Plan) -> str:
         )
     if best.usd_per_million_tokens is not None:
         parts.append(f"${best.usd_per_million_tokens:.3g} per million tokens{_priced_at(plan)}")
+    if (line := _least(plan)) is not None:
+        parts.append(line)
     return "; ".join(parts)
+
+
+def _least(plan: Plan) -> str | None:
+    """What the best needs beside what every set of machines does."""
+    if plan.lower_bound is None:
+        return None
+    if plan.goal == "fewest":
+        least = math.ceil(plan.lower_bound - 1e-6)
+        return f"no set of fewer than {least} accelerators can hold the rate"
+    price = usd_per_hour(plan.machines, plan.best.layouts)
+    if price is None:
+        return None
+    if price <= plan.lower_bound * (1 + 1e-6):
+        return f"${price:.2f} per hour: no set that holds the rate can cost less"
+    return (
+        f"${price:.2f} per hour; no set that holds the rate costs less than "
+        f"${plan.lower_bound:.2f} (gap {price / plan.lower_bound - 1:.1%})"
+        if plan.lower_bound > 0
+        else f"${price:.2f} per hour"
+    )
 
 
 def at_own_goodput(plan: Plan) -> bool:
