@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_gateway.cli import plan_again, plan_output, plan_support
+from hetero_gateway.cli import plan_again, plan_checkpoints, plan_output, plan_support
 from hetero_gateway.cli.arguments import positive_float, share
 from hetero_gateway.errors import ConfigError
 
@@ -110,15 +110,17 @@ def run(args: argparse.Namespace) -> int:
         page.check_can_write(args.report)
     plan_output.check_arguments(args)
     again = None if args.from_gateway is None else plan_again.prepare(args, _overrides(args))
-    request = _request(args) if again is None else again.request
+    requests = _requests(args) if again is None else [again.request]
     begin_s = time.monotonic()
-    plan = _search(request)
+    request, plan, checkpoints = plan_checkpoints.search_all(requests, _search)
     took_s = time.monotonic() - begin_s
     if again is not None:
         seen = again.seen
         compared = compare(plan, request.question, again.present, seen.policy)
         plan = compared.plan
     told = document(plan, request, took_s)
+    if checkpoints:
+        told["checkpoints"] = checkpoints
     if again is not None:
         told["from_gateway"] = plan_comparison.document(seen.traffic, compared)
     if args.json:
@@ -136,11 +138,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _request(args: argparse.Namespace) -> PlanRequest:
-    """The file with the flags over it."""
-    from hetero_gateway.files.plan_config import load_request
+def _requests(args: argparse.Namespace) -> list[PlanRequest]:
+    """The file with the flags over it, for each of its checkpoints."""
+    from hetero_gateway.files.plan_config import load_requests
 
-    return load_request(
+    return load_requests(
         args.config, _overrides(args), requests=args.requests, profiles=args.profile
     )
 

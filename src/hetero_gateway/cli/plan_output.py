@@ -107,7 +107,7 @@ def deployment_options(
         model = None  # some publisher's; the card is of the wide one
     return DeploymentOptions(
         model=model,
-        served_model_name=request.model_name,
+        served_model_name=request.served_name or request.model_name,
         max_model_len=request.max_model_len,
         dtype=request.model.dtype,
         quantization=None if quantization is None else quantization.method,

@@ -229,6 +229,11 @@ class PlanConfig(StrictModel):
     """The whole file."""
 
     model: str | ModelConfig = Field(description="A built-in card's name, or a config.json.")
+    checkpoints: list[str | ModelConfig] = Field(
+        default_factory=list,
+        max_length=8,
+        description="The same model, stored otherwise: the plan takes what serves the goal best.",
+    )
     max_model_len: int | None = Field(
         None, ge=2, le=2**24, description="Context; default: from the longest request."
     )
@@ -315,6 +320,7 @@ class PlanRequest:
         stored_in_config: how the weights are stored is what the checkpoint's own files say.
         addresses: of machines by id, where the file has them.
         accelerators: the file's own, by name.
+        served_name: what clients ask for; None: the model's name.
     """
 
     source: str
@@ -328,6 +334,7 @@ class PlanRequest:
     stored_in_config: bool = False
     addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     accelerators: Mapping[str, Accelerator] = dataclasses.field(default_factory=dict)
+    served_name: str | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -342,7 +349,18 @@ def load_request(
     requests: Path | None = None,
     profiles: Sequence[str] = (),
 ) -> PlanRequest:
-    """Read and check a plan's file, with all that it names.
+    """``load_requests``, of the file's ``model`` alone."""
+    return load_requests(path, overrides, requests=requests, profiles=profiles)[0]
+
+
+def load_requests(
+    path: Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    requests: Path | None = None,
+    profiles: Sequence[str] = (),
+) -> list[PlanRequest]:
+    """Read and check a plan's file, with all that it names: its model, then its checkpoints.
 
     Args:
         overrides: from the command line, by dotted key; None values are ignored.
@@ -362,7 +380,15 @@ def load_request(
         *_profiles(config.profiles, f"{path}: profiles", base_dir),
     ]
     rows = None if trace is None else read_trace(trace)
-    return plan_request(config, str(path), base_dir, rows=rows, trace=trace, measured=measured)
+    found = [
+        plan_request(
+            config.model_copy(update={"model": model}), str(path), base_dir,
+            rows=rows, trace=trace, measured=measured,
+        )
+        for model in (config.model, *config.checkpoints)
+    ]  # fmt: skip
+    name = found[0].model_name
+    return [found[0], *(dataclasses.replace(each, served_name=name) for each in found[1:])]
 
 
 def load_plan_config(path: Path, overrides: Mapping[str, Any] | None = None) -> PlanConfig:

@@ -1,0 +1,92 @@
+"""Which of several checkpoints of one model to serve: a plan for each, and the best for the goal.
+
+How much quality a narrower checkpoint loses, the planner does not know: whoever names it says that
+it will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.planner.goals import GoalName
+from hetero_gateway.planner.model_shape import ModelShape
+from hetero_gateway.planner.plan import Candidate, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One checkpoint with its plan, or with the reason why there is none."""
+
+    name: str
+    storage: str
+    plan: Plan | None
+    error: HeteroGatewayError | None = None
+
+
+def storage(model: ModelShape) -> str:
+    """What its weights are stored in, in a word."""
+    return model.dtype if model.quantization is None else model.quantization.method
+
+
+def choose(tried: Sequence[Tried], goal: GoalName) -> int:
+    """The position of the one to serve; of equal ones the first.
+
+    Raises:
+        HeteroGatewayError: none has a plan; of the one that was named first.
+    """
+    planned = [i for i, each in enumerate(tried) if each.plan is not None]
+    if not planned:
+        raise tried[0].error or ConfigError("there is no checkpoint")
+    return min(planned, key=lambda i: _rank(tried[i].plan, goal))
+
+
+def _rank(plan: Plan | None, goal: GoalName) -> tuple[float, ...]:
+    assert plan is not None
+    best, tokens = plan.best, _tokens_per_s(plan.best)
+    if goal == "cost":
+        return best.usd_per_million_tokens or 0.0, -tokens
+    if goal == "fewest":
+        return best.accelerators, -tokens
+    if goal == "goodput":
+        return -(best.goodput_per_s or 0.0), -tokens
+    return (-tokens,)
+
+
+def _tokens_per_s(candidate: Candidate) -> float:
+    return candidate.simulated.tokens_per_s if candidate.simulated else 0.0
+
+
+def line(tried: Sequence[Tried], chosen: int) -> str:
+    """What was chosen, and what the others come to."""
+    parts = []
+    for i, each in enumerate(tried):
+        if each.plan is None:
+            text = str(each.error)
+        else:
+            best = each.plan.best
+            text = f"{_tokens_per_s(best):.0f} tokens/s on {best.accelerators} accelerators"
+        chose = "chosen, " if i == chosen else ""
+        parts.append(f"{each.name} ({each.storage}): {chose}{text}")
+    return "checkpoints: " + "; ".join(parts) + ". Whether its quality will do is yours to judge"
+
+
+def document(tried: Sequence[Tried], chosen: int) -> list[dict[str, Any]]:
+    """Of ``--json``."""
+    return [
+        {
+            "name": each.name,
+            "storage": each.storage,
+            "chosen": i == chosen,
+            "throughput_tokens_per_s": _tokens_per_s(each.plan.best) if each.plan else None,
+            "accelerators": each.plan.best.accelerators if each.plan else None,
+            "goodput_per_s": each.plan.best.goodput_per_s if each.plan else None,
+            "usd_per_million_tokens": (
+                each.plan.best.usd_per_million_tokens if each.plan else None
+            ),
+            "reason": str(each.error or ""),
+        }
+        for i, each in enumerate(tried)
+    ]
