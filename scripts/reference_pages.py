@@ -33,6 +33,7 @@ from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.app import create_app
 from hetero_gateway.gateway.control import admin
 from hetero_gateway.gateway.control.client_metrics import client_families
+from hetero_gateway.gateway.control.families import following_families
 from hetero_gateway.gateway.control.metrics import DECISION_BOUNDS_S, Metrics
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -216,6 +217,7 @@ def metric_families() -> list[Metric]:
     key = KeyConfig.model_validate({"name": "a", "hash": "sha256:" + "0" * 64})
     admission = Admission(None, KeysFile(keys=[key]))
     metrics.clients = lambda: client_families(admission, 1)
+    metrics.following = lambda: following_families((), 0)
     found = {family.name: family for part in metrics.parts() for family in part}
     return sorted(found.values(), key=lambda family: family.name)
 

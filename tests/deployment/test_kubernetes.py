@@ -19,7 +19,7 @@ DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 class Manifests:
     def __init__(self, planned, **changes) -> None:
         files = render_deployment(planned, options(**changes))
-        self.texts = {n: t for n, t in files.items() if n.startswith("kubernetes/")}
+        self.texts = {n: t for n, t in files.items() if re.fullmatch(r"kubernetes/[^/]*", n)}
         self.all = [d for text in self.texts.values() for d in yaml.safe_load_all(text)]
 
     def of(self, kind: str) -> dict[str, dict]:

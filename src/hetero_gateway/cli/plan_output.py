@@ -127,6 +127,8 @@ def deployment_options(
         gateway_port=args.gateway_port,
         emulate=args.emulate,
         time_scale=args.time_scale,
+        ttft_p99_s=request.question.goals.ttft_p99_s,
+        tpot_p99_s=request.question.goals.tpot_p99_s,
         priors=(plan.mean_prompt_tokens, plan.mean_output_tokens),
         workload=sample_requests(plan, request.question),
         # How long the search took changes from run to run; the files do not.

@@ -6,7 +6,7 @@
     start.sh             everything on this machine, where one machine has everything
     commands/NAME.sh     the instances of one machine
     compose.yaml         containers; gateway.compose.yaml and monitoring/ are its files
-    kubernetes/          manifests
+    kubernetes/          manifests; following/ has those with numbers that follow the load
     requests.csv         requests of the planned lengths, to load it with
 
 Texts are made first and written last. A new directory appears complete or not at all; with
@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hetero_gateway.deployment import compose, kubernetes
+from hetero_gateway.deployment.following import following_files
 from hetero_gateway.deployment.gateway_files import gateway_text, own_address, profile_files
 from hetero_gateway.deployment.instances import (
     DeployedInstance,
@@ -200,7 +201,7 @@ def _kubernetes_files(
         server=kubernetes.gateway_server(),
     )
     named = {i.gateway_profile_file for i in instances}
-    return {
+    return following_files(instances, options, plan.policy, profiles) | {
         "kubernetes/gateway.yaml": kubernetes.gateway_manifests(
             configuration, {path: text for path, text in profiles.items() if path in named}
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -66,8 +66,12 @@ def gateway_text(
     base_url: Callable[[DeployedInstance], str],
     comment: str,
     server: dict[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> str:
-    """The gateway's configuration, for instances at the addresses that ``base_url`` says."""
+    """The gateway's configuration, for instances at the addresses that ``base_url`` says.
+
+    ``more``: further sections.
+    """
     document: dict[str, Any] = {
         "server": {"host": "127.0.0.1", "port": options.gateway_port} | (server or {}),
         "scheduler": {"policy": policy},
@@ -88,7 +92,9 @@ def gateway_text(
             "reference_output_tokens": max(1, round(output)),
             "predictor": {"mean_tokens": float(f"{output:.1f}")},
         }
-    return "".join(f"# {line}\n" for line in comment.splitlines()) + dumped(document)
+    return "".join(f"# {line}\n" for line in comment.splitlines()) + dumped(
+        {**document, **(more or {})}
+    )
 
 
 def own_address(instance: DeployedInstance) -> str:

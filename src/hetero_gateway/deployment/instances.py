@@ -48,6 +48,7 @@ class DeploymentOptions:
         time_scale: of emulated instances: so many times faster than the hardware.
         priors: the gateway's expectations before it has seen requests: mean prompt and output
             tokens; None: its own.
+        ttft_p99_s, tpot_p99_s: the plan's latency goals; None: it has none.
         enforce_eager: vLLM's flag.
         prefill_first: emulated instances keep prefill and decode steps apart, as vLLM V0 did.
         workload: prompt and output tokens of requests to load the instances with, as planned.
@@ -75,6 +76,8 @@ class DeploymentOptions:
     emulate: bool = False
     time_scale: float = 1.0
     priors: tuple[float, float] | None = None
+    ttft_p99_s: float | None = None
+    tpot_p99_s: float | None = None
     enforce_eager: bool = False
     prefill_first: bool = False
     workload: Sequence[tuple[int, int]] = ()

@@ -24,7 +24,7 @@ SECRET = "hetero-gateway-keys"
 HF_TOKEN_KEY, API_KEY_KEY, ADMIN_KEY_KEY = "hf-token", "gateway-api-key", "gateway-admin-key"
 GATEWAY_IMAGE = "hetero-gateway:local"
 _PART_OF = {"app.kubernetes.io/part-of": "hetero-gateway"}
-_PORT = 8000
+PORT = 8000
 _ETC = "/etc/hetero-gateway"
 _GRACE_MARGIN_S = 20
 # No token, and no variables named after Services: one called "vllm" would set VLLM_PORT.
@@ -32,28 +32,55 @@ _QUIET = {"automountServiceAccountToken": False, "enableServiceLinks": False}
 # Of ten seconds each: half an hour for the download of the weights.
 _STARTUP_PROBES = 180
 
+# Of a pod that is to go: the gateway hears of it, and sends nothing more; then it waits until the
+# engine has nothing left. An engine that does not answer has nothing left.
+DRAIN_S = 3600
+DRAIN_SCRIPT = f"""\
+import re, time, urllib.request
+end_s = time.monotonic() + {DRAIN_S}
+time.sleep(5)
+while time.monotonic() < end_s:
+    try:
+        with urllib.request.urlopen("http://127.0.0.1:{PORT}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    except OSError:
+        break
+    left = re.findall(r"^vllm:num_requests_(?:running|waiting)\\{{.*\\}} (\\S+)$", text, re.M)
+    if not sum(map(float, left)):
+        break
+    time.sleep(1)
+"""
+
 
 def kubernetes_address(instance: DeployedInstance) -> str:
     """The pod's own name, in the namespace of the gateway."""
-    return f"http://{instance.id}.{instance.set_name}:{_PORT}"
+    return f"http://{instance.id}.{instance.set_name}:{PORT}"
 
 
 def gateway_server() -> dict[str, Any]:
     """What the gateway's ``server`` section says beside its defaults."""
     return {
         "host": "0.0.0.0",
-        "port": _PORT,
+        "port": PORT,
         "api_key_env": API_KEY_ENV,
         "admin_key_env": ADMIN_KEY_ENV,
     }
 
 
-def gateway_manifests(configuration: str, profiles: Mapping[str, str]) -> str:
+def set_labels(name: str) -> dict[str, str]:
+    """Of a StatefulSet's objects and pods."""
+    return {"app.kubernetes.io/name": name, **_PART_OF}
+
+
+def gateway_manifests(
+    configuration: str, profiles: Mapping[str, str], *, finds_pods: bool = False
+) -> str:
     """ConfigMap, Deployment and Service of the gateway.
 
     Args:
         configuration: gateway.yaml for pods.
         profiles: path below the configuration's directory to text.
+        finds_pods: it asks the API server for them, and has an account that may.
     """
     labels = {"app.kubernetes.io/name": "hetero-gateway", **_PART_OF}
     # A ConfigMap's keys have no slashes; the volume puts the files into their folder.
@@ -66,7 +93,7 @@ def gateway_manifests(configuration: str, profiles: Mapping[str, str]) -> str:
     }
     items = [{"key": "gateway.yaml", "path": "gateway.yaml"}]
     items += [{"key": key, "path": path} for key, path in keys.items()]
-    deployment = {
+    deployment: dict[str, Any] = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": {"name": "hetero-gateway", "labels": labels},
@@ -79,27 +106,40 @@ def gateway_manifests(configuration: str, profiles: Mapping[str, str]) -> str:
         },
     }
     service = _service("hetero-gateway", labels, headless=False)
+    objects = [config_map, deployment, service]
+    if finds_pods:
+        pod = deployment["spec"]["template"]["spec"]
+        pod |= {"serviceAccountName": "hetero-gateway", "automountServiceAccountToken": True}
+        objects = [*_account(labels), *objects]
     comment = (
         "The gateway. Its keys come from the Secret; README.md says how to make it.\n"
         "After a change of the ConfigMap: kubectl rollout restart deployment/hetero-gateway"
     )
-    return _documents(comment, [config_map, deployment, service])
+    return documents(comment, objects)
 
 
 def instance_manifests(
     instances: Sequence[DeployedInstance],
     options: DeploymentOptions,
     profiles: Mapping[str, str],
+    *,
+    following: bool = False,
 ) -> str:
-    """The instances' StatefulSets and Services, and who may talk to them."""
+    """The instances' StatefulSets and Services, and who may talk to them.
+
+    ``following``: an autoscaler says how many, and pods wait for what they have before they go.
+    """
     sets: dict[str, list[DeployedInstance]] = {}
     for instance in instances:
         sets.setdefault(instance.set_name, []).append(instance)
     manifests: list[dict[str, Any]] = []
     for name, members in sets.items():
-        labels = {"app.kubernetes.io/name": name, **_PART_OF}
+        labels = set_labels(name)
         manifests.append(_service(name, labels, headless=True))
-        manifests.append(_stateful_set(name, members, options, labels))
+        stateful_set = _stateful_set(name, members, options, labels)
+        if following:
+            _let_follow(stateful_set)
+        manifests.append(stateful_set)
     if options.emulate:
         # The emulated instances read their profiles from files.
         data = {path.replace("/", "."): text for path, text in profiles.items()}
@@ -112,7 +152,7 @@ def instance_manifests(
         "The instances. kubernetes.io/hostname below is the plan's name of the machine: change it\n"
         "to the node's where they differ (kubectl get nodes -L kubernetes.io/hostname)."
     )
-    return _documents(comment, manifests)
+    return documents(comment, manifests)
 
 
 def _gateway_pod(items: Sequence[Mapping[str, str]]) -> dict[str, Any]:
@@ -121,7 +161,7 @@ def _gateway_pod(items: Sequence[Mapping[str, str]]) -> dict[str, Any]:
         "name": "gateway",
         "image": GATEWAY_IMAGE,
         "args": ["serve", "-c", f"{_ETC}/gateway.yaml", "--host", "0.0.0.0"],
-        "ports": [{"name": "http", "containerPort": _PORT}],
+        "ports": [{"name": "http", "containerPort": PORT}],
         "env": [_secret(API_KEY_ENV, API_KEY_KEY), _secret(ADMIN_KEY_ENV, ADMIN_KEY_KEY)],
         "volumeMounts": [
             {"name": "configuration", "mountPath": _ETC, "readOnly": True},
@@ -169,6 +209,35 @@ def _stateful_set(
     }
 
 
+def _let_follow(stateful_set: dict[str, Any]) -> None:
+    """Whoever applies the file again does not set the number back."""
+    del stateful_set["spec"]["replicas"]
+    pod = stateful_set["spec"]["template"]["spec"]
+    pod["terminationGracePeriodSeconds"] += DRAIN_S
+    command = ["python3", "-c", DRAIN_SCRIPT]
+    pod["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": command}}}
+
+
+def _account(labels: dict[str, str]) -> list[dict[str, Any]]:
+    """Who the gateway is at the API server: it may look at pods."""
+    name, group = "hetero-gateway", "rbac.authorization.k8s.io"
+    metadata = {"name": name, "labels": labels}
+    rules = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    role = {"apiGroup": group, "kind": "Role", "name": name}
+    version = f"{group}/v1"
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
+        {"apiVersion": version, "kind": "Role", "metadata": metadata, "rules": rules},
+        {
+            "apiVersion": version,
+            "kind": "RoleBinding",
+            "metadata": metadata,
+            "roleRef": role,
+            "subjects": [{"kind": "ServiceAccount", "name": name}],
+        },
+    ]
+
+
 def _vllm_pod(instance: DeployedInstance, options: DeploymentOptions) -> dict[str, Any]:
     resource = instance.vendor.kubernetes_resource
     mounts = [{"name": "cache", "mountPath": "/root/.cache/huggingface"}]
@@ -186,12 +255,12 @@ def _vllm_pod(instance: DeployedInstance, options: DeploymentOptions) -> dict[st
         "name": "vllm",
         "image": instance.vendor.kubernetes_image,
         "command": ["vllm", "serve", _unexpanded(model)],
-        "args": [*serve_arguments(instance, options), "--host", "0.0.0.0", "--port", str(_PORT)],
+        "args": [*serve_arguments(instance, options), "--host", "0.0.0.0", "--port", str(PORT)],
         "env": [
             _secret("HF_TOKEN", HF_TOKEN_KEY, optional=True),
             {"name": "VLLM_NO_USAGE_STATS", "value": "1"},
         ],
-        "ports": [{"name": "http", "containerPort": _PORT}],
+        "ports": [{"name": "http", "containerPort": PORT}],
         "resources": {"limits": {resource: len(instance.devices)}},
         "volumeMounts": mounts,
         "startupProbe": _probe(paths.HEALTH, period_s=10, failures=_STARTUP_PROBES),
@@ -207,8 +276,8 @@ def _emulated_pod(instance: DeployedInstance, options: DeploymentOptions) -> dic
     container = {
         "name": "emulated",
         "image": GATEWAY_IMAGE,
-        "args": [*arguments, "--host", "0.0.0.0", "--port", str(_PORT)],
-        "ports": [{"name": "http", "containerPort": _PORT}],
+        "args": [*arguments, "--host", "0.0.0.0", "--port", str(PORT)],
+        "ports": [{"name": "http", "containerPort": PORT}],
         "volumeMounts": [{"name": "profiles", "mountPath": _ETC, "readOnly": True}],
         "readinessProbe": _probe(paths.HEALTH, period_s=5, failures=2),
         "livenessProbe": _probe(paths.HEALTH, period_s=10, failures=6),
@@ -222,7 +291,7 @@ def _emulated_pod(instance: DeployedInstance, options: DeploymentOptions) -> dic
 
 
 def _service(name: str, labels: dict[str, str], *, headless: bool) -> dict[str, Any]:
-    ports = [{"name": "http", "port": _PORT, "targetPort": "http"}]
+    ports = [{"name": "http", "port": PORT, "targetPort": "http"}]
     spec: dict[str, Any] = {"selector": labels, "ports": ports}
     if headless:
         # The gateway probes the instances itself, and wants their addresses before they are ready.
@@ -253,7 +322,7 @@ def _network_policy(names: Sequence[str]) -> dict[str, Any]:
             "ingress": [
                 {
                     "from": [gateway, prometheus],
-                    "ports": [{"protocol": "TCP", "port": _PORT}],
+                    "ports": [{"protocol": "TCP", "port": PORT}],
                 }
             ],
         },
@@ -304,7 +373,7 @@ def _text(dumper: yaml.CSafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def _documents(comment: str, documents: Sequence[dict[str, Any]]) -> str:
+def documents(comment: str, documents: Sequence[dict[str, Any]]) -> str:
     text: str = yaml.dump_all(
         documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
     )

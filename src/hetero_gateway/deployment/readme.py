@@ -189,7 +189,14 @@ def _kubernetes(options: DeploymentOptions) -> str:
         "that you put into the files. Instances are StatefulSets with headless Services, so that "
         "each replica has an address of its own: the gateway chooses among them, not kube-proxy.",
     ]
+    lines += [
+        "",
+        "So that the numbers of replicas follow the load, apply `kubernetes/following/` in its "
+        "place, and of the folders in it `keda/` (with KEDA), or `hpa/` (with "
+        "prometheus-adapter).",
+    ]
     if not options.emulate:
+        lines.append("")
         lines.append(
             "`kubernetes.io/hostname` in `kubernetes/instances.yaml` has the plan's names of the "
             "machines; change it where the nodes have others."

@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.client_keys import ClientsConfig, read_clients
 from hetero_gateway.files.discovery_config import SourceConfig
+from hetero_gateway.files.following_config import FollowingConfig, followed_profiles
 from hetero_gateway.files.instance_config import (
     InstanceConfig,
     ModelConfig,
@@ -125,6 +126,7 @@ class GatewayConfig(StrictModel):
         default_factory=list, description="Sources of instances besides this file."
     )
     clients: ClientsConfig = Field(default_factory=ClientsConfig)
+    following: FollowingConfig = Field(default_factory=FollowingConfig)
     models: dict[ModelName, ModelConfig] = Field(
         default_factory=dict, max_length=1024, description="Aliases, splits, fallbacks, by name."
     )
@@ -193,6 +195,10 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
     problems = Problems(str(path), data)
     for key, text in missing_prerequisites(config, path.parent):
         problems.add(key, text)
+    try:
+        followed_profiles(config.following, path.parent)
+    except ConfigError as error:
+        problems.add(("following",), str(error))
     try:
         read_clients(config.clients, path.parent)
     except ConfigError as error:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
 from hetero_gateway.core.lengths.predictors import LengthFeatures
@@ -42,6 +42,9 @@ from hetero_gateway.gateway.sharing.peers import make_sharing
 from hetero_gateway.gateway.wire.tls import server_tls
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, Hub
+
+if TYPE_CHECKING:
+    from hetero_gateway.gateway.control.following import Following
 
 # Between two looks whether what is to go has nothing left.
 _SEE_OFF_EVERY_S = 0.5
@@ -153,6 +156,7 @@ class Gateway:
         self.engine_calls: EngineCalls
         self.board: Board
         self.outcomes: OutcomeWatch
+        self.following: Following | None = None  # None: it is off
 
     @property
     def config(self) -> GatewayConfig:
@@ -222,6 +226,9 @@ class Gateway:
                 ("clients.groups", "clients.most_labels"), self._prepare_keys, always=True
             )
             self.settings.files.append(self._keys_files)
+        self.settings.add(("following",), self._prepare_following)
+        self._prepare_following(self.config).apply()
+        self._stack.callback(self._stop_following)
         self._stack.callback(self._stop_seeing_off)
         self.reloader.start(tasks)
         self._stack.callback(self.reloader.stop)
@@ -269,6 +276,29 @@ class Gateway:
                 self.hub.tell_keys()
 
         return Prepared(apply, names) if names else None
+
+    def _prepare_following(self, fresh: GatewayConfig) -> Prepared:
+        """Follow the load by other settings, or no longer."""
+        if not fresh.following.types:
+            return Prepared(self._stop_following)
+        # Imported here: the simulator comes with it, and few follow.
+        from hetero_gateway.gateway.control.following import Following, followed
+
+        models = followed(fresh, self._base_dir)
+
+        def apply() -> None:
+            if self.following is None:
+                self.following = Following(self)
+                self.metrics.following = self.following.families
+            self.following.take_up(models)
+
+        return Prepared(apply)
+
+    def _stop_following(self) -> None:
+        if self.following is not None:
+            self.following.close()
+            self.following = None
+            self.metrics.following = lambda: ()
 
     def _share_out(self) -> None:
         """Have the queue heed what clients' shares are."""

@@ -380,6 +380,13 @@ async def list_requests(request: Request) -> Response:
     return Response(text, headers={"cache-control": "no-store"}, media_type="text/csv")
 
 
+@router.get("/following")
+async def list_following(request: Request) -> Response:
+    """How many instances of each type the load needs, and why; nothing where it is off."""
+    following = gateway_of(request).following
+    return _json({"models": [] if following is None else following.describe()})
+
+
 @router.get("/clients")
 async def list_clients(request: Request) -> Response:
     """The clients that have names: what they may, how they stand, what they used since the start.

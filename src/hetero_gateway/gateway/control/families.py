@@ -152,6 +152,31 @@ def instance_families(every: Iterable[InstanceGauges]) -> Iterator[Metric]:
     yield from (trust, known)
 
 
+def following_families(
+    types: Iterable[tuple[tuple[str, str, str], int, int | None]], failures: int
+) -> Iterator[Metric]:
+    """Of (model, accelerator, tensor parallelism): instances that are ready, and the load needs.
+
+    None: not known yet.
+    """
+    labels = ("model", "accelerator", "tensor_parallel")
+    desired = GaugeMetricFamily(
+        PREFIX + "desired_instances",
+        "Instances of a type that the load needs, by the section `following`.",
+        labels=labels,
+    )
+    ready = GaugeMetricFamily(
+        PREFIX + "ready_instances", "Instances of such a type that get requests.", labels=labels
+    )
+    for key, there, wanted in types:
+        ready.add_metric(key, there)
+        if wanted is not None:
+            desired.add_metric(key, wanted)
+    yield from (desired, ready)
+    yield counter("following_failures", "Answers of `following` that failed; the last one stays.",
+                   (), {(): failures})  # fmt: skip
+
+
 def sharing_families(sharing: SharedView) -> Iterator[Metric]:
     mode = GaugeMetricFamily(
         PREFIX + "sharing_mode",

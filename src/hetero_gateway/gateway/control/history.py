@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 # About half a MB; hours of traffic of a small fleet, and enough to train a length model.
@@ -73,6 +73,22 @@ class RequestHistory:
                 int(limit) or None,
                 int(sequences),
             )
+
+    def last_lengths(self, models: Container[str], most: int, of: int) -> list[tuple[int, int]]:
+        """(prompt, output) tokens of the last ``most`` requests of some models, oldest first.
+
+        Args:
+            of: so many of the last are looked at.
+        """
+        numbers, found = self._numbers, []
+        for i in range(self._count - 1, self._count - 1 - min(of, len(self._models)), -1):
+            place = i % MAX_REQUESTS
+            if self._models[place] in models:
+                begin = place * _WIDTH
+                found.append((int(numbers[begin + 1]), int(numbers[begin + 2])))
+                if len(found) == most:
+                    break
+        return found[::-1]
 
     def append(
         self,

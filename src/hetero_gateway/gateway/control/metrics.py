@@ -156,6 +156,8 @@ class Metrics:
         self.catch_up: Callable[[], None] = lambda: None
         # The series of clients that have names.
         self.clients: Callable[[], Iterable[Metric]] = lambda: ()
+        # Those of the instances that the load needs.
+        self.following: Callable[[], Iterable[Metric]] = lambda: ()
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
@@ -242,6 +244,7 @@ class Metrics:
         yield _made(self._instance_counters(known))
         yield _made(self._gateway_families())
         yield _made(self.clients())
+        yield _made(self.following())
 
     def _begin_at_zero(self) -> list[str]:
         """Have the series that there will be; returns the ids of the instances."""

@@ -1,0 +1,110 @@
+"""The configuration's section ``following``: of which instances there may be more or fewer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.instance_config import ModelName
+from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.yaml_file import StrictModel
+
+
+class FollowedType(StrictModel):
+    """One kind of instance of a model: how many of it there may be."""
+
+    model: ModelName = Field(description="A name that these instances serve.")
+    profile: str = Field(
+        description="A built-in profile's name, or a profile file. Instances whose profile has the "
+        "same accelerator and tensor parallelism are of this type."
+    )
+    min: int = Field(0, ge=0, le=10_000, description="So many at least.")
+    max: int = Field(ge=1, le=10_000, description="So many at most.")
+    price_per_hour_usd: float | None = Field(
+        None,
+        gt=0,
+        description="Of one instance; of all types of the model or of none, then accelerators "
+        "count.",
+    )
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> FollowedType:
+        if self.min > self.max:
+            raise ValueError("min: it is above max")
+        return self
+
+
+class FollowingConfig(StrictModel):
+    """How many instances the load needs, published as a metric; nothing is started or stopped."""
+
+    types: list[FollowedType] = Field(
+        default_factory=list, max_length=64, description="Kinds of instances; none: it is off."
+    )
+    interval_s: float = Field(
+        60.0, ge=10, le=3600, description="Between two answers; requests that wait ask sooner."
+    )
+    startup_s: float = Field(
+        180.0, ge=0, le=7200, description="From starting an instance until it serves."
+    )
+    hold_s: float = Field(
+        600.0,
+        ge=0,
+        le=86400,
+        description="Nothing goes that was needed within the last so many seconds.",
+    )
+    utilisation: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="The share of what instances hold that the load may take.",
+    )
+    ttft_p99_s: float | None = Field(
+        None, gt=0, description="What they are to hold it within: TTFT's 99th percentile, s;"
+    )
+    tpot_p99_s: float | None = Field(
+        None, gt=0, description="TPOT's. Without both: 85 % of the most that they can do."
+    )
+
+    @model_validator(mode="after")
+    def _check_types(self) -> FollowingConfig:
+        least: Counter[str] = Counter()
+        for each in self.types:
+            least[each.model] += each.min
+        for model, number in least.items():
+            if not number:
+                raise ValueError(
+                    f"types: one type of {model!r} needs a min of 1 or more: without any instance, "
+                    "nobody knows the model"
+                )
+            priced = {t.price_per_hour_usd is None for t in self.types if t.model == model}
+            if len(priced) > 1:
+                raise ValueError(f"types: some of {model!r} have a price and some have none")
+        return self
+
+
+def followed_profiles(config: FollowingConfig, base_dir: Path) -> list[Profile]:
+    """The types' profiles, in order.
+
+    Raises:
+        ConfigError: one cannot be loaded, or two types of a model are the same.
+    """
+    profiles = []
+    seen: set[tuple[str, str, int]] = set()
+    for i, each in enumerate(config.types):
+        try:
+            profile = load_profile(each.profile, base_dir)
+        except ConfigError as error:
+            raise ConfigError(f"types.{i}.profile: {error}") from error
+        same = (each.model, profile.gpu, profile.tensor_parallel)
+        if same in seen:
+            raise ConfigError(
+                f"types.{i}: {each.model!r} has {profile.gpu} with tensor parallelism "
+                f"{profile.tensor_parallel} twice"
+            )
+        seen.add(same)
+        profiles.append(profile)
+    return profiles

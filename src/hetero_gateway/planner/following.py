@@ -1,0 +1,336 @@
+"""How many instances of each type the load needs now: ``Follower``.
+
+Its shell hands it what came and what is there, once a minute and at once when requests pile up; it
+answers with numbers by type and the reason. From one to the next:
+
+    rate     requests/s that will come once what is started now is ready: the last two minutes', or
+             where the line through the last quarter of an hour leads, whichever is more; with what
+             waits, to be worked off within a minute
+    need     rate × strain ÷ utilisation, and for ``hold_s`` not less than it was
+    wanted   the cheapest instances that hold the need (``held_rates``), where starting one counts,
+             too: another kind must be cheaper for long enough to be worth it
+
+Up at once and whole; down after ``hold_s`` of less, a tenth of a type at a time, and never what the
+need is held with until what takes its place is ready. ``strain`` is the lesson of missed goals:
+each minute in which those that are wanted are there and goals are missed all the same makes the
+need larger, and it fades again.
+
+Values only: no clock is read and nothing is started or stopped here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_gateway.planner.held_rates import HeldRates, Key
+
+# Rates: what "now" is, how far back the line looks, and its steps.
+_NOW_S = 120.0
+_LINE_S = 900.0
+_STEP_S = 60.0
+# A line through fewer steps says nothing of where it leads.
+_LEAST_STEPS = 5
+# What waits is to be worked off within this.
+_CATCH_UP_S = 60.0
+# Of a missed minute, and of each that is not; at most this much more than the load seems to need.
+_STRAIN, _RELIEF, _MOST_STRAIN = 1.15, 0.985, 2.0
+# An instance that is started is paid for its start-up, and that it is wanted for a while:
+# what it costs to start one, in hours of running one.
+_START_HOURS = 0.2
+# Of a type, at most this share goes at a time, or one.
+_SHARE_DOWN = 0.1
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledType:
+    """A kind of instance of which there may be more or fewer.
+
+    Args:
+        key: accelerator and tensor parallelism.
+        least, most: so many at least and at most.
+        cost: of one for an hour, in any unit that all types have.
+    """
+
+    key: Key
+    least: int
+    most: int
+    cost: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How to follow.
+
+    Args:
+        startup_s: from starting an instance until it serves.
+        hold_s: nothing goes that was needed within the last so many seconds.
+        utilisation: the share of what instances hold that the load may take.
+    """
+
+    startup_s: float = 180.0
+    hold_s: float = 600.0
+    utilisation: float = 0.8
+
+
+class Arrivals:
+    """How many requests had come by when, over the last quarter of an hour."""
+
+    __slots__ = ("_points",)
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, float]] = deque()
+
+    def note(self, now_s: float, arrived: float) -> None:
+        """``arrived``: since any time; never less than before."""
+        points = self._points
+        points.append((now_s, arrived))
+        while len(points) > 2 and points[1][0] < now_s - _LINE_S:
+            points.popleft()
+
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """(when, how many by then), oldest first."""
+        return tuple(self._points)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is so at one time.
+
+    Args:
+        now_s: on any clock that never goes back.
+        arrived: of ``Arrivals``, up to now; at least one.
+        queued: requests that wait for an instance.
+        ready: instances by type that serve.
+        missed: whether the latency goals were missed in the last minute.
+    """
+
+    now_s: float
+    arrived: Sequence[tuple[float, float]]
+    queued: int
+    ready: Mapping[Key, int]
+    missed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """How many instances of each type there should be.
+
+    Args:
+        desired: by type, within its bounds.
+        reason: in a line.
+        rate_per_s: requests/s that are reckoned with.
+        held_per_s: requests/s that the desired instances hold.
+        short: the need is more than all that may run can hold.
+    """
+
+    desired: Mapping[Key, int]
+    reason: str
+    rate_per_s: float = 0.0
+    held_per_s: float = 0.0
+    short: bool = False
+
+
+Cause = Literal["load", "trend", "queue"]
+
+
+@dataclass(slots=True)
+class Follower:
+    """See above. Its state is plain values: it may be sent to another process and back."""
+
+    types: tuple[ScaledType, ...]
+    rules: Rules = field(default_factory=Rules)
+    strain: float = 1.0
+    _needs: deque[tuple[float, float]] = field(default_factory=deque)
+    desired: dict[Key, int] = field(default_factory=dict)
+    _reduced_s: float = -math.inf
+    _strained_s: float = -math.inf
+
+    def follow(self, sample: Sample, rates: HeldRates) -> Proposal:
+        """What should be there from now on."""
+        if not self.desired:
+            # Nothing is known of the time before: what is there is taken to be needed for a while.
+            self.desired = {
+                t.key: min(max(sample.ready.get(t.key, 0), t.least), t.most) for t in self.types
+            }
+            self._reduced_s = sample.now_s + self.rules.hold_s - _STEP_S
+        rate_per_s, cause = self._rate(sample)
+        self._heed_misses(sample)
+        need = rate_per_s * self.strain / self.rules.utilisation
+        held_back = self._held(sample.now_s, need)
+        cheapest = self.cheapest(held_back, rates, self.desired)
+        desired = self._stepped(cheapest, held_back, sample, rates)
+        reason = self._reason(desired, cause, rate_per_s, need, held_back, sample, rates)
+        self.desired = desired
+        held = rates.of(desired)
+        short = held + _ROUNDING < need
+        return Proposal(dict(desired), reason, rate_per_s, held, short)
+
+    # -- the need
+
+    def _rate(self, sample: Sample) -> tuple[float, Cause]:
+        """Requests/s to be ready for, and what makes it so much."""
+        series = np.array(sample.arrived)
+        rate = _rate_now(series, sample.now_s)
+        cause: Cause = "load"
+        ahead = self._line(series, sample.now_s)
+        if ahead > rate:
+            rate, cause = ahead, "trend"
+        if sample.queued:
+            rate += sample.queued / _CATCH_UP_S
+            cause = "queue"
+        return rate, cause
+
+    def _line(self, series: NDArray[np.float64], now_s: float) -> float:
+        """Where the line through the last quarter of an hour is when what starts now is ready."""
+        steps = int((now_s - series[0, 0]) // _STEP_S)
+        if steps < _LEAST_STEPS:
+            return 0.0
+        edges = now_s - _STEP_S * np.arange(steps, -1, -1)
+        rates = np.diff(np.interp(edges, *series.T)) / _STEP_S
+        middles = (edges[1:] + edges[:-1]) / 2 - now_s
+        slope, level = np.polyfit(middles, rates, 1)
+        return float(level + max(0.0, slope) * (self.rules.startup_s + _STEP_S))
+
+    def _heed_misses(self, sample: Sample) -> None:
+        if sample.now_s - self._strained_s < _STEP_S:
+            return
+        self._strained_s = sample.now_s
+        there = all(sample.ready.get(key, 0) >= n for key, n in self.desired.items())
+        if sample.missed and there:
+            self.strain = min(_MOST_STRAIN, self.strain * _STRAIN)
+        elif not sample.missed:
+            self.strain = max(1.0, self.strain * _RELIEF)
+
+    def _held(self, now_s: float, need: float) -> float:
+        """The highest need within ``hold_s``, this one included."""
+        while self._needs and self._needs[0][0] <= now_s - self.rules.hold_s:
+            self._needs.popleft()
+        while self._needs and self._needs[-1][1] <= need:
+            self._needs.pop()
+        self._needs.append((now_s, need))
+        return self._needs[0][1]
+
+    # -- what holds it
+
+    def go_on_from(self, other: Follower) -> None:
+        """Remember what another one does, as where bounds or rules have changed."""
+        keys = {t.key for t in self.types}
+        if keys == {t.key for t in other.types}:
+            self.desired, self.strain = dict(other.desired), other.strain
+            self._needs = deque(other._needs)
+
+    def cheapest(self, need: float, rates: HeldRates, now: Mapping[Key, int]) -> dict[Key, int]:
+        """The cheapest that hold a need; all that may run where nothing does.
+
+        Args:
+            now: instances by type that need not be started.
+        """
+        # Imported here: it takes long, and few who hold a follower ask this of it.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        types = [t for t in self.types if rates.per_s.get(t.key, 0.0) > 0]
+        result = {t.key: t.least for t in self.types}
+        if not types:
+            return result | {key: n for key, n in now.items() if key in result}
+        if sum(t.most * rates.per_s[t.key] for t in types) < need:
+            return result | {t.key: t.most for t in types}
+        size = len(types)
+        # n of each type, then how many of them are new.
+        cost = np.array([t.cost for t in types] + [_START_HOURS * t.cost for t in types])
+        hold = np.array([rates.per_s[t.key] for t in types] + [0.0] * size)
+        new = np.hstack((np.eye(size), -np.eye(size)))
+        there = np.array([now.get(t.key, 0) for t in types], dtype=float)
+        low = np.array([t.least for t in types] + [0] * size, dtype=float)
+        high = np.array([t.most for t in types] + [t.most for t in types], dtype=float)
+        found = milp(
+            cost,
+            integrality=np.ones(2 * size, dtype=np.int64),
+            bounds=Bounds(low, high),
+            constraints=[
+                LinearConstraint(hold[np.newaxis, :], need - _ROUNDING, math.inf),
+                LinearConstraint(new, -math.inf, there),
+            ],
+        )
+        if found.x is None:  # numbers that the solver gives up on
+            return result | {t.key: t.most for t in types}
+        return result | {t.key: round(found.x[i]) for i, t in enumerate(types)}
+
+    def _stepped(
+        self, cheapest: Mapping[Key, int], need: float, sample: Sample, rates: HeldRates
+    ) -> dict[Key, int]:
+        """From what was desired towards the cheapest: up at once, down little by little."""
+        bounds = {t.key: t for t in self.types}
+        now = {k: min(max(n, bounds[k].least), bounds[k].most) for k, n in self.desired.items()}
+        desired = {key: max(n, cheapest[key]) for key, n in now.items()}
+        if sample.now_s - self._reduced_s < _STEP_S:
+            return desired
+        # Dear ones first, for what they hold.
+        order = sorted(
+            (t for t in self.types if desired[t.key] > cheapest[t.key]),
+            key=lambda t: rates.per_s.get(t.key, 0.0) / t.cost if t.cost else math.inf,
+        )
+        for each in order:
+            key = each.key
+            many = max(1, math.floor(_SHARE_DOWN * desired[key]))
+            fewer = dict(desired)
+            fewer[key] = max(cheapest[key], desired[key] - many)
+            there = {k: min(n, sample.ready.get(k, 0)) for k, n in fewer.items()}
+            if rates.of(there) + _ROUNDING >= min(need, rates.of(fewer)):
+                desired = fewer
+                self._reduced_s = sample.now_s
+        return desired
+
+    def _reason(
+        self,
+        desired: Mapping[Key, int],
+        cause: Cause,
+        rate_per_s: float,
+        need: float,
+        held_back: float,
+        sample: Sample,
+        rates: HeldRates,
+    ) -> str:
+        text = f"{rate_per_s:.3g} requests/s"
+        if cause == "trend":
+            text += f" expected in {round(self.rules.startup_s + _STEP_S)} s"
+        elif cause == "queue":
+            text += f", to work off {sample.queued} that wait too"
+        if self.strain > 1.01:
+            text += f", × {self.strain:.2f} as goals were missed"
+        if held_back > need * 1.01:
+            most = held_back * self.rules.utilisation
+            text += f"; up to {most:.3g} within {self.rules.hold_s:g} s"
+        text += f"; these hold {rates.of(desired):.3g}"
+        if not rates.keeps_goals:
+            text += "; no type keeps the latency goals at any rate"
+        elif rates.of(desired) + _ROUNDING < need:
+            text += "; more is not allowed to run"
+        return text
+
+
+def _rate_now(series: NDArray[np.float64], now_s: float) -> float:
+    """Requests/s of the last two minutes, or since there is something to see."""
+    from_s = max(now_s - _NOW_S, series[0, 0])
+    if now_s <= from_s:
+        return 0.0
+    before, now = np.interp((from_s, now_s), *series.T)
+    return float((now - before) / (now_s - from_s))
+
+
+def type_label(key: Key) -> str:
+    """``A800-80GB-PCIe/tp2``."""
+    return f"{key[0]}/tp{key[1]}"
+
+
+def described(counts: Mapping[Key, int]) -> str:
+    """``2×A800-80GB-PCIe/tp1 + 3×T4-16GB/tp2``; types of which there are none are left out."""
+    parts: Sequence[str] = [f"{n}×{type_label(key)}" for key, n in counts.items() if n]
+    return " + ".join(parts) or "none"

@@ -1,0 +1,177 @@
+"""What instances hold of a mix of requests, by simulation: each type alone, and several together.
+
+    alone      requests/s that one instance does when it always has enough to do, less ``HEADROOM``
+    held       the share of it at which one instance keeps the latency goals
+    together   requests/s that several hold behind the gateway, over the sum of what each holds:
+               above 1 where they share what one has too much of, below 1 where the policy loses
+
+``following`` reckons with the result for minutes or hours, until requests have other lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.planner import trials
+from hetero_gateway.planner.goals import HEADROOM, Goals
+from hetero_gateway.planner.plan import Figures
+from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
+from hetero_gateway.sim.workload import TraceLengths
+
+Key = tuple[str, int]  # accelerator and tensor parallelism
+
+# Without latency goals: above it queues grow fast, and a burst of a minute is felt for many.
+_BUSY = 0.85
+# Bisections of a rate: to 1/16 of what an instance can do, and of what several hold together.
+_STEPS = 4
+_LEAST_TOGETHER, _MOST_TOGETHER = 0.5, 1.3
+# Requests that are so much longer or shorter, in the mean, are another mix.
+_OTHER_LENGTHS = 0.1
+# Requests of a run of several instances.
+_TOGETHER_REQUESTS = 1600
+_ALONE_REQUESTS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRates:
+    """Requests per second that one instance of each type holds, as one of several.
+
+    Args:
+        per_s: by type; 0: it cannot keep the goals at any rate, or cannot take the requests.
+        mean_prompt, mean_output: tokens of the requests that it was found for.
+        profiles, goals: that it was found with.
+        keeps_goals: False where no type keeps the latency goals at any rate: then the rates are
+            what types do without goals.
+    """
+
+    per_s: Mapping[Key, float]
+    mean_prompt: float
+    mean_output: float
+    profiles: Mapping[Key, Profile] = field(repr=False)
+    goals: Goals
+    keeps_goals: bool = True
+
+    def of(self, counts: Mapping[Key, int]) -> float:
+        """Requests/s that so many of each hold."""
+        return sum(self.per_s.get(key, 0.0) * n for key, n in counts.items())
+
+    def answers(self, question: RateQuestion) -> bool:
+        """Whether it is still the answer: the same profiles and goals, and about the same lengths.
+
+        What several hold together is not asked again for each that comes or goes.
+        """
+        if self.profiles != question.profiles or self.goals != question.goals:
+            return False
+        prompt, output = np.mean(question.requests, axis=0)
+        return not any(
+            abs(now / then - 1) > _OTHER_LENGTHS
+            for now, then in ((prompt, self.mean_prompt), (output, self.mean_output))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RateQuestion:
+    """What is asked: profiles by type, recent requests, limits, and how they are served.
+
+    Args:
+        requests: (prompt, output) tokens of recent requests, at least one.
+        counts: about the instances that are there, for what several hold together.
+    """
+
+    profiles: Mapping[Key, Profile]
+    requests: Sequence[tuple[int, int]]
+    goals: Goals = field(default_factory=Goals)
+    counts: Mapping[Key, int] = field(default_factory=dict)
+    policy: str = "finish-time"
+    engines: Engines = field(default_factory=Engines)
+    seed: int = 0
+    compiled: bool = False
+
+
+def find_held_rates(question: RateQuestion) -> HeldRates:
+    """Simulate; some seconds of CPU for two or three types."""
+    rows = np.array(question.requests, dtype=np.int64).reshape(-1, 2)
+    mix = Mix.of(TraceLengths(rows[:, 0], rows[:, 1]), question.seed)
+    alone = {
+        key: found
+        for key, profile in question.profiles.items()
+        if (found := run_alone(profile, mix, question.engines, _ALONE_REQUESTS)) is not None
+    }
+    tokens = mix.mean_prompt + mix.mean_output
+    most = {key: each.tokens_per_s / tokens / (1 + HEADROOM) for key, each in alone.items()}
+    held = {key: _held_alone(question, mix, key, rate) for key, rate in most.items()}
+    keeps_goals = any(held.values())
+    if not keeps_goals:
+        held = {key: _BUSY * rate for key, rate in most.items()}
+    share = _together(question, mix, alone, held) if keeps_goals else 1.0
+    return HeldRates(
+        {key: share * held.get(key, 0.0) for key in question.profiles},
+        mix.mean_prompt,
+        mix.mean_output,
+        question.profiles,
+        question.goals,
+        keeps_goals,
+    )
+
+
+def _held_alone(question: RateQuestion, mix: Mix, key: Key, most_per_s: float) -> float:
+    """Requests/s of one instance within the goals; 0: not at any rate."""
+    if not question.goals.has_latency:
+        return _BUSY * most_per_s
+
+    def keeps(share: float) -> bool:
+        return _keeps(
+            question,
+            trials.hold_alone(question.profiles[key], mix, question.engines, share * most_per_s),
+        )
+
+    return most_per_s * _highest(keeps, 0.0, 1.0)
+
+
+def _together(
+    question: RateQuestion,
+    mix: Mix,
+    alone: Mapping[Key, Alone],
+    held: Mapping[Key, float],
+) -> float:
+    """What several hold over the sum of what each holds alone."""
+    able = {key: n for key, n in question.counts.items() if n > 0 and held.get(key, 0.0) > 0}
+    if sum(able.values()) < 2 or not question.goals.has_latency:
+        return 1.0
+    by_profile = {question.profiles[key]: n for key, n in able.items()}
+    system = trials.reduced(
+        by_profile, {question.profiles[key]: alone[key] for key in able}, _TOGETHER_REQUESTS
+    )
+    total = sum(held[key] * n for key, n in able.items())
+
+    def keeps(share: float) -> bool:
+        figures = trials.hold(
+            system,
+            question.policy,
+            mix,
+            question.engines,
+            share * total,
+            _TOGETHER_REQUESTS,
+            question.compiled,
+        )
+        return _keeps(question, figures)
+
+    return _highest(keeps, _LEAST_TOGETHER, _MOST_TOGETHER)
+
+
+def _keeps(question: RateQuestion, figures: Figures | None) -> bool:
+    return figures is not None and not question.goals.missed(figures)
+
+
+def _highest(keeps: Callable[[float], bool], low: float, high: float) -> float:
+    """The highest share that keeps the goals, as far as bisection finds it; ``low``: none."""
+    if keeps(high):
+        return high
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low

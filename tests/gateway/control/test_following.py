@@ -1,0 +1,165 @@
+"""How many instances the load needs, as a running gateway publishes it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.gateway.control import following_process
+from hetero_gateway.gateway.control.following_process import Answer, Task
+from tests.fakes.running import FAST, SLOW, RunningGateway, config_for, eventually, running_gateway
+from tests.fakes.vllm import fake_instances
+
+CHAT = "/v1/chat/completions"
+TYPES = [
+    {"model": "m", "profile": FAST, "min": 0, "max": 3},
+    {"model": "m", "profile": SLOW, "min": 1, "max": 4},
+]
+FOLLOWING: dict[str, Any] = {"types": TYPES, "interval_s": 10, "hold_s": 60, "startup_s": 30}
+
+
+async def in_a_thread(task: Task) -> Answer:
+    """Virtual time does not wait for other processes."""
+    return await asyncio.to_thread(following_process.work, task)
+
+
+def follow_here(running: RunningGateway, work: Callable[[Task], Any] = in_a_thread) -> None:
+    assert running.gateway.following is not None
+    running.gateway.following.work = work
+
+
+def published(text: str, name: str = "desired_instances") -> dict[str, float]:
+    """By accelerator and tensor parallelism."""
+    found = re.findall(
+        rf'^hetero_gateway_{name}{{accelerator="(.*?)",model="m",tensor_parallel="(.)"}} (\S+)$',
+        text,
+        re.MULTILINE,
+    )
+    return {f"{accelerator}/tp{t}": float(value) for accelerator, t, value in found}
+
+
+def chat(**fake: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": "hello " * 50}
+    return {"model": "m", "messages": [message], "stream": True, "fake": fake}
+
+
+async def test_it_is_off_unless_types_are_configured() -> None:
+    async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
+        assert running.gateway.following is None
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            assert (await client.get("/admin/following")).json() == {"models": []}
+        assert "desired_instances" not in await running.metrics()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_more_load_wants_more_instances_and_less_wants_fewer_after_a_while(
+    workers: int,
+) -> None:
+    async with fake_instances(2) as fakes:
+        config = config_for(fakes, following=FOLLOWING)
+        async with (
+            running_gateway(config, workers=workers) as running,
+            httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+        ):
+            follow_here(running)
+            await eventually(lambda: running.gateway.following.describe()[0]["reason"])
+            # Both that are there are taken to be needed at first.
+            assert published(await running.metrics()) == {
+                "V100-32GB-NVLink2/tp4": 1,
+                "V100-32GB-NVLink2/tp1": 1,
+            }
+            assert sum(published(await running.metrics(), "ready_instances").values()) == 2
+            for _ in range(15):
+                await asyncio.gather(
+                    *(client.post(CHAT, json=chat(event_tokens=100)) for _ in range(20))
+                )
+                await asyncio.sleep(1)
+            await eventually(lambda: sum(published_now(running).values()) > 2)
+            (row,) = (await client.get("/admin/following")).json()["models"]
+            assert row["rate_per_s"] > 5
+            assert row["problem"] is None
+            assert {t["desired"] for t in row["types"]} != {None}
+            await asyncio.sleep(400)
+            assert published(await running.metrics()) == {
+                "V100-32GB-NVLink2/tp4": 0,
+                "V100-32GB-NVLink2/tp1": 1,
+            }
+
+
+def published_now(running: RunningGateway) -> dict[str, float]:
+    (row,) = running.gateway.following.describe()
+    return {str(i): t["desired"] or 0 for i, t in enumerate(row["types"])}
+
+
+async def test_a_failure_leaves_the_last_answer_and_is_counted() -> None:
+    async with fake_instances(2) as fakes:
+        async with running_gateway(config_for(fakes, following=FOLLOWING)) as running:
+            follow_here(running)
+            await eventually(lambda: running.gateway.following.describe()[0]["reason"])
+            before = published(await running.metrics())
+
+            async def fails(task: Task) -> Answer:
+                raise HeteroGatewayError("the simulation took more than 180 s")
+
+            follow_here(running, fails)
+            await asyncio.sleep(25)
+            text = await running.metrics()
+            assert published(text) == before
+            assert "hetero_gateway_following_failures_total 2.0" in text
+            (row,) = running.gateway.following.describe()
+            assert row["problem"] == "the simulation took more than 180 s"
+
+
+async def test_a_reload_takes_up_other_bounds_and_turns_it_off(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    async with fake_instances(2) as fakes:
+        config = config_for(fakes, following=FOLLOWING)
+        data = config.model_dump(mode="json", exclude_unset=True)
+        file.write_text(yaml.safe_dump(data))
+        async with (
+            running_gateway(config, file) as running,
+            httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+        ):
+            follow_here(running)
+            await eventually(lambda: running.gateway.following.describe()[0]["reason"])
+            data["following"]["types"][1] |= {"min": 3}
+            file.write_text(yaml.safe_dump(data))
+            answer = (await client.post("/admin/reload")).json()
+            assert answer["settings"] == ["following.types"]
+            await asyncio.sleep(20)
+            assert published(await running.metrics())["V100-32GB-NVLink2/tp1"] == 3
+            data["following"]["types"] = []
+            file.write_text(yaml.safe_dump(data))
+            await client.post("/admin/reload")
+            assert "desired_instances" not in await running.metrics()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"types": [TYPES[0]]}, "one type of 'm' needs a min of 1 or more"),
+        ({"types": [TYPES[1] | {"max": 0}]}, "types.0.max"),
+        ({"types": [TYPES[1] | {"min": 9}]}, "min: it is above max"),
+        ({"types": [TYPES[1], TYPES[1]]}, "'m' has V100-32GB-NVLink2 with tensor parallelism 1 t"),
+        ({"types": [TYPES[1] | {"profile": "no/such"}]}, "types.0.profile: no profile is named"),
+        ({"types": [TYPES[1], TYPES[0] | {"price_per_hour_usd": 2}]}, "some of 'm' have a price"),
+    ],
+)
+def test_what_cannot_be_followed_is_an_error_of_one_line(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(yaml.safe_dump({"following": FOLLOWING | change}))
+    with pytest.raises(ConfigError) as error:
+        load_gateway_config(file)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
