@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.goals import HEADROOM, Goals
+from hetero_gateway.planner.goodput import find_goodput
 from hetero_gateway.planner.plan import Figures
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.workload import TraceLengths
@@ -26,8 +27,8 @@ Key = tuple[str, int]  # accelerator and tensor parallelism
 
 # Without latency goals: above it queues grow fast, and a burst of a minute is felt for many.
 _BUSY = 0.85
-# Bisections of a rate: to 1/16 of what an instance can do, and of what several hold together.
-_STEPS = 4
+# Of the rates that are tried, as a share of the highest.
+_STEP = 1 / 16
 _LEAST_TOGETHER, _MOST_TOGETHER = 0.5, 1.3
 # Requests that are so much longer or shorter, in the mean, are another mix.
 _OTHER_LENGTHS = 0.1
@@ -119,17 +120,18 @@ def find_held_rates(question: RateQuestion) -> HeldRates:
 
 
 def _held_alone(question: RateQuestion, mix: Mix, key: Key, most_per_s: float) -> float:
-    """Requests/s of one instance within the goals; 0: not at any rate."""
-    if not question.goals.has_latency:
+    """Requests/s of one instance within the limits; 0: not at any rate."""
+    if not question.goals.has_limits:
         return _BUSY * most_per_s
 
-    def keeps(share: float) -> bool:
-        return _keeps(
-            question,
-            trials.hold_alone(question.profiles[key], mix, question.engines, share * most_per_s),
-        )
+    def hold(rate_per_s: float) -> Figures | None:
+        profile, slo = question.profiles[key], question.goals.slo
+        return trials.hold_alone(profile, mix, question.engines, rate_per_s, slo)
 
-    return most_per_s * _highest(keeps, 0.0, 1.0)
+    found = find_goodput(
+        hold, question.goals, most_per_s, step=_STEP, likely_per_s=_BUSY * most_per_s
+    )
+    return 0.0 if found is None else found.rate_per_s
 
 
 def _together(
@@ -140,7 +142,7 @@ def _together(
 ) -> float:
     """What several hold over the sum of what each holds alone."""
     able = {key: n for key, n in question.counts.items() if n > 0 and held.get(key, 0.0) > 0}
-    if sum(able.values()) < 2 or not question.goals.has_latency:
+    if sum(able.values()) < 2 or not question.goals.has_limits:
         return 1.0
     by_profile = {question.profiles[key]: n for key, n in able.items()}
     system = trials.reduced(
@@ -148,30 +150,18 @@ def _together(
     )
     total = sum(held[key] * n for key, n in able.items())
 
-    def keeps(share: float) -> bool:
-        figures = trials.hold(
+    def hold(rate_per_s: float) -> Figures | None:
+        return trials.hold(
             system,
             question.policy,
             mix,
             question.engines,
-            share * total,
+            rate_per_s,
             _TOGETHER_REQUESTS,
             question.compiled,
+            question.goals.slo,
         )
-        return _keeps(question, figures)
 
-    return _highest(keeps, _LEAST_TOGETHER, _MOST_TOGETHER)
-
-
-def _keeps(question: RateQuestion, figures: Figures | None) -> bool:
-    return figures is not None and not question.goals.missed(figures)
-
-
-def _highest(keeps: Callable[[float], bool], low: float, high: float) -> float:
-    """The highest share that keeps the goals, as far as bisection finds it; ``low``: none."""
-    if keeps(high):
-        return high
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if keeps(middle) else (low, middle)
-    return low
+    most = _MOST_TOGETHER * total
+    found = find_goodput(hold, question.goals, most, step=_STEP, likely_per_s=total)
+    return _LEAST_TOGETHER if found is None else max(_LEAST_TOGETHER, found.rate_per_s / total)
