@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DEFAULT_POLICIES = ("finish-time", "min-max", "capacity-weighted", "paper", "round-robin")
 # Where nothing is said about rates: a quiet hour, a busy one, and the paper's "inf".
 DEFAULT_LOADS = (0.7, 0.9)
-# Fewer seeds do not tell a difference from chance (docs/guide/simulate.md).
+# Fewer seeds do not distinguish a difference from chance (docs/guide/simulate.md).
 DEFAULT_SEEDS = 5
 # With half of it, filling and emptying the cluster are most of a run (docs/guide/simulate.md).
 DEFAULT_COUNT = 2000
@@ -382,7 +382,7 @@ def _held(
 
     if bound.tokens_per_s <= 0:
         raise ConfigError(f"{args.config}: no request of the mix fits any instance")
-    # So many short runs are worth what compiling takes.
+    # This many short runs are worth what compiling takes.
     run = partial(simulate, compiled=can_compile())
     found = {}
     with progress_bar(Console(stderr=True, highlight=False, markup=False)) as progress:

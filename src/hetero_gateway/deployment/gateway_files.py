@@ -35,7 +35,7 @@ def profile_files(
 
 
 def profile_text(instance_type: InstanceType, profile: Profile, *, speed: float = 1.0) -> str:
-    """A profile file, of an instance that is so many times faster."""
+    """A profile file, of an instance that is this many times faster."""
     source = _source(instance_type, profile, speed)
     document = profile_file.profile_document(profile, source, speed=speed)
     return (

@@ -45,7 +45,7 @@ class DeploymentOptions:
             there is one machine.
         accelerators: of the user's own, by name.
         emulate: emulated instances in place of vLLM, all on this machine.
-        time_scale: of emulated instances: so many times faster than the hardware.
+        time_scale: of emulated instances: how many times faster than the hardware.
         priors: the gateway's expectations before it has seen requests: mean prompt and output
             tokens; None: its own.
         ttft_p99_s, tpot_p99_s: the plan's latency goals; None: it has none.

@@ -161,7 +161,7 @@ for i in "${{!pids[@]}}"; do
 done
 say "all ${{#pids[@]}} answer /health"
 
-# One that ends later is told and left down: the gateway sends its requests elsewhere.
+# One that ends later is reported and left down: the gateway sends its requests elsewhere.
 down=()
 while ((${{#down[@]}} < ${{#pids[@]}})); do
   pause 2

@@ -218,7 +218,7 @@ def _comment(text: str, indent: int = 2) -> str:
 
 
 def _wrapped(line: str, width: int, start: str) -> list[str]:
-    """Lines of at most so many characters; a command stays whole."""
+    """Lines of at most this many characters; a command stays whole."""
     if start:
         return [line]
     lines, rest = [], line

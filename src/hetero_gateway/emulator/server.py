@@ -15,7 +15,7 @@ _BACKLOG = 4096  # a burst of clients must not see refused connections
 
 
 class Server(uvicorn.Server):
-    """uvicorn, told where it listens and saying when it is ready.
+    """uvicorn, with an address of its own, and saying when it is ready.
 
     Args:
         emulated: the instance.

@@ -138,7 +138,8 @@ class Reloader:
         _log.info(
             "%s: the configuration was reloaded: %s",
             cause,
-            "; ".join(f"{name}: {', '.join(v)}" for name, v in told.items() if v) or "no change",
+            "; ".join(f"{name}: {', '.join(v)}" for name, v in told.items() if v and name != "flags")
+            or "no change",
         )
         return told
 

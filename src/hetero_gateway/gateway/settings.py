@@ -1,6 +1,6 @@
 """What of a configuration can change while serving, and how: all of it, or nothing.
 
-A part of the gateway that heeds settings says which, and how it takes them up, in two steps:
+A part of the gateway that uses settings says which, and how it takes them up, in two steps:
 
     prepare   everything that may fail (a file, a key, a name), in a thread; changes nothing
     apply     what cannot fail, on the event loop, and soon done

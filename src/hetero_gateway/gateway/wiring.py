@@ -301,7 +301,7 @@ class Gateway:
             self.metrics.following = lambda: ()
 
     def _share_out(self) -> None:
-        """Have the queue heed what clients' shares are."""
+        """Have the queue go by clients' shares."""
         if isinstance(self.fleet.discipline, Clients):
             self.fleet.discipline.shares = {c.party: c.share for c in self.admission}
 

@@ -53,7 +53,7 @@ def parse_target(url: str, api_key: str | None = None) -> Target:
     """``http://HOST[:PORT][/PREFIX]``, with or without the closing ``/v1``.
 
     Raises:
-        ConfigError: not such a URL.
+        ConfigError: no such URL.
     """
     try:
         parts = urlsplit(url)
@@ -211,7 +211,7 @@ class LoadClient:
         ).encode("latin-1")
 
     async def warm(self, connections: int) -> None:
-        """Have this many open connections ready; silent when it cannot, for ``post`` will tell."""
+        """Have this many open connections ready; silent when it cannot: ``post`` reports it."""
         have = [await self._fresh_or_none() for _ in range(connections)]
         self._idle.extend(connection for connection in have if connection is not None)
 

@@ -116,7 +116,7 @@ class Conversations:
         return "".join(self._words(f"b{block} ", block_tokens) for block in ids)
 
     def _words(self, start: str, tokens: int) -> str:
-        """Text that begins with ``start`` and has the length of so many tokens, at least 1."""
+        """Text that begins with ``start`` and has the length of this many tokens, at least 1."""
         length = round(max(1, tokens) * self._bytes_per_token)
         at = random.Random(start).randrange(len(self._pool))
         text = start + self._pool[at : at + length]

@@ -184,7 +184,7 @@ class EmulatedCluster:
 
 
 def write_profile(profile: Profile, path: Path, *, speed: float = 1.0) -> None:
-    """Write a profile file, of an instance that is so many times faster."""
+    """Write a profile file, of an instance that is this many times faster."""
     source = {"how": "derived", "note": f"{profile.name} at {speed:g}× speed"}
     document = profile_document(profile, source, speed=speed)
     write_profile_file(path, document)

@@ -17,7 +17,7 @@ from hetero_gateway.reports.bench_table import (
 )
 from hetero_gateway.reports.page import colour, fill, json_block, table, text
 
-# A run's time is cut into so many parts, whatever its length.
+# A run's time is cut into this many parts, whatever its length.
 _PARTS = 60
 # Points of a curve; a run may have a million requests.
 _QUANTILES = np.linspace(0.0, 1.0, 201)

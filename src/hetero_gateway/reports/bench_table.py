@@ -43,7 +43,7 @@ def figure_rows(summary: Summary) -> list[tuple[str, str]]:
     rows += [
         ("output tokens", f"{summary.output_tokens}"),
         ("throughput", f"{summary.throughput_tokens_per_s:.0f} tokens/s"),
-        ("of it output", f"{summary.output_tokens_per_s:.0f} tokens/s"),
+        ("output alone", f"{summary.output_tokens_per_s:.0f} tokens/s"),
     ]
     if summary.slo_share is not None:
         rows.append(("within the limits", f"{summary.slo_share:.1%}"))

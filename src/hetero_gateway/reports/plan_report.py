@@ -52,7 +52,7 @@ def render(plan: Plan, request: PlanRequest, document: dict[str, Any]) -> str:
         "title": text(f"{Path(request.source).name}: a plan for {request.model.name}"),
         "subtitle": text(
             f"context {request.max_model_len}, {plan.mean_prompt_tokens:.0f} prompt and "
-            f"{plan.mean_output_tokens:.0f} output tokens in the mean, goal {plan.goal}, policy "
+            f"{plan.mean_output_tokens:.0f} output tokens on average, goal {plan.goal}, policy "
             f"{plan.policy}"
         ),
         "headline": text(headline(plan)),

@@ -126,8 +126,8 @@ def title(plan: Plan, request: PlanRequest, took_s: float) -> str:
     return (
         f"{request.source}: {request.model.name}, context {request.max_model_len}; {accelerators} "
         f"accelerators in {len(machines)} machine{'s' if len(machines) > 1 else ''}; "
-        f"{plan.mean_prompt_tokens:.0f} prompt and {plan.mean_output_tokens:.0f} output tokens in "
-        f"the mean; goal {plan.goal}, policy {plan.policy}; planned in {took_s:.1f} s"
+        f"{plan.mean_prompt_tokens:.0f} prompt and {plan.mean_output_tokens:.0f} output tokens on "
+        f"average; goal {plan.goal}, policy {plan.policy}; planned in {took_s:.1f} s"
     )
 
 

@@ -20,7 +20,7 @@ def report(fit: Fit, *, discarded: Mapping[str, int] | None = None) -> str:
     """Two tables and the cautions, for a terminal 100 columns wide or a pipe.
 
     Args:
-        fit: what to tell.
+        fit: what to report.
         discarded: samples that were not fitted, by reason.
     """
     console = Console(file=io.StringIO(), width=_WIDTH, highlight=False, markup=False)

@@ -44,7 +44,7 @@ def render(
         "subtitle": text(
             f"{len(experiment.instances)} instances, {experiment.count} requests a run, "
             f"{mix['mean_prompt_tokens']:.0f} prompt and {mix['mean_output_tokens']:.0f} output "
-            f"tokens in the mean, {len(cells[0].runs)} seeds, bound "
+            f"tokens on average, {len(cells[0].runs)} seeds, bound "
             f"{bound.tokens_per_s:.0f} output tokens/s"
         ),
         "options": _options(experiment),

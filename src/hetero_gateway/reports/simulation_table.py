@@ -23,7 +23,7 @@ from hetero_gateway.sim.result import Cell, RunResult, Spread
 
 # A pipe has no width: there, everything ranked fits.
 _PIPE_WIDTH = 200
-# Arrivals that last less than so many mean latencies. On two V100s with the chat mix at 90 % load,
+# Arrivals lasting less than this many mean latencies. On two V100s with the chat mix at 90 % load,
 # 1000, 2000 and 4000 requests last 6, 12 and 19; their throughput is 56, 69 and 79 % of the bound,
 # of the 90 % that endless runs would come to (simulate --load 0.9 --count N).
 _SHORT_RUN = 8
@@ -134,8 +134,8 @@ def print_results(
     """What was simulated, the tables, and what to mind in them."""
     print(
         f"{config}: {len(experiment.instances)} instances, {experiment.count} requests a "
-        f"run, {moments.mean_prompt:.0f} prompt and {moments.mean_output:.0f} output tokens in "
-        f"the mean; bound {bound.tokens_per_s:.0f} output tokens/s"
+        f"run, {moments.mean_prompt:.0f} prompt and {moments.mean_output:.0f} output tokens on "
+        f"average; bound {bound.tokens_per_s:.0f} output tokens/s"
     )
     print_tables(cells)
     slo = experiment.slo
@@ -158,7 +158,7 @@ def held_document(held: Mapping[str, tuple[float, ...]]) -> dict[str, dict[str, 
 
 def print_held(held: Mapping[str, tuple[float, ...]]) -> None:
     """The highest load that holds each share, by policy."""
-    print("\nHighest load at which so many requests are within the SLO:")
+    print("\nHighest load at which this share of the requests is within the SLO:")
     print_table(
         ("POLICY", *(f"{share:.0%}" for share in SHARES)),
         [(policy, *(f"{load:.2f}" for load in loads)) for policy, loads in held.items()],

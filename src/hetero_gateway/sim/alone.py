@@ -45,7 +45,7 @@ _REQUESTS = 5000
 _BATCHES = 6
 # Of the run before it that only finds the batch.
 _FIRST_BATCHES = 3
-# New requests are drawn so many at a time.
+# New requests are drawn this many at a time.
 _BLOCK = 500
 # A batch below this share of what fits is not kept small by memory.
 _FILLED = 0.85
@@ -144,7 +144,7 @@ def run_alone(
     where prefills take most of the time, and the second begins with as many half done.
 
     Args:
-        requests: at least so many, beside the half-done ones; None: 5 000.
+        requests: at least this many, beside the half-done ones; None: 5 000.
     """
     fitting = math.ceil(mix.batch(profile))
     found = _run_alone(profile, mix, engines, fitting, _FIRST_BATCHES * fitting)

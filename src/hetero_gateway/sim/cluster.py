@@ -56,7 +56,7 @@ from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 # The kinds of external events; at one time they happen in this order.
 _FAULT, _ARRIVAL, _TICK = range(3)
 
-# Loading numba and the compiled kernel takes as long as simulating so many requests without.
+# Loading numba and the compiled kernel takes as long as simulating this many requests without.
 _WORTH_COMPILING = 50_000
 
 

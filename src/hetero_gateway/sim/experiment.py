@@ -54,7 +54,7 @@ PredictorChoice = Literal["auto", "bucket-mean", "constant", "normal", "trained"
 
 # For the mix's mean and standard deviation: enough that heavy tails are known within 2 %.
 _MOMENT_DRAWS = 20_000
-# Of the bound's runs. Drawn evenly from the mix's rows, so many know the bound to 0.4 % (standard
+# Of the bound's runs. Drawn evenly from the mix's rows, this many know the bound to 0.4 % (standard
 # deviation over seeds); the rows themselves know the mix to 1 %.
 _BOUND_REQUESTS = 10_000
 # Seeds of what does not depend on the run's seed.

@@ -1,4 +1,4 @@
-"""The highest load at which so many requests are within their limits: goodput. Pure."""
+"""The highest load at which a given share of requests is within the limits: goodput. Pure."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Prefixes:
         return Prefixes(self._texts[:count], *tables, self.block_tokens)
 
     def engine_keys(self, request: int, block_tokens: int) -> Integers:
-        """The keys of a request's full blocks, in an engine with blocks of so many tokens."""
+        """The keys of a request's full blocks, in an engine with blocks of this many tokens."""
         tokens = int(self._prompt_tokens[request] + self._output_tokens[request])
         numbers = np.arange(tokens // block_tokens)
         ids = self._texts[request].ids()

@@ -302,7 +302,7 @@ class Shards(_Several):
         choices: how many of them are drawn for a request; the one with the lowest drain time gets
             it. As many as there are: the best of all.
         rng: for the draws.
-        block: so many instances in a row go to one shard.
+        block: this many instances in a row go to one shard.
         interval_s: between two reports of a shard; they take turns within it. 0: each request is
             decided by the drain times of its moment.
     """

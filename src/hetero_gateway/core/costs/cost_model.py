@@ -47,7 +47,7 @@ FloatArray = NDArray[np.float64]
 
 # e^50 is 5e21: far beyond any backlog that means something, and far below float overflow (e^709).
 MAX_EXPONENT = 50.0
-# So many candidates at most have workloads that are the same on every processor.
+# This many candidates at most have workloads that are the same on every processor.
 MOST_EXACT = 64
 
 

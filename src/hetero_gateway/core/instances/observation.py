@@ -1,7 +1,7 @@
 """What the gateway has seen of one instance: rows that a profile can be checked and fitted with.
 
     row        one interval in which the instance streamed, or one first token
-    StepRow    so many decode steps took so long, with so many prompts prefilled between them
+    StepRow    this many decode steps took so long, with this many prompts prefilled between them
     FirstTokenRow  so long from sending a request to its first token, and what was there before it
 
 Prompts count as prefilled without what of them was in the engine's prefix cache (``hit_tokens``,
@@ -193,7 +193,7 @@ class Rows(Generic[RowT]):
         return self._at(number)
 
     def last(self, count: int) -> list[RowT]:
-        """At most so many of the newest, newest first."""
+        """At most this many of the newest, newest first."""
         return [self._at(self._count - 1 - i) for i in range(min(count, len(self)))]
 
     def _begin(self, number: int) -> int:
@@ -226,7 +226,7 @@ class Observations:
         return self.steps.append(row)
 
     def complete(self, number: int, hit_tokens: float) -> None:
-        """So many tokens of a row's prompts were not prefilled, as is known only now."""
+        """This many tokens of a row's prompts were not prefilled, as is known only now."""
         row = self.steps.amend(number, _HIT_TOKENS, hit_tokens)
         if row is not None and len(self._fresh_steps) < MOST_ROWS:
             self._fresh_steps.append(row)

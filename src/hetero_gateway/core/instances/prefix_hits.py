@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # Of the counters: long against a scrape, so that a prompt whose tokens are counted in one interval
 # and whose first token comes in the next does no harm; short against a change of traffic.
 _FORGET_S = 20.0
-# What an engine counted before it was first looked at is worth so many tokens.
+# What an engine counted before it was first looked at is worth this many tokens.
 _PRIOR_TOKENS = 4096.0
 # Of answers, per answer.
 _KEEP = 0.98

@@ -26,7 +26,7 @@ PRIOR_S = 0.2
 # Much faster than thought, after this much was seen: whatever held it up is over. What was seen
 # before says little then.
 MENDED, MATURE_S, FORGET_MENDED_S = 1.5, 3.0, 1.0
-# Doubted: not seen for so long, and so many times above the best; until it is that near to it.
+# Doubted: not seen for so long, and this many times above the best; until it is that near to it.
 UNSEEN_S = 2.0
 DOUBTED, CLEARED = 1.25, 1.02
 # How fast a doubted one goes to the best, in wall time, and loses its weight. The former is slow

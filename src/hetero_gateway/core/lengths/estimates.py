@@ -225,7 +225,7 @@ _TEMPLATE_TOKENS = 4096
 
 
 def can_hold(text_bytes: int, prompt_tokens: int) -> bool:
-    """Whether so many bytes of text can be so many tokens: no token is shorter than a byte."""
+    """Whether this many bytes of text can be this many tokens: no token is shorter than a byte."""
     return prompt_tokens <= text_bytes + _TEMPLATE_TOKENS
 
 

@@ -31,9 +31,9 @@ MIN_ROWS = 50
 # Below this a model of its own says less than what all of them say together.
 MIN_MODEL_ROWS = 500
 _LEAVES = (1, 2, 4, 8, 16, 32)
-# A leaf has at least so many requests, and at least this share of them.
+# A leaf has at least this many requests, and at least this share of them.
 _MIN_LEAF, _MIN_LEAF_SHARE = 20, 0.005
-# A part's mean is drawn to that of what it was split from as if it had so many more requests.
+# A part's mean is drawn to that of what it was split from as if it had this many more requests.
 _SHRINKAGE = 4.0
 _VALIDATION_SHARE = 0.25
 # Online, a leaf starts with the weight of at most 200 requests, so that it follows what has
@@ -47,7 +47,7 @@ Features = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The mean output tokens of so many requests."""
+    """The mean output tokens of this many requests."""
 
     tokens: float
     requests: int

@@ -28,7 +28,7 @@ MEMORY_REQUESTS = 1000.0
 # bytes each.
 _MOST_BEGINNINGS = 4096
 
-# A value that is so many times the mean counts as that.
+# A value that is this many times the mean counts as that.
 FAR = 8.0
 
 
@@ -123,7 +123,7 @@ class NormalPredictor:
         return max(1.0, self._rng.normal(self._mean_tokens, self._sd_tokens))
 
     def next_predictions(self, count: int) -> FloatArray:
-        """What it would say so many times from now on."""
+        """What it would say this many times from now on."""
         rng = copy.deepcopy(self._rng)
         return np.maximum(1.0, rng.normal(self._mean_tokens, self._sd_tokens, count))
 

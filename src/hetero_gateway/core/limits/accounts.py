@@ -88,7 +88,7 @@ class Account:
         self.concurrency = limits.concurrency
 
     def denies(self, tokens: int, now_s: float) -> Denial | None:
-        """Why a request of so many tokens may not be served now; the windows are of now."""
+        """Why a request of this many tokens may not be served now; the windows are of now."""
         most = self.concurrency
         if most is not None and self.in_flight + self.others_in_flight >= most:
             return Denial(self.name, Limit.CONCURRENCY, most, None)
@@ -122,7 +122,7 @@ class Charge:
         return f"<Charge of {self.tokens} tokens, {state}>"
 
     def settle(self, tokens: int, now_s: float) -> None:
-        """It was so many tokens. Only the first call counts."""
+        """It was this many tokens. Only the first call counts."""
         if self._settled:
             return
         self._settled = True
@@ -209,7 +209,7 @@ def _taken(accounts: Sequence[Account], tokens: int, second: int) -> Charge:
 
 
 def standing(accounts: Sequence[Account]) -> Standing:
-    """How whoever has these accounts stands, as of the last request."""
+    """How the client with these accounts stands, as of the last request."""
     requests, tokens = (
         min(
             ((w.remaining(), w.limit) for w in windows if w.limit is not None),

@@ -32,7 +32,7 @@ from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.types import InstanceId
 
-# Sizes are counted in units of so many bytes: those of most pieces are ints that Python has
+# Sizes are counted in units of this many bytes: those of most pieces are ints that Python has
 # anyway. A piece counts for one unit at least.
 _UNIT_BYTES = 32
 # When an instance is full, this fraction of it goes.
@@ -279,7 +279,7 @@ class PrefixIndex:
         }
 
     def by_slot(self, keys: PrefixKeys, slots: int) -> FloatArray:
-        """Matched bytes by slot, for the first so many; 0 where there is nothing."""
+        """Matched bytes by slot, for the first this many; 0 where there is nothing."""
         result = np.zeros(slots)
         size = (slots + 7) // 8
         within = (1 << slots) - 1

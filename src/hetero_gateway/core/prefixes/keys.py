@@ -31,7 +31,7 @@ from xxhash import xxh3_64_intdigest
 
 # The length of the first pieces: some 250 tokens, a few blocks of an engine.
 PIECE_BYTES = 1024
-# After so many pieces their length doubles.
+# After this many pieces their length doubles.
 PIECES_PER_LENGTH = 16
 # A part shorter than this fraction of a piece does not end one.
 _LEAST_SHARE_BITS = 5
@@ -107,7 +107,7 @@ class KeyChain:
         self._hashes: list[int] = []
         self._ends: list[int] = []
         self._piece_bytes = PIECE_BYTES
-        self._cut_at = PIECES_PER_LENGTH  # so many keys, and the length doubles
+        self._cut_at = PIECES_PER_LENGTH  # this many keys, and the length doubles
         self._in_piece = 0  # bytes since the last cut
         self._text_bytes = 0
 
@@ -140,7 +140,7 @@ class KeyChain:
         self._hash, self._in_piece, self._text_bytes = value, in_piece, at
 
     def take(self, part: Buffer, start: int, most_bytes: int) -> int:
-        """Go on with a part from ``start``: to its end, or to the first cut behind so many bytes.
+        """Go on with a part from ``start``: to its end, or to the first cut behind this many bytes.
 
         Returns how far. For one that is so long that its driver pauses in between; ``end_part``
         comes after it.

@@ -44,13 +44,13 @@ from hetero_gateway.core.types import InstanceId
 
 OTHERS = "others"  # all of them, summed, are one peer to the scheduler
 SAYS_PER_LEASE = 3
-# An exchange is recent for so many intervals, and for this long at least: time-outs and pauses of
+# An exchange is recent for this many intervals, and for this long at least: time-outs and pauses of
 # one are not worth a word.
 _RECENT_INTERVALS, _RECENT_S = 4, 0.25
 # News of more instances than any gateway has, and no whole in between: somebody else wrote them.
 _MOST_NEWS = 100_000
 # What was seen of an engine's speed counts for the others while it is fresh: the scheduler itself
-# forgets over so many seconds.
+# forgets over this many seconds.
 _SPEED_FRESH_S = 5.0
 
 _OBSERVED_S = PeerLoad._fields.index("observed_s")

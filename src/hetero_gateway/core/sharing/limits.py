@@ -97,7 +97,7 @@ class SharedLimits:
             self._others[replica].gone = True
 
     def apply(self, now_s: float) -> None:
-        """Have the accounts heed what the others have used."""
+        """Have the accounts count what the others have used."""
         over = [n for n, o in self._others.items() if o.gone and now_s - o.heard_s >= SLOTS]
         for name in over:
             del self._others[name]

@@ -22,7 +22,7 @@ from hetero_gateway.engines.vllm.paths import COMPLETIONS
 DONE = b"data: [DONE]\n\n"  # not on /v1/messages and /v1/responses
 # The finish_reason of a sequence that the engine gave up.
 ABORT = "abort"
-# At most so many events end a stream and are no tokens: usage, where asked for, and ``[DONE]``.
+# At most this many events end a stream and are no tokens: usage, where asked for, and ``[DONE]``.
 CLOSING_EVENTS = 2
 
 # Digits of the longest count that is taken for one: int() refuses 4 300 and more.
@@ -47,7 +47,7 @@ _FAILURES = (
 )
 
 
-# A server with a thousand adapters has so many models, and vLLM's card of one 25 commas.
+# A server with a thousand adapters has as many models, and vLLM's card of one 25 commas.
 _MOST_MODELS = 1024
 _MOST_COMMAS = 1 << 16
 _LONGEST_NAME = 256

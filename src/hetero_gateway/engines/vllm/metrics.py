@@ -133,7 +133,7 @@ class Sample(NamedTuple):
 
 
 def samples_in(text: str, most: int = _MOST_SAMPLES) -> list[Sample]:
-    """The lines that matter of whole lines of an exposition, up to so many."""
+    """The lines that matter of whole lines of an exposition, up to this many."""
     text = "\n" + text
     samples = list(islice((Sample(*match.groups("")) for match in _SERIES.finditer(text)), most))
     # A search of its own: the expression is fast because all of its names begin alike.

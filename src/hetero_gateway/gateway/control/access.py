@@ -86,7 +86,7 @@ async def check_exposed(request: Request, exposure: Exposure) -> None:
 
 
 def how(request: Request) -> str:
-    """How whoever has access came, for the audit."""
+    """How someone with access came, for the audit."""
     if gateway_of(request).admin_key is not None:
         return "by key"
     return "by the listener" if getattr(request.state, ADMIN_LISTENER, False) else "from loopback"

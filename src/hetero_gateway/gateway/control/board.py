@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 # Who else wants to look gets 503.
 MOST_VIEWERS = 64
 _EVERY_S = 1.0
-# Of so many instances, rows are sent half as often.
+# From this many instances on, rows are sent half as often.
 _MANY = 50
 _QUIET_S = 15.0
 _AT_ONCE = 32
@@ -74,7 +74,7 @@ class Board:
         self._timer = self._loop.call_later(STEP_S, self._step)
 
     def close(self) -> None:
-        """No more steps; whoever looks is let go."""
+        """No more steps; viewers are let go."""
         self._timer.cancel()
         if self._looking is not None:
             self._looking.cancel()
@@ -118,7 +118,7 @@ class Board:
                     async with asyncio.timeout(_QUIET_S):
                         await self._next.wait()
                 except TimeoutError:
-                    yield b": nothing new\n\n"  # and whoever is gone is found out
+                    yield b": nothing new\n\n"  # and a viewer that is gone is noticed
                     continue
                 # Who was too slow for a change gets everything.
                 late = self._version != seen + 1

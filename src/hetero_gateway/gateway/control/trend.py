@@ -211,7 +211,7 @@ def _percentiles(counts: npt.NDArray[Any], bounds: Sequence[float]) -> tuple[flo
 
 
 def short(value: float, digits: int = 3) -> float:
-    """With so many digits that count: more say nothing, and cost bytes."""
+    """With this many digits that count: more say nothing, and cost bytes."""
     if not value or not math.isfinite(value):
         return 0.0
     return float(f"{value:.{digits}g}")

@@ -37,7 +37,7 @@ class Ended(NamedTuple):
         attempts: how many there were.
         overhead_s: from its last byte in to sending it on, less its wait; None: it was not sent.
         ended_s: monotonic.
-        span: of whoever traces it.
+        span: the trace's, where it is traced.
     """
 
     inbound: Inbound

@@ -30,7 +30,7 @@ from hetero_gateway.gateway.fleet.instances import Fleet
 INTERVAL_S = 1.0
 # A shorter part of a stream says too little: a few steps, and the jitter of the network.
 _LEAST_S = 0.1
-# From so many events on, one more or less at either end does not matter to the tokens per event.
+# From this many events on, one more or less at either end does not matter to the tokens per event.
 _MANY_EVENTS = 32
 # Nearer to 1 than this is such an event; above, no engine is known to go.
 _ONE_EACH, _MOST_TOKENS = 1.1, 16.0

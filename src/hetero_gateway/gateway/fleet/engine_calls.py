@@ -1,9 +1,9 @@
 """Calls that concern an engine and not a request: LoRA adapters, sleep, pause, its caches.
 
 An operator asks for them (``control/engine``), and demand may wake an engine. What such a call
-changes is heeded at once, and not with the next scrape:
+changes takes effect at once, and not with the next scrape:
 
-    call                        heeded
+    call                        effect
     --------------------------  ------------------------------------------------------------------
     load, unload an adapter     its models are read again: what it lists now is routed to it
     sleep, pause                it gets no request from just before the call; and
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineCalls:
-    """Makes calls to engines, and heeds what they change.
+    """Makes calls to engines, and acts on what they change.
 
     Args:
         fleet, health: of the gateway.

@@ -48,7 +48,7 @@ _LONGEST_WAIT_S = 1.5
 # At the start nobody waits longer than this for those that are slow to answer.
 _LONGEST_START_S = 1.0
 # Of an instance that has nothing to do and had nothing at the last look, this many scrapes are left
-# out; and of its models, which hardly ever change, it is asked with one scrape in so many.
+# out; and of its models, which hardly ever change, it is asked with one scrape in this many.
 _IDLE_SCRAPES, _SCRAPES_PER_MODELS = 4, 6
 # Probes begin apart from each other, by the golden ratio: so many at once would hold up streams.
 _APART = 0.6180339887

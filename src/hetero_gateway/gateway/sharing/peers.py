@@ -42,7 +42,7 @@ _MOST_PAUSE_S = 1.0
 _MOST_SHARE = 1 / 20
 # News that wait to be heard: more are dropped, for the next exchange has it all.
 _MOST_NEWS = 4096
-# So many instances at a time: in between, streams go on.
+# This many instances at a time: in between, streams go on.
 _SLICE = 256
 EXCHANGE_BOUNDS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 

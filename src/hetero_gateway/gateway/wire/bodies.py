@@ -19,7 +19,7 @@ from hetero_gateway.errors import Refusal
 # Nearly all prompts are shorter. A read of a socket has as much.
 SMALL_BYTES = 1 << 16
 _RETRY_AFTER_S = 2
-# So many pieces are kept as they came.
+# This many pieces are kept as they came.
 _FEW = 16
 
 
@@ -46,7 +46,7 @@ class BodyLimits:
         self.small_bytes = min(SMALL_BYTES, max_body_bytes)
 
     def check(self, size_bytes: int) -> None:
-        """Raises Refusal: 413, or 503 where there is no room for so many bytes now."""
+        """Raises Refusal: 413, or 503 where there is no room for this many bytes now."""
         if size_bytes <= self.small_bytes:
             return
         self.check_size(size_bytes)

@@ -6,7 +6,7 @@ of chunks, and what comes behind them waits for the next.
     state     next is                          then
     --------  -------------------------------  -----------------------------------
     size      a line with a chunk's size       data; trailer after a size of 0
-    data      so many bytes of it              line end
+    data      this many bytes of it              line end
     line end  CR LF                            size
     trailer   a field, or an empty line        trailer; complete at the empty line
 """

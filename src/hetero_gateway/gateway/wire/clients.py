@@ -30,7 +30,7 @@ _MAX_PERIOD_S = 2.0
 # Of a connection that is given up: how long what still comes is read and dropped. Closed at once it
 # would be reset, and its client might never see the answer.
 LINGER_S = 5.0
-# A body may take its time-out and a second more for so many bytes of it (Apache's MinRate).
+# A body may take its time-out and a second more for this many bytes of it (Apache's MinRate).
 _LEAST_BODY_BYTES_PER_S = 500
 # From this share of the connections on, idle ones are closed sooner.
 _CROWDED = 0.9

@@ -11,7 +11,7 @@ checked: whether it is right is for the engine to say, as everything else in a p
 that is no JSON the cuts are anywhere; the engine refuses it.
 
 On the way the walk notes where the items of those fields stand (a prompt's messages), for their
-keys (``prompt_keys``): so many, and no more.
+keys (``prompt_keys``): this many, and no more.
 
 Time is linear in the body's bytes, whatever they are (benchmarks/dataplane/parse_body.py); and it
 is taken in steps of a block, between which the event loop may have its turn.
@@ -35,7 +35,7 @@ LEAST_BYTES = 1 << 16
 # writing any field's name, all its letters escaped.
 _LEAST_CUT_BYTES = 1 << 9
 _BLOCK_BYTES = 1 << 16
-# So many bytes are walked through one by one sooner than with arrays.
+# This many bytes are walked through one by one sooner than with arrays.
 _SHORT_BYTES = 1 << 8
 _TOKENS = re.compile(rb'\\.|["\[\]{}]', re.DOTALL)
 _QUOTE, _BACKSLASH = b'"\\'
@@ -47,7 +47,7 @@ _OPENING_BIT = 2
 _ABOVE_NUMBERS = b":"[0]
 # Items of fields that are minded: a conversation has some hundreds.
 MOST_ITEMS = 1 << 12
-# So many sorted searches cost as much as a running sum over a block.
+# This many sorted searches cost as much as a running sum over a block.
 _MANY = 1 << 8
 
 

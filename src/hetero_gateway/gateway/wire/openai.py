@@ -70,7 +70,7 @@ _MOST_MODEL_BYTES = 4096
 _MOST_SESSION_BYTES = 512
 # vLLM's own have 21 characters; a client may choose longer ones.
 _MOST_RESPONSE_ID_BYTES = 256
-# Of so many parts the types are looked at, and what follows is taken to be alike.
+# Of this many parts the types are looked at, and what follows is taken to be alike.
 _MOST_PARTS = 4096
 # Python's json makes objects of all that it reads: 0.3 ms for so much.
 _MOST_ODD_BYTES = 1 << 14

@@ -11,7 +11,7 @@ an engine read or cache equal text differently begins the keys: the model's name
 has its own), ``cache_salt``, template arguments. Images count as the text of their data.
 
 Cost: benchmarks/dataplane/prefix_keys.py. A long body is walked through only once, by ``folding``,
-which knows where its messages end; of one that is hostile so many ends are minded and no more.
+which knows where its messages end; of one that is hostile this many ends are minded and no more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hetero_gateway.gateway.wire.folding import MOST_ITEMS, Extent, Spans, Steps
 
 # Of one field; what follows is one part.
 _MOST_PARTS = 1024
-# A parser makes an object of each item: so many at most without a look at how many there are.
+# A parser makes an object of each item: this many at most without a look at how many there are.
 _MOST_COMMAS = 2048
 # Of each end of what begins the keys.
 _LOOKED_AT = 2048

@@ -274,7 +274,7 @@ class Supervisor:
 
 
 def listen_together(host: str, port: int, number: int) -> list[socket.socket]:
-    """So many sockets that share an address; the kernel deals connections out between them.
+    """This many sockets that share an address; the kernel deals connections out between them.
 
     Raises HeteroGatewayError: somebody else has it, or it cannot be had.
     """

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 def share_of(config: GatewayConfig, workers: int) -> GatewayConfig:
-    """The configuration of one of so many workers: of what is limited, each has its part."""
+    """The configuration of one of this many workers: of what is limited, each has its part."""
     server, pool = config.server, config.pool
     connections = server.max_connections
     return config.model_copy(

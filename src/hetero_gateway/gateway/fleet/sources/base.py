@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.instance_config import InstanceConfig
 
-# More than so many are not believed.
+# More than this many are not believed.
 MOST_INSTANCES = 4096
 DEFAULT_PORT = 8000
 

@@ -237,7 +237,7 @@ class Discovery:
         return [follower for follower, _ in self._running.values()]
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Follow all sources of the configuration, and heed its changes."""
+        """Follow all sources of the configuration, and its changes."""
         self._tasks = tasks
         self._gateway.settings.add(("discovery",), self._prepare)
         for follower in self._first:
