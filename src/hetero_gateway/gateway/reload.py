@@ -135,12 +135,8 @@ class Reloader:
         differs = any(told[name] for name in ("added", "removed", "changed", "settings"))
         metrics.reloads["applied" if differs else "unchanged"] += 1
         metrics.reloaded = (True, time.time(), len(change.needs_restart))
-        _log.info(
-            "%s: the configuration was reloaded: %s",
-            cause,
-            "; ".join(f"{name}: {', '.join(v)}" for name, v in told.items() if v and name != "flags")
-            or "no change",
-        )
+        shown = [f"{name}: {', '.join(v)}" for name, v in told.items() if v and name != "flags"]
+        _log.info("%s: the configuration was reloaded: %s", cause, "; ".join(shown) or "no change")
         return told
 
     # In a thread

@@ -15,7 +15,7 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies import PolicyOptions
-from hetero_gateway.core.policies.finish_time import FinishTime, idle_before_drain_s
+from hetero_gateway.core.policies.finish_time import FinishTime, _part, idle_before_drain_s
 from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
@@ -752,3 +752,8 @@ def test_the_load_of_a_peer_counts_like_our_own() -> None:
     assert {t.decision.instance_id for t in place(s, 4)} == {"b"}
     s.set_peer(InstanceId("a"), "other", None)
     assert place_one(s, 100, 50.0).instance_id == "a"
+
+
+def test_a_part_of_a_cost_that_is_next_to_nothing_is_not_in_the_sentence() -> None:
+    assert _part(3e-13, "scarce memory") == ""
+    assert _part(0.25, "scarce memory") == ", with 0.250 s for scarce memory,"

@@ -74,6 +74,8 @@ if TYPE_CHECKING:
 # between arrivals, within these bounds (s). Poisson arrivals pause that long once in 20 000.
 _GAPS_BEFORE_DRAIN = 10.0
 _IDLE_BOUNDS_S = (0.02, 2.0)
+# A part of a cost below this is not worth a word.
+_WORTH_SAYING_S = 0.0005
 # How many times the wait that draining the queue takes must cover what a request would finish
 # later than elsewhere. Twice makes the batch end sooner, but its mean request finishes later.
 DRAIN_FACTOR: dict[Objective, float] = {"latency": 1.0, "makespan": 2.0}
@@ -391,13 +393,11 @@ class FinishTime(PlacesAtOnce):
             return f"it will be done soonest; {late} is left out, as the end of a batch is near"
         mine_s = number(float(figures.column("latency_s")[position]))
         delay_s = number(float(figures.column("delay_s")[position]))
-        price_s = float(figures.column("memory_price_s")[position])
-        memory = f", with {number(price_s)} s for scarce memory," if price_s else ""
+        memory = _part(float(figures.column("memory_price_s")[position]), "scarce memory")
         cached = self._because_cached(decision)
-        late_s = float(figures.column("late_price_s")[position])
-        first = f", with {number(late_s)} s for its first token," if late_s else ""
+        first = _part(float(figures.column("late_price_s")[position]), "its first token")
         slo_s = figures.at("slo_price_s", position) if "slo_price_s" in figures else 0.0
-        missed = f", with {number(slo_s)} s for limits that would be missed," if slo_s else ""
+        missed = _part(slo_s, "limits that would be missed")
         ours = (
             f"done in {mine_s} s{cached} and holding others up for {delay_s} s{memory}{first}"
             f"{missed} costs {{}} s, the lowest"
@@ -477,3 +477,8 @@ def _cheapest_small(
         least_s = min(latencies[i] for i in ties)
         ties = [i for i in ties if latencies[i] == least_s]
     return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
+
+
+def _part(price_s: float, what: str) -> str:
+    """A part of a cost in words; "" where it is next to nothing."""
+    return f", with {number(price_s)} s for {what}," if price_s >= _WORTH_SAYING_S else ""
