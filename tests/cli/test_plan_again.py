@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -17,7 +18,8 @@ import pytest
 import yaml
 
 from benchmarks.ports import free_port
-from hetero_gateway.cli import main
+from hetero_gateway.cli import main, plan_watch
+from hetero_gateway.cli import plan as plan_command
 from hetero_gateway.deployment.directory import write_deployment
 from hetero_gateway.files.trace import TraceRequest
 from hetero_gateway.profiler.seen import Seen
@@ -285,3 +287,21 @@ def test_an_instance_that_has_become_slower_is_planned_with_its_observed_times(
         )
         step_s = [t["alone_batch"] / t["alone_tokens_per_s"] for t in (believed, observed)]
         assert 1.8 < step_s[1] / step_s[0] < 6
+
+
+def test_watch_prints_a_line_for_each_change_of_its_proposals(url, cluster, capsys):
+    parser = argparse.ArgumentParser()
+    plan_command.add_parser(parser.add_subparsers())
+    for more in ([], ["--json"]):
+        words = ["plan", "-c", str(cluster), "--watch", url, "--interval", "0.1", *more]
+        args = parser.parse_args(words)
+        assert plan_watch.run(args, plan_command._overrides(args), looks=2) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        if more:
+            told = json.loads(line)
+            assert told["proposals"] == []
+            assert told["desired"] == [
+                {"accelerator": "V100-32GB-NVLink2", "tensor_parallel": 2, "instances": 1}
+            ]
+        else:
+            assert "nothing to change: " in line

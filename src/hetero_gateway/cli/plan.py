@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_gateway.cli import plan_again, plan_checkpoints, plan_output, plan_support
+from hetero_gateway.cli import plan_again, plan_checkpoints, plan_output, plan_support, plan_watch
 from hetero_gateway.cli.arguments import positive_float, share
 from hetero_gateway.errors import ConfigError
 
@@ -91,6 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a page with plots")
     plan_output.add_arguments(parser)
     plan_again.add_arguments(parser)
+    plan_watch.add_arguments(parser)
     parser.set_defaults(run=run)
     nested = parser.add_subparsers(metavar="[support]", title="also")
     plan_support.add_parser(nested)
@@ -106,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.config is None:
         raise ConfigError("plan: name the cluster with -c CLUSTER.yaml, or ask: plan support MODEL")
+    if args.watch is not None:
+        return plan_watch.run(args, _overrides(args))
     if args.report is not None:
         page.check_can_write(args.report)
     plan_output.check_arguments(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Mapping
@@ -96,6 +97,7 @@ def deployment_options(
     from hetero_gateway.planner.sample import sample_requests
 
     engines, quantization = request.question.engines, request.model.quantization
+    goals = request.question.goals
     card = MODEL_CARDS.get(request.model.name)
     published = card is not None and card.quantization == quantization
     model: str | None = checkpoint_of(request.model.name)
@@ -127,14 +129,21 @@ def deployment_options(
         gateway_port=args.gateway_port,
         emulate=args.emulate,
         time_scale=args.time_scale,
-        ttft_p99_s=request.question.goals.ttft_p99_s,
-        tpot_p99_s=request.question.goals.tpot_p99_s,
+        ttft_p99_s=_limit(goals.ttft_p99_s, goals.slo and goals.slo.ttft_s),
+        tpot_p99_s=_limit(goals.tpot_p99_s, goals.slo and goals.slo.tpot_s),
         priors=(plan.mean_prompt_tokens, plan.mean_output_tokens),
         workload=sample_requests(plan, request.question),
         # How long the search took changes from run to run; the files do not.
         document={key: value for key, value in document.items() if key != "took_s"},
         command=_command(args),
     )
+
+
+def _limit(p99_s: float | None, slo_s: float | None) -> float | None:
+    """What instances that follow the load are to keep: the goal, or each request's limit."""
+    if p99_s is None and slo_s is not None and math.isfinite(slo_s):
+        return slo_s
+    return p99_s
 
 
 def _command(args: argparse.Namespace) -> str:

@@ -334,3 +334,49 @@ def described(counts: Mapping[Key, int]) -> str:
     """``2×A800-80GB-PCIe/tp1 + 3×T4-16GB/tp2``; types of which there are none are left out."""
     parts: Sequence[str] = [f"{n}×{type_label(key)}" for key, n in counts.items() if n]
     return " + ".join(parts) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """An instance that is there, as a change may concern it.
+
+    Args:
+        sleeps: its engine can be put to sleep.
+    """
+
+    id: str
+    key: Key
+    standing: Literal["ready", "draining", "asleep"] = "ready"
+    in_flight: int = 0
+    sleeps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What to do with one instance; ``add`` is of none that is there yet."""
+
+    action: Literal["resume", "wake", "add", "sleep", "drain"]
+    key: Key
+    instance: str | None = None
+
+    def __str__(self) -> str:
+        what = f"a {type_label(self.key)}" if self.instance is None else self.instance
+        return f"{self.action} {what}"
+
+
+def changes(desired: Mapping[Key, int], seats: Sequence[Seat]) -> list[Change]:
+    """From what is there to what is desired: what is soonest ready first, the idlest goes first."""
+    found: list[Change] = []
+    for key, wanted in desired.items():
+        own = [seat for seat in seats if seat.key == key]
+        ready = [seat for seat in own if seat.standing == "ready"]
+        lacking = wanted - len(ready)
+        for seat in sorted(own, key=lambda seat: seat.standing != "draining"):
+            if lacking > 0 and seat.standing != "ready":
+                resumes = seat.standing == "draining"
+                found.append(Change("resume" if resumes else "wake", key, seat.id))
+                lacking -= 1
+        found += [Change("add", key)] * max(0, lacking)
+        for seat in sorted(ready, key=lambda seat: seat.in_flight)[: max(0, -lacking)]:
+            found.append(Change("sleep" if seat.sleeps else "drain", key, seat.id))
+    return found

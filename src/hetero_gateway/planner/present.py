@@ -60,6 +60,7 @@ class Running:
         observed: whether the profile's constants were fitted to its traffic.
         left_out: why it does not count, e.g. that it is down; empty: it does.
         models: names that clients ask for.
+        in_flight: requests that it has; ``draining``, ``asleep``: why it gets none.
     """
 
     id: str
@@ -69,6 +70,9 @@ class Running:
     observed: bool = False
     left_out: str = ""
     models: tuple[str, ...] = ()
+    in_flight: int = 0
+    draining: bool = False
+    asleep: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ The gateway is only asked; nothing in it changes.
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,17 +35,28 @@ _MOST_ERROR = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the gateway told."""
+    """What the gateway told.
+
+    Args:
+        rows: the last requests; ``arrived_unix_s``: when they came, as far as it says.
+        queued: requests that wait for an instance.
+    """
 
     url: str
     policy: str
     running: tuple[Running, ...]
     rows: tuple[TraceRequest, ...]
+    queued: int = 0
+    arrived_unix_s: tuple[float, ...] = ()
 
     def of_models(self, names: Collection[str]) -> Seen:
         """Without the requests of other models."""
-        rows = tuple(row for row in self.rows if not row.model or row.model in names)
-        return dataclasses.replace(self, rows=rows)
+        own = [not row.model or row.model in names for row in self.rows]
+        return dataclasses.replace(
+            self,
+            rows=tuple(itertools.compress(self.rows, own)),
+            arrived_unix_s=tuple(itertools.compress(self.arrived_unix_s, own)),
+        )
 
     @property
     def span_s(self) -> float:
@@ -76,19 +89,25 @@ def ask(url: str, admin_key_env: str | None) -> Seen:
         document = fetch_document(url, admin_key_env, "/admin/instances", {})
         policy = str(document["policy"])
         running = tuple(_running(url, admin_key_env, row) for row in document["instances"])
+        queued = int((document["queue"] or {}).get("waiting", 0))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise HeteroGatewayError(
             f"{url}: the answer cannot be read, it may be a gateway of another version: {error!r}"
         ) from error
-    return Seen(url, policy, running, tuple(_rows(url, admin_key_env)))
-
-
-def _rows(url: str, admin_key_env: str | None) -> list[TraceRequest]:
-    """The last requests; none is no error."""
+    # None is no error.
     text = fetch_csv(url, admin_key_env, "/admin/requests")
     if len(text.splitlines()) < 2:
-        return []
-    return parse_trace(text, f"{url}/admin/requests")
+        return Seen(url, policy, running, (), queued)
+    rows = tuple(parse_trace(text, f"{url}/admin/requests"))
+    return Seen(url, policy, running, rows, queued, _arrived_unix_s(text))
+
+
+def _arrived_unix_s(text: str) -> tuple[float, ...]:
+    """Of each row; none where it is not told."""
+    try:
+        return tuple(float(row["arrival_unix_s"]) for row in csv.DictReader(text.splitlines()))
+    except (KeyError, TypeError, ValueError):
+        return ()
 
 
 def _running(url: str, admin_key_env: str | None, row: Mapping[str, Any]) -> Running:
@@ -108,6 +127,9 @@ def _running(url: str, admin_key_env: str | None, row: Mapping[str, Any]) -> Run
         observed=observed,
         left_out=left_out,
         models=tuple(map(str, row["models"])),
+        in_flight=int(row["in_flight"]),
+        draining=bool(row["draining"]),
+        asleep=bool(row.get("asleep")),
     )
 
 

@@ -1,0 +1,251 @@
+"""``plan --watch GATEWAY``: instances to add, wake, put to sleep or drain as the load changes.
+
+What the gateway's section ``following`` publishes, for those without an autoscaler and without that
+section: ``profiler.seen`` asks /admin, ``planner.following`` answers, and each change of the answer
+is a line. The gateway is only asked; nothing in it changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from hetero_gateway.cli import plan_again
+from hetero_gateway.cli.arguments import positive_float
+from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.load.admin import fetch_document
+
+if TYPE_CHECKING:
+    from hetero_gateway.cli.plan_again import Again
+    from hetero_gateway.planner.following import (
+        Change,
+        Follower,
+        Proposal,
+        Sample,
+        ScaledType,
+        Seat,
+    )
+    from hetero_gateway.planner.held_rates import HeldRates, Key
+
+_LENGTHS = 1000
+_LOOKS_BACK_S = 900.0
+_STEP_S = 15.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--watch",
+        metavar="URL",
+        help="follow the load of this gateway: a line for each change of what to add, wake, put to "
+        "sleep or drain, until Ctrl-C",
+    )
+    parser.add_argument(
+        "--interval",
+        type=positive_float,
+        default=60.0,
+        metavar="S",
+        help="of --watch: between two looks (default: 60)",
+    )
+
+
+def run(args: argparse.Namespace, overrides: Mapping[str, Any], looks: int | None = None) -> int:
+    """Look and print until Ctrl-C, or so many times. ConfigError: a flag or the file is wrong."""
+    if args.from_gateway is not None or args.output is not None or args.report is not None:
+        raise ConfigError("--watch: not together with --from-gateway, -o or --report")
+    args.from_gateway = args.watch
+
+    def sleeps(instance_id: str) -> bool:
+        path = f"/admin/instances/{instance_id}/engine/is_sleeping"
+        try:
+            return "is_sleeping" in fetch_document(args.watch, args.admin_key_env, path, {})
+        except HeteroGatewayError:
+            return False  # vLLM answers there in development mode only
+
+    watch = Watch(lambda: plan_again.prepare(args, overrides), sleeps)
+    shown: list[str] | None = None
+    seen = 0
+    try:
+        while looks is None or seen < looks:
+            if seen:
+                time.sleep(args.interval)
+            seen += 1
+            try:
+                found, proposal = watch.look(time.time())
+            except ConfigError:
+                if shown is None:
+                    raise
+                print("plan --watch: the file is wrong now; nothing changes", file=sys.stderr)
+                continue
+            except HeteroGatewayError as error:
+                print(f"plan --watch: {error}", file=sys.stderr)
+                continue
+            words = [str(change) for change in found]
+            if words != shown:
+                shown = words
+                print(_line(found, proposal, as_json=args.json), flush=True)
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _line(found: list[Change], proposal: Proposal, *, as_json: bool) -> str:
+    now = datetime.now().astimezone()
+    if not as_json:
+        what = ", ".join(map(str, found)) or "nothing to change"
+        return f"{now:%H:%M:%S} {what}: {proposal.reason}"
+    return json.dumps(
+        {
+            "time": now.isoformat(timespec="seconds"),
+            "proposals": [
+                {"action": c.action, "instance": c.instance, **_type(c.key)} for c in found
+            ],
+            "desired": [{**_type(k), "instances": n} for k, n in proposal.desired.items()],
+            "rate_per_s": proposal.rate_per_s,
+            "held_per_s": proposal.held_per_s,
+            "short": proposal.short,
+            "reason": proposal.reason,
+        }
+    )
+
+
+def _type(key: Key) -> dict[str, Any]:
+    return {"accelerator": key[0], "tensor_parallel": int(key[1])}
+
+
+class Watch:
+    """What is remembered from one look to the next.
+
+    Args:
+        ask: what the gateway has seen now, and the file.
+        sleeps: whether an instance's engine, by its id, can be put to sleep.
+    """
+
+    def __init__(self, ask: Callable[[], Again], sleeps: Callable[[str], bool]) -> None:
+        self._ask = ask
+        self._sleeps = functools.cache(sleeps)
+        self._follower: Follower | None = None
+        self._rates: HeldRates | None = None
+
+    def look(self, now_s: float) -> tuple[list[Change], Proposal]:
+        """What to change, and what is desired.
+
+        Raises:
+            HeteroGatewayError: the gateway does not answer, or has nothing to reckon with.
+        """
+        from hetero_gateway.planner.following import Follower, changes
+        from hetero_gateway.planner.held_rates import RateQuestion, find_held_rates
+
+        again = self._ask()
+        seats = _seats(again, self._sleeps)
+        types = _types(again, seats)
+        if self._follower is None or self._follower.types != types:
+            follower = Follower(types)
+            if self._follower is not None:
+                follower.go_on_from(self._follower)
+            self._follower = follower
+        requests = [(row.input_tokens, row.output_tokens) for row in again.seen.rows[-_LENGTHS:]]
+        if not requests:
+            raise HeteroGatewayError("the gateway has seen no request yet: no proposal")
+        q = again.request.question
+        counts = Counter(seat.key for seat in seats if seat.standing == "ready")
+        question = RateQuestion(
+            {t.key: q.types[t.key].profile for t in types},
+            requests,
+            q.goals,
+            counts,
+            again.seen.policy,
+            q.engines,
+            q.seed,
+        )
+        if self._rates is None or not self._rates.answers(question):
+            self._rates = find_held_rates(question)
+        proposal = self._follower.follow(_sample(again, counts, now_s), self._rates)
+        return changes(proposal.desired, seats), proposal
+
+
+def _seats(again: Again, sleeps: Callable[[str], bool]) -> list[Seat]:
+    """Instances that are up or sleep, on accelerators of the file."""
+    from hetero_gateway.planner.following import Seat
+
+    keys = {placed.instance.id: placed.key for placed in again.present.placed}
+    models = {m for placed in again.present.placed for m in placed.instance.models}
+    accelerators = {machine.accelerator for machine in again.request.question.machines}
+    seats = []
+    for instance in again.seen.running:
+        key = keys.get(instance.id)
+        profile = instance.profile
+        if (
+            key is None
+            and instance.draining
+            and profile is not None
+            and models & set(instance.models)
+        ):
+            own = (profile.gpu, profile.tensor_parallel)
+            key = own if own[0] in accelerators and own in again.request.question.types else None
+        if key is None:
+            continue
+        standing: Any = (
+            "asleep" if instance.asleep else "draining" if instance.draining else "ready"
+        )
+        seats.append(Seat(instance.id, key, standing, instance.in_flight, sleeps(instance.id)))
+    return seats
+
+
+def _types(again: Again, seats: list[Seat]) -> tuple[ScaledType, ...]:
+    """Those that run, and of each accelerator that nothing runs on the smallest that fits.
+
+    What is free of an accelerator may become instances of its smallest type.
+    """
+    from hetero_gateway.planner.following import ScaledType
+
+    question = again.request.question
+    there = Counter(seat.key for seat in seats)
+    room = Counter[str]()
+    price: dict[str, float | None] = {}
+    for machine in question.machines:
+        room[machine.accelerator] += machine.count
+        price[machine.accelerator] = machine.price_per_hour_usd
+    for (name, size), number in there.items():
+        room[name] -= size * number
+    priced = all(each is not None for each in price.values())
+    found = []
+    for name in price:
+        own = sorted(key for key in there if key[0] == name)
+        own = own or sorted(key for key in question.types if key[0] == name)[:1]
+        for i, key in enumerate(own):
+            most = there[key] + (max(0, room[name]) // key[1] if not i else 0)
+            cost = key[1] * ((price[name] or 0.0) if priced else 1.0)
+            if most:
+                found.append(ScaledType(key, 0, most, cost))
+    cheapest = min(found, key=lambda t: t.cost)
+    return tuple(dataclasses.replace(t, least=1) if t is cheapest else t for t in found)
+
+
+def _sample(again: Again, ready: Mapping[Key, int], now_s: float) -> Sample:
+    """What came, by the requests that ended and those under way, which came last."""
+    from hetero_gateway.planner.following import Sample
+
+    seen = again.seen
+    came = sorted(min(at_s, now_s) for at_s in seen.arrived_unix_s)
+    models = {m for placed in again.present.placed for m in placed.instance.models}
+    own = [instance for instance in seen.running if models & set(instance.models)]
+    under_way = seen.queued + sum(instance.in_flight for instance in own)
+    points: list[tuple[float, float]] = []
+    if came:
+        step_s = max(came[0], now_s - _LOOKS_BACK_S)
+        number = 0
+        while step_s < now_s:
+            while number < len(came) and came[number] <= step_s:
+                number += 1
+            points.append((step_s, float(number)))
+            step_s += _STEP_S
+    points.append((now_s, float(len(came) + under_way)))
+    return Sample(now_s, points, seen.queued, ready)

@@ -1,0 +1,121 @@
+"""``plan --watch``: what is proposed as the load of a gateway changes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hetero_gateway.cli import main
+from hetero_gateway.cli.plan_again import Again
+from hetero_gateway.cli.plan_watch import Watch
+from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.files.plan_config import load_request
+from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.trace import TraceRequest
+from hetero_gateway.planner.following import Change, Seat, changes
+from hetero_gateway.planner.present import Running, place
+from hetero_gateway.profiler.seen import Seen
+
+GPU = "V100-32GB-NVLink2"
+KEY = (GPU, 1)
+CLUSTER = {
+    "model": "Llama-3-8B",
+    "max_model_len": 2048,
+    "machines": [{"id": "box", "accelerator": GPU, "count": 4}],
+}
+
+
+@pytest.mark.parametrize(
+    ("desired", "expected"),
+    [
+        (2, []),
+        (3, ["resume d"]),
+        (4, ["resume d", "wake s"]),
+        (6, ["resume d", "wake s", f"add a {GPU}/tp1", f"add a {GPU}/tp1"]),
+        (1, ["sleep b"]),
+        (0, ["sleep b", "drain a"]),
+    ],
+)
+def test_what_is_soonest_ready_comes_first_and_the_idlest_goes_first(desired, expected):
+    seats = [
+        Seat("a", KEY, in_flight=5),
+        Seat("b", KEY, in_flight=1, sleeps=True),
+        Seat("s", KEY, "asleep"),
+        Seat("d", KEY, "draining"),
+        Seat("other", ("T4-16GB", 2)),
+    ]
+    assert [str(change) for change in changes({KEY: desired}, seats)] == expected
+
+
+def running(name: str, **more) -> Running:
+    profile = load_profile(f"{GPU}/Llama-3-8B/tp1")
+    return Running(name, "box", profile, models=("m",), **more)
+
+
+class Gateway:
+    """What one would say, of instances and a steady load."""
+
+    def __init__(self, folder: Path, *instances: Running) -> None:
+        file = folder / "cluster.yaml"
+        file.write_text(yaml.safe_dump(CLUSTER))
+        self._request = load_request(file, {})
+        self.instances = instances
+        self.now_s = 1e9
+        self.arrived: list[float] = []
+        self.queued = 0
+
+    def minutes(self, number: int, rate_per_s: float) -> None:
+        step_s = 1 / rate_per_s
+        self.arrived += [self.now_s + i * step_s for i in range(round(60 * number * rate_per_s))]
+        self.now_s += 60 * number
+
+    def ask(self) -> Again:
+        rows = tuple(TraceRequest(at_s, 500, 150, "m") for at_s in self.arrived)
+        seen = Seen("http://x", "finish-time", self.instances, rows, self.queued, (*self.arrived,))
+        question = self._request.question
+        return Again(
+            seen, self._request, place(self.instances, question.machines, self._request.model)
+        )
+
+
+def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_path):
+    gateway = Gateway(tmp_path, running("a"), running("b", asleep=True))
+    watch = Watch(gateway.ask, lambda name: False)
+    gateway.minutes(5, 0.5)
+    assert watch.look(gateway.now_s)[0] == []
+    gateway.minutes(3, 7.0)
+    proposed, proposal = watch.look(gateway.now_s)
+    assert proposed[0] == Change("wake", KEY, "b")
+    assert {change.action for change in proposed[1:]} == {"add"}
+    assert proposal.desired[KEY] > 2
+    # Done; and then the load goes.
+    gateway.instances = (running("a", in_flight=3), *(running(f"n{i}") for i in range(3)))
+    for _ in range(25):
+        gateway.minutes(1, 0.2)
+        proposed, _ = watch.look(gateway.now_s)
+    assert [str(change) for change in proposed] == ["drain n0", "drain n1", "drain n2"]
+
+
+def test_without_a_request_there_is_nothing_to_propose(tmp_path):
+    gateway = Gateway(tmp_path, running("a"))
+    with pytest.raises(HeteroGatewayError, match="no request yet"):
+        Watch(gateway.ask, lambda name: False).look(gateway.now_s)
+
+
+def test_it_does_not_go_with_what_plans_once(tmp_path, capsys):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(CLUSTER))
+    words = ["plan", "-c", str(file), "--watch", "http://127.0.0.1:1", "-o", str(tmp_path / "x")]
+    assert main(words) == 2
+    assert "--watch: not together with" in capsys.readouterr().err
+
+
+def test_its_arguments_are_those_of_plan() -> None:
+    parser = argparse.ArgumentParser()
+    from hetero_gateway.cli import plan_watch
+
+    plan_watch.add_arguments(parser)
+    assert parser.parse_args(["--watch", "http://x"]).interval == 60
