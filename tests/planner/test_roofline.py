@@ -7,11 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.planner.measured_operators import (
+    MEASURED_ALL_REDUCE_MS,
+    MEASURED_EXPERTS_US,
+    all_reduce_ratios,
+    expert_ratios,
+)
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.files.profile_file import builtin_profiles, load_profile
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.models import model_card
-from hetero_gateway.planner.roofline import all_reduce_s, grid, roofline_profile, step_times
+from hetero_gateway.planner.roofline import grid, roofline_profile, step_times
 
 ROOT = Path(__file__).parents[2]
 LLAMA_3_8B = model_card("Llama-3-8B")
@@ -135,52 +141,16 @@ def test_eight_bits_make_a_decode_step_faster_and_on_new_cards_a_prefill_too(t):
     assert old[0](8, 1024) == step_times(A100, LLAMA_3_8B, t)[0](8, 1024)
 
 
-# Milliseconds of one all-reduce of so many bfloat16 numbers by vLLM 0.14 and 0.24, as
-# AIConfigurator measured them (Apache-2.0; systems/data/l40s and rtx_pro_6000_server, comm/vllm).
-MEASURED_ALL_REDUCE_MS = {
-    ("L40S", 2): {16384: 0.00741, 262144: 0.0321, 4194304: 0.450, 33554432: 3.542},
-    ("L40S", 4): {16384: 0.02602, 262144: 0.219, 4194304: 3.322, 33554432: 27.24},
-    ("L40S", 8): {16384: 0.04836, 262144: 0.4445, 4194304: 8.168, 33554432: 60.07},
-    ("RTX-PRO-6000", 2): {16384: 0.00537, 262144: 0.0176, 4194304: 0.2445, 33554432: 1.844},
-    ("RTX-PRO-6000", 4): {16384: 0.01576, 262144: 0.0765, 4194304: 0.462, 33554432: 3.556},
-    ("RTX-PRO-6000", 8): {16384: 0.02978, 262144: 0.1563, 4194304: 0.6746, 33554432: 5.067},
-}
-
-
 @pytest.mark.parametrize(("card", "t"), MEASURED_ALL_REDUCE_MS)
 def test_an_all_reduce_over_slots_takes_as_long_as_measured(card, t):
-    hidden = 4096
-    model = dataclasses.replace(LLAMA_3_8B, hidden=hidden)
-    ratios = [
-        all_reduce_s(accelerator(card), model, t, numbers // hidden) * 1e3 / measured
-        for numbers, measured in MEASURED_ALL_REDUCE_MS[card, t].items()
-    ]
+    ratios = list(all_reduce_ratios(card, t).values())
     assert all(0.4 < ratio < 1.6 for ratio in ratios), ratios
     # What a prefill passes.
     assert ratios[-1] == pytest.approx(1, abs=0.05)
 
 
-# Microseconds of one layer's experts in bfloat16, by tokens: the same source, moe/vllm.
-MEASURED_EXPERTS_US = {
-    ("H100-SXM", "Qwen3-30B-A3B", 1): {8: 176, 64: 378, 256: 442, 1024: 546, 4096: 989, 8192: 1677},
-    ("H100-SXM", "Qwen3-30B-A3B", 4): {8: 66, 64: 114, 256: 147, 1024: 184, 4096: 408, 8192: 709},
-    ("H100-SXM", "Mixtral-8x7B", 2): {8: 487, 64: 564, 256: 589, 1024: 816, 4096: 2504, 8192: 5005},
-    ("A100-80GB-SXM", "Qwen3-30B-A3B", 2): {8: 177, 64: 355, 256: 534, 1024: 689, 4096: 1482},
-    ("A100-80GB-SXM", "Mixtral-8x7B", 4): {8: 393, 64: 469, 256: 548, 1024: 1230, 4096: 4340},
-    ("L40S", "Qwen3-30B-A3B", 2): {8: 325, 64: 784, 256: 952, 1024: 1099, 4096: 1726, 8192: 2795},
-    ("L40S", "Mixtral-8x7B", 4): {8: 987, 64: 1079, 256: 1128, 1024: 1674, 4096: 4224},
-}
-
-
 def test_experts_take_as_long_as_measured_by_tokens():
-    ratios = []
-    for (card, name, t), measured in MEASURED_EXPERTS_US.items():
-        model, device = model_card(name), accelerator(card)
-        none = dataclasses.replace(model, moe_layers=0, dense_layers=0, caches=model.layer_caches)
-        for tokens, us in measured.items():
-            # One token a sequence: the rest of the step is the same in both.
-            both = [step_times(device, m, t)[1](tokens, 1) for m in (model, none)]
-            ratios.append((both[0] - both[1]) / model.layers * 1e6 / us)
+    ratios = [ratio for key in MEASURED_EXPERTS_US for ratio in expert_ratios(*key).values()]
     assert all(0.55 < ratio < 1.6 for ratio in ratios), ratios
     logs = [math.log(ratio) for ratio in ratios]
     assert math.exp(sum(logs) / len(logs)) == pytest.approx(1, abs=0.1)

@@ -1,5 +1,6 @@
 """What the planner takes vLLM to accept, asked of vLLM itself: sizes, and every flag we write."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,9 +10,10 @@ import pytest
 
 from hetero_gateway.deployment.command import serve_arguments
 from hetero_gateway.deployment.instances import deployed_instances
-from hetero_gateway.planner.models import model_from_config
+from hetero_gateway.planner.models import model_card, model_from_config
 from hetero_gateway.planner.parallelism import refusal
-from tests.deployment.plans import TWO_MACHINES, options
+from hetero_gateway.planner.sizes import Size, layer_partition
+from tests.deployment.plans import TWO_MACHINES, options, plan
 from tests.planner.asked_sizes import SIZES, small
 
 pytestmark = pytest.mark.real_vllm
@@ -64,6 +66,43 @@ def test_every_flag_that_is_written_is_one_of_vllms(figure):
                            *serve_arguments(instance, told)]}
                 for instance in deployed
             ]  # fmt: skip
+    for size in (Size(2, 2), Size(1, data=4, experts=True), Size(8, experts=True),
+                 Size(2, 4, machines=2)):  # fmt: skip
+        layout = {f"box-{i}": ("L40S-48GB", int(size), (size,)) for i in range(size.machines)}
+        deployed = deployed_instances(plan(layout), told, plan(layout).best)
+        assert len(deployed) == size.machines
+        jobs += [{"flags": ["--model", "x", *serve_arguments(i, told)]} for i in deployed]
     answers = ask(jobs)
     figure(f"flags: {len(jobs)} commands parsed by vLLM's own parser")
     assert answers == [None] * len(jobs)
+
+
+def test_layers_are_shared_out_as_vllm_does(figure):
+    jobs = [
+        {"layers": layers, "stages": stages}
+        for layers in (16, 28, 32, 36, 61, 80, 94, 126)
+        for stages in (2, 3, 4, 5, 6, 8)
+    ]
+    answers = ask(jobs)
+    figure(f"pipelines: {len(jobs)} partitions of vLLM's own function")
+    assert [tuple(said) for said in answers] == [
+        layer_partition(job["layers"], job["stages"]) for job in jobs
+    ]
+
+
+def test_the_families_whose_classes_take_a_pipeline(figure):
+    # Classes that this build can load; gemma3n and mamba2 are the ones that have none.
+    taken = {
+        "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
+        "deepseek_v3": "DeepseekV3ForCausalLM", "nemotron_h": "NemotronHForCausalLM",
+        "mamba2": "Mamba2ForCausalLM", "mixtral": "MixtralForCausalLM",
+        "phi3": "Phi3ForCausalLM", "gemma2": "Gemma2ForCausalLM",
+    }  # fmt: skip
+    answers = ask([{"pipeline": name} for name in taken.values()])
+    figure(f"pipelines: {len(taken)} classes asked")
+    like = model_card("Llama-3-8B")
+    ours = [
+        refusal(dataclasses.replace(like, family=family), Size(1, 2)) is None for family in taken
+    ]
+    assert answers == ours

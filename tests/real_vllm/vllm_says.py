@@ -5,6 +5,8 @@ A line of standard input is a job, a line of standard output its answer:
     {"config": …, "t": 4}   does the model class take this tensor parallelism? The model is built on
                             no device, as a rank of so many, by the class that would serve it.
     {"flags": […]}          does the parser of ``vllm serve`` take these?
+    {"layers": 80, "stages": 3}   how many layers each stage of a pipeline has
+    {"pipeline": "LlamaForCausalLM"}  does this class take a pipeline?
 """
 
 import contextlib
@@ -27,8 +29,11 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.distributed import parallel_state
+from vllm.distributed.utils import get_pp_indices
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.interfaces import supports_pp
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -82,8 +87,17 @@ def parse(flags: list[str]) -> str | None:
     return None
 
 
-def answer(job: dict, work: str) -> str | None:
-    """Why not; None: yes."""
+def partition(layers: int, stages: int) -> list[int]:
+    ranges = [get_pp_indices(layers, i, stages) for i in range(stages)]
+    return [end - start for start, end in ranges]
+
+
+def answer(job: dict, work: str) -> object:
+    """Why not; None: yes. Of a pipeline, what was asked."""
+    if "stages" in job:
+        return partition(job["layers"], job["stages"])
+    if "pipeline" in job:
+        return supports_pp(ModelRegistry.models[job["pipeline"]].load_model_cls())
     if "flags" in job:
         return parse(job["flags"])
     try:
