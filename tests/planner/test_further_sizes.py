@@ -21,7 +21,7 @@ from hetero_gateway.planner.parallelism import refusal
 from hetero_gateway.planner.pipelines import Network, pipelined_profile
 from hetero_gateway.planner.plan import Machine, Plan
 from hetero_gateway.planner.roofline import all_reduce_s, roofline_profile, step_times
-from hetero_gateway.planner.search import search
+from hetero_gateway.planner.search import Question, search
 from hetero_gateway.planner.sizes import Size
 from hetero_gateway.planner.stages import holds_request, instance_memory
 
@@ -206,3 +206,19 @@ def test_a_network_says_how_fast_it_is_once(tmp_path: Path) -> None:
 
 def test_weights_of_a_stage_are_gib_of_a_card() -> None:
     assert 30 * GIB < weights(LARGE, "L40S", Size(1, 4)) < 35 * GIB
+
+
+def test_what_nobody_measured_does_not_win_by_a_little(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "model: gpt-oss-20b\nmachines: [{id: a, accelerator: H100, count: 2}]")
+    assert all(Size(t).plain for t in plan.best.layouts["a"])
+    # Where it is worth much, it does: a latent vector is held once, not eight times.
+    wide = load_plan(
+        tmp_path, "model: DeepSeek-V3\nmachines: [{id: a, accelerator: H200, count: 8}]"
+    )
+    assert Size(1, data=8, experts=True) in {size for _, size in wide.types}
+
+
+def load_plan(tmp_path: Path, text: str) -> Question:
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"max_model_len: 4096\n{text}")
+    return load_request(path).question

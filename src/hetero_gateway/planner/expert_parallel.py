@@ -34,6 +34,9 @@ from hetero_gateway.planner.roofline import (
 )
 from hetero_gateway.planner.sizes import Size
 
+# Of a step: copies agree on its size before it begins, and fill up to the largest of them; a round
+# figure, not measured.
+AGREEMENT_S = 1e-3
 # Relative, of a step's time: nothing of it was held against a measurement.
 UNCERTAINTY = 0.4
 
@@ -88,7 +91,8 @@ def expert_parallel_times(
         return model.moe_layers * 2 * (ALL_REDUCE_START_S + passed / link)
 
     def added(tokens: float) -> float:
-        return of_experts(tokens) + all_to_all(tokens)
+        agreed_s = AGREEMENT_S if copies > 1 else 0.0
+        return of_experts(tokens) + all_to_all(tokens) + agreed_s
 
     def prefill(batch: float, prompt_tokens: float) -> float:
         return own_prefill(batch / copies, prompt_tokens) + added(batch * prompt_tokens)

@@ -63,11 +63,17 @@ def promising(
 ) -> list[InstanceType]:
     """Of ``further``, what makes most per accelerator, and the smallest that comes near.
 
-    Near what ``plain`` ones make; where none of them fits, the smallest serves at all.
+    Near what ``plain`` ones make, and above it by as much as they are more uncertain: what nobody
+    measured is not to win by a little. Where no plain one fits, the smallest serves at all.
     """
+    known = [(worth(f.profile, f.size, mean), f.time_uncertainty) for f in plain]
+
+    def least(uncertainty: float) -> float:
+        shares = (value * max(_NEAR, 1 + uncertainty - own) for value, own in known)
+        return max(shares, default=0.0)
+
     per_accelerator = [(worth(f.profile, f.size, mean), f) for f in further]
-    least = _NEAR * max((worth(f.profile, f.size, mean) for f in plain), default=0.0)
-    near = [(value, f) for value, f in per_accelerator if value >= least]
+    near = [(value, f) for value, f in per_accelerator if value >= least(f.time_uncertainty)]
     if not near:
         return []
     best = max(near, key=lambda pair: pair[0])[1]
