@@ -60,6 +60,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=float, default=200, help="mean")
     parser.add_argument("--output-tokens", type=float, default=60, help="mean")
+    parser.add_argument(
+        "--records",
+        type=Path,
+        metavar="FOLDER",
+        help="keep each run's `serve --record` file there, for `simulate --against`",
+    )
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -94,7 +100,12 @@ def write_config(instances: Sequence[str], folder: Path) -> None:
 
 
 async def run(
-    policy: str, requests: list[LoadRequest], model: str, salt: str, folder: Path
+    policy: str,
+    requests: list[LoadRequest],
+    model: str,
+    salt: str,
+    folder: Path,
+    record: Path | None,
 ) -> Summary:
     """All the requests through a gateway of their own."""
     with Children(folder) as children:
@@ -102,6 +113,7 @@ async def run(
             "the gateway",
             *("serve", "-c", str(folder / "gateway.yaml"), "--port", "0"),
             *("--policy", policy, "--log-level", "warning"),
+            *(("--record", str(record)) if record is not None else ()),
         )
         url = await gateway.url()
         await wait_up(url)
@@ -187,7 +199,10 @@ async def main() -> int:
                 requests = make_requests(args, float(rate), seed)
                 for policy in policies:
                     salt = f"{seed}-{rate}-{policy}-{np.random.default_rng().integers(2**60)}"
-                    summary = await run(policy, requests, model, salt, folder)
+                    record = None
+                    if args.records is not None:
+                        record = args.records / f"{policy}-{rate}-{seed}.jsonl"
+                    summary = await run(policy, requests, model, salt, folder, record)
                     results[rate][policy].append(figures(summary))
                     print(f"seed {seed}, {rate}/s, {policy}: {summary.throughput_tokens_per_s:.0f} "
                           f"tokens/s, mean latency {summary.latency_s.mean or 0:.2f} s",

@@ -10,6 +10,7 @@ from hetero_gateway.profiler.batch import Shot
 from hetero_gateway.profiler.verdicts import (
     CACHED,
     FOREIGN,
+    HURRIED,
     PREEMPTED,
     RAGGED,
     disturbance,
@@ -52,6 +53,17 @@ def test_a_batch_in_one_step_is_one_sample():
     (verdict,) = one_step(WHOLE, DECODE, ragged=False)
     assert verdict.sample == Sample(4, 100, 20, 0.5, 0.8)
     assert verdict.closes
+
+
+@pytest.mark.parametrize(("prefill_s", "reason"), [(0.0011, HURRIED), (0.0062, None)])
+def test_a_prefill_that_ends_sooner_than_a_step_was_timed_from_too_late(prefill_s, reason):
+    # As seen on an H100, where a decode step of one sequence takes 6.4 ms.
+    whole, decode = Sample(1, 16, 23, prefill_s, None), Sample(1, 16, 23, None, 22 * 0.0064)
+    verdicts = one_step(whole, decode, ragged=False)
+    assert verdicts[0].reason == reason
+    assert verdicts[0].closes == (reason is None)
+    assert verdicts[-1].sample.decode_s == decode.decode_s
+    assert verdicts[-1].reason is None
 
 
 def test_a_ragged_batch_keeps_its_decode_part_only():

@@ -16,6 +16,12 @@ BUSY_CLIENT = "client too slow"
 RAGGED = "did not start together"
 UNEQUAL = "output lengths not as asked"
 NO_WINDOW = "did not run together"
+HURRIED = "sooner than a step can end"
+
+# A prefill reads all the weights that a decode step of the same batch reads. One that seems to take
+# less than this share of such a step was timed from a starting signal that came late: a server
+# decodes the gate's whole prompt to text before it sends its token, while the batch runs already.
+_SOONEST = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +42,18 @@ def one_step(whole: Sample, decode: Sample | None, ragged: bool) -> list[Verdict
     reason = RAGGED if ragged else None
     if decode is None:
         return [Verdict(whole, reason, closes=not ragged)]
-    if not ragged and decode.prompt_tokens == whole.prompt_tokens:
+    if not ragged and _hurried(whole, decode):
+        reason = HURRIED
+    if reason is None and decode.prompt_tokens == whole.prompt_tokens:
         return [Verdict(replace(decode, prefill_s=whole.prefill_s), None, closes=True)]
-    return [Verdict(whole, reason, closes=not ragged), Verdict(decode, None)]
+    return [Verdict(whole, reason, closes=reason is None), Verdict(decode, None)]
+
+
+def _hurried(whole: Sample, decode: Sample) -> bool:
+    """Whether the prefill seems shorter than any step of this batch can be."""
+    if whole.prefill_s is None or decode.decode_s is None:
+        return False
+    return whole.prefill_s * (decode.output_tokens - 1) < _SOONEST * decode.decode_s
 
 
 def several_steps(whole: Sample, decode: Sample | None) -> list[Verdict]:
