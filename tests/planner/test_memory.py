@@ -81,6 +81,38 @@ def test_start_ups_that_no_fit_has_seen_are_within_two_standard_deviations(
     assert abs(found.kv_bytes / t / GIB - kv_gib) < 2 * spread_gib
 
 
+# vLLM 0.26 on an H100, measured: docs/evidence/h100.md.
+@pytest.mark.parametrize(
+    ("name", "told", "kv_gib", "within_gib"),
+    [
+        ("Llama-3.1-8B", {"utilisation": 0.9, "max_num_seqs": 256}, 54.93, 0.2),
+        ("Llama-3.1-8B", {"utilisation": 0.55, "max_num_seqs": 256}, 27.44, 0.2),
+        ("Llama-3.1-8B", {"utilisation": 0.92}, 56.51, 0.2),
+        (
+            "Llama-3.1-8B",
+            {"utilisation": 0.32, "max_num_seqs": 16, "enforce_eager": True}, 9.23, 0.2,
+        ),
+        ("Qwen3-1.7B", {"utilisation": 0.9}, 67.18, 0.2),
+        # Served by the first runner: the graphs are vLLM's own estimate, and half of ours.
+        ("Qwen3-30B-A3B", {"utilisation": 0.92, "max_num_seqs": 256}, 14.09, 0.8),
+    ],
+)  # fmt: skip
+def test_the_second_runner_keeps_less(name, told, kv_gib, within_gib):
+    options = EngineOptions(vllm_version="0.26.0", **told)
+    found = estimate_memory(model_card(name), H100, 1, options)
+    assert found.kv_bytes / GIB == pytest.approx(kv_gib, abs=within_gib)
+
+
+def test_the_second_runner_takes_nothing_off_for_graphs_until_it_estimates_them():
+    def names(model, version):
+        parts = estimate_memory(model_card(model), H100, 1, EngineOptions(vllm_version=version))
+        return [part.name for part in parts.parts]
+
+    assert "CUDA graphs" not in names("Llama-3.1-8B", "0.26")
+    assert "CUDA graphs" in names("Llama-3.1-8B", "0.32")
+    assert "CUDA graphs" in names("Qwen3-30B-A3B", "0.26")
+
+
 def test_eq_1_promises_twice_what_a_nearly_full_card_has():
     model, told = model_card("Llama-3-70B"), EngineOptions(max_model_len=8192)
     card = accelerator("A100-80GB-SXM")

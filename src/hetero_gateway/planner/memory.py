@@ -7,7 +7,7 @@ Per accelerator, with T = max_num_batched_tokens, n = max_num_seqs, b = bytes of
 
     weights        ``ModelShape.weight_bytes``: as loaded, KV heads copied where t exceeds them
     activations    the larger of  MLP      mlp·b·T·(3·intermediate/t + 3·hidden)
-                             and  sampler  (logit + b − 2)·n·vocabulary
+                             and  sampler  (logit + b − 2)·n·vocabulary, 4·n·vocabulary since 0.25
                    + b·T·hidden, what one pass keeps, and what the experts keep:
                    T·experts_per_token·b·(3·moe_intermediate/t + hidden)
     outside torch  the CUDA context; with t > 1 what the all-reduce keeps, more over NVLink
@@ -57,6 +57,12 @@ FAST_LINK_BYTES_PER_S = 100e9
 _INPUTS_KEPT = (0, 2)
 _HUGE_KNOWN = (0, 28)
 _LAST_V0, _SMALL_SAMPLER, _GRAPHS_COUNTED, _TORCH_COUNTED = (0, 7), (0, 17), (0, 21), (0, 6)
+# The second model runner serves models without experts, later all (0.25 to 0.32, by their source).
+# Its start-up pass neither sorts nor masks: a logit takes 4 bytes at most (logs of 0.26 leave room
+# for 4.3). At first it took nothing off for CUDA graphs.
+_SECOND_RUNNER, _SECOND_RUNNER_WITH_EXPERTS = (0, 25), (0, 32)
+_SECOND_RUNNER_COUNTS_GRAPHS = (0, 27)
+_SECOND_RUNNER_LOGIT_BYTES = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +344,9 @@ def _fitted_parts(
         ),
         MemoryPart("outside torch", outside_bytes(accelerator, tensor_parallel, options, c)),
     ]
-    if _graphs_counted(options):
+    if _graphs_counted(options) and not (
+        _second_runner(options, model) and options.version < _SECOND_RUNNER_COUNTS_GRAPHS
+    ):
         graphs = (c.graphs + c.graphs_per_layer * model.layers) * GIB
         parts.append(MemoryPart("CUDA graphs", graphs))
     return tuple(parts)
@@ -346,6 +354,11 @@ def _fitted_parts(
 
 def _graphs_counted(options: EngineOptions) -> bool:
     return options.version >= _GRAPHS_COUNTED and not options.enforce_eager
+
+
+def _second_runner(options: EngineOptions, model: ModelShape) -> bool:
+    since = _SECOND_RUNNER_WITH_EXPERTS if model.moe_layers else _SECOND_RUNNER
+    return options.version >= since
 
 
 def activation_bytes(
@@ -393,6 +406,8 @@ def logits(model: ModelShape, accelerator: Accelerator, options: EngineOptions) 
 
 def logit_bytes(options: EngineOptions, model: ModelShape, c: Coefficients = FITTED) -> float:
     """Of one entry: the logit itself in the model's dtype, and what sorting it takes."""
+    if _second_runner(options, model):
+        return _SECOND_RUNNER_LOGIT_BYTES
     base = c.logit_bytes_before_0_17 if options.version < _SMALL_SAMPLER else c.logit_bytes
     return base + model.dtype_bytes - 2
 
