@@ -12,8 +12,8 @@ what it was beyond that is charged as it is settled.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from hetero_gateway.core.limits.window import SLOTS, Window
 
@@ -65,6 +65,10 @@ class Standing(NamedTuple):
     remaining_tokens: int
 
 
+# One for every request: a NamedTuple's own constructor is a function in Python.
+_new_standing: Callable[[type[Standing], tuple[Any, ...]], Standing] = tuple.__new__
+
+
 class Account:
     """What a key, or all keys of a group, have used. ``name``: unique; ``in_flight``: now, here."""
 
@@ -87,7 +91,7 @@ class Account:
         self.tokens.limit = limits.tokens_per_minute
         self.concurrency = limits.concurrency
 
-    def denies(self, tokens: int, now_s: float) -> Denial | None:
+    def denial(self, tokens: int, now_s: float) -> Denial:
         """Why a request of this many tokens may not be served now; the windows are of now."""
         most = self.concurrency
         if most is not None and self.in_flight + self.others_in_flight >= most:
@@ -97,10 +101,7 @@ class Account:
         if most is not None and window.used + window.others >= most:
             return Denial(self.name, Limit.REQUESTS, most, window.wait_s(1, now_s))
         window = self.tokens
-        most = window.limit
-        if most is not None and window.used + window.others + tokens > most:
-            return Denial(self.name, Limit.TOKENS, most, window.wait_s(tokens, now_s))
-        return None
+        return Denial(self.name, Limit.TOKENS, window.limit or 0, window.wait_s(tokens, now_s))
 
 
 class Charge:
@@ -130,10 +131,7 @@ class Charge:
         if difference:
             second = int(now_s)
             for account in self._accounts:
-                window = account.tokens
-                if window.second != second:
-                    window.advance(second)
-                window.correct(self._second, difference)
+                account.tokens.correct(self._second, difference, second)
 
     def end(self) -> None:
         """The request is over. Only the first call counts."""
@@ -153,16 +151,22 @@ def admit(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge | De
     """
     second = int(now_s)
     for account in accounts:
-        if account.tokens.second != second:
+        window = account.tokens
+        if window.second != second:
             account.requests.advance(second)
-            account.tokens.advance(second)
-        limit = account.tokens.limit
+            window.advance(second)
+        limit = window.limit
         if limit is not None and tokens > limit:
             tokens = limit
     for account in accounts:
-        denial = account.denies(tokens, now_s)
-        if denial is not None:
-            return denial
+        # Whether there is no room: ``Account.denial`` says why.
+        requests, window, most = account.requests, account.tokens, account.concurrency
+        if (
+            (most is not None and account.in_flight + account.others_in_flight >= most)
+            or (requests.limit is not None and requests.used + requests.others >= requests.limit)
+            or (window.limit is not None and window.used + window.others + tokens > window.limit)
+        ):
+            return account.denial(tokens, now_s)
     return _taken(accounts, tokens, second)
 
 
@@ -199,11 +203,14 @@ def _taken(accounts: Sequence[Account], tokens: int, second: int) -> Charge:
             if tokens_limit is None or left < left_tokens:
                 tokens_limit, left_tokens = limit, left
         account.in_flight += 1
-    standing = Standing(
-        requests_limit,
-        left_requests if left_requests > 0 else 0,
-        tokens_limit,
-        left_tokens if left_tokens > 0 else 0,
+    standing = _new_standing(
+        Standing,
+        (
+            requests_limit,
+            left_requests if left_requests > 0 else 0,
+            tokens_limit,
+            left_tokens if left_tokens > 0 else 0,
+        ),
     )
     return Charge(accounts, tokens, second, standing)
 

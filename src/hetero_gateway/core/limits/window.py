@@ -60,17 +60,19 @@ class Window:
         self.slots[self.second % SLOTS] += amount
         self.used += amount
 
-    def correct(self, charged_in: int, difference: int) -> None:
-        """What was charged in that second turns out to be so much more, or less.
+    def correct(self, charged_in: int, difference: int, second: int) -> None:
+        """What was charged in that second turns out now to be so much more, or less.
 
-        ``advance`` first. More is used now; less is given back where it was charged, if that
-        still counts.
+        More is used now; less is given back where it was charged, if that still counts.
         """
+        if self.second != second:
+            self.advance(second)
         if difference > 0:
-            self.use(difference)
-        elif self.second - charged_in < SLOTS:
-            self.slots[charged_in % SLOTS] += difference
-            self.used += difference
+            charged_in = self.second
+        elif self.second - charged_in >= SLOTS:
+            return
+        self.slots[charged_in % SLOTS] += difference
+        self.used += difference
 
     def wait_s(self, amount: int, now_s: float) -> float:
         """How long until so much is free, if nothing more is used; at most 61 s."""

@@ -186,7 +186,7 @@ class Admission:
                 continue
             client = self._shown.get((name, value)) or self._find(name, value)
             if client is not None:
-                if client.expires_s <= self._clock():
+                if client.expires_s != math.inf and client.expires_s <= self._clock():
                     raise Refusal(401, "invalid_api_key", "The API key has expired.")
                 return client
         raise Refusal(401, "invalid_api_key", "Incorrect or missing API key.")

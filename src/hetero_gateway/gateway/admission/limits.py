@@ -17,8 +17,6 @@ from hetero_gateway.gateway.wire.headers import Headers
 
 # One of the client's own has to end first, and nobody knows when.
 _CONCURRENCY_RETRY_S = 1
-_RESET_REQUESTS = (b"x-ratelimit-reset-requests", b"%ds" % SLOTS)
-_RESET_TOKENS = (b"x-ratelimit-reset-tokens", b"%ds" % SLOTS)
 _UNITS = {
     Limit.REQUESTS: "requests per minute (RPM)",
     Limit.TOKENS: "tokens per minute (TPM)",
@@ -67,25 +65,25 @@ def rate_limit_headers(standing: Standing) -> Headers:
     ``reset``: until all is free again, if nothing more is asked; what was asked last is new.
     """
     requests, requests_left, tokens, tokens_left = standing
-    headers: Headers = []
+    headers = [*_fixed_fields(requests, tokens)]
     if requests is not None:
-        headers = [
-            _limit_field(b"requests", requests),
-            (b"x-ratelimit-remaining-requests", b"%d" % requests_left),
-            _RESET_REQUESTS,
-        ]
+        headers.append((b"x-ratelimit-remaining-requests", b"%d" % requests_left))
     if tokens is not None:
-        headers += [
-            _limit_field(b"tokens", tokens),
-            (b"x-ratelimit-remaining-tokens", b"%d" % tokens_left),
-            _RESET_TOKENS,
-        ]
+        headers.append((b"x-ratelimit-remaining-tokens", b"%d" % tokens_left))
     return headers
 
 
 @lru_cache(256)
-def _limit_field(of: bytes, limit: int) -> tuple[bytes, bytes]:
-    return b"x-ratelimit-limit-" + of, b"%d" % limit
+def _fixed_fields(requests: int | None, tokens: int | None) -> Headers:
+    """What is the same for all requests under these limits; not to be changed."""
+    headers: Headers = []
+    for of, limit in ((b"requests", requests), (b"tokens", tokens)):
+        if limit is not None:
+            headers += [
+                (b"x-ratelimit-limit-" + of, b"%d" % limit),
+                (b"x-ratelimit-reset-" + of, b"%ds" % SLOTS),
+            ]
+    return headers
 
 
 def _refusal(denial: Denial, standing: Standing) -> Refusal:
