@@ -1,15 +1,19 @@
 """Two clients, one of which floods: what the other one waits for its first token.
 
     python benchmarks/scheduling/fair_shares.py [--seats 64] [--seeds 3] [--seconds 300]
+    python benchmarks/scheduling/fair_shares.py --reserve 0,0.1,0.25,0.5
     python benchmarks/scheduling/fair_shares.py --http --seats 16 [--seconds 60]
 
 Two unequal instances serve both. The quiet client asks twice a second; the other one not at all,
 as often as the machines bear (``within``), or three times as often (``flood``). Once with who came
-first going first (``fifo``), once with fair shares (``clients``). Simulated, or with ``--http``
-over emulated instances and a gateway, each in a process of its own, and keys for both clients.
+first going first (``fifo``), once with fair shares (``clients``), for each ``--reserve``
+(``scheduler.queue.reserve``). Simulated, or with ``--http`` over emulated instances and a gateway,
+each in a process of its own, and keys for both clients.
 
 The goal is of fair shares: the quiet client's p99 time to first token in the flood is at most a
-tenth above that where the other asks for what the machines bear. Exit code 1 where it is missed.
+tenth above that where the other asks for what the machines bear (``rise``). Exit code 1 where it is
+missed. ``alone`` is the same beside the quiet client by itself: a full engine computes a prompt
+more slowly than an empty one, so that what is left of it is bought with output tokens per second.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -63,11 +68,13 @@ LENGTHS = LogNormalLengths(LogNormal(300, 0.8, 4000), LogNormal(150, 0.7, 1000))
 COUNTED = (0.2, 0.9)
 COLUMNS = (
     Column("discipline", "discipline", 12),
+    Column("reserve", "reserve", 8, ".2f"),
     Column("other", "other", 10),
     Column("p50 s", "p50_s", 9, ".3f"),
     Column("p99 s", "p99_s", 9, ".3f"),
     Column("rise", "rise", 9, "+.1%"),
-    Column("all done s", "end_s", 12, ".0f"),
+    Column("alone", "alone", 9, "+.1%"),
+    Column("tokens/s", "tokens_per_s", 10, ".0f"),
 )
 
 
@@ -102,29 +109,30 @@ def workload(other_per_s: float, seconds: float, seed: int) -> Workload:
 
 
 def simulated(
-    args: argparse.Namespace, discipline: DisciplineName, per_s: float
+    args: argparse.Namespace, discipline: DisciplineName, reserve: float, per_s: float
 ) -> tuple[list[float], float]:
-    """The quiet client's times to first token, and when all was over, of all seeds."""
+    """The quiet client's times to first token, and all output tokens per second, of all seeds."""
     profiles = [
         dataclasses.replace(builtin_profiles()[n], max_num_seqs=args.seats) for n in PROFILES
     ]
     instances = [SimulatedInstance(f"i{k}", p, p) for k, p in enumerate(profiles)]  # type: ignore[arg-type]
     ttft_s: list[float] = []
-    end_s = 0.0
+    made_tokens = 0
+    first_s, last_s = (share * args.seconds for share in COUNTED)
     for seed in range(args.seeds):
         load = workload(per_s, args.seconds, seed)
         scheduler = ByClient(
             make_policy("finish-time"),
             np.random.default_rng(seed),
-            discipline=make_discipline(discipline),
+            discipline=make_discipline(discipline, reserve=reserve),
         )
         records = simulate(instances, load, scheduler, BucketMeanPredictor(200.0), compiled=False)
-        first_s, last_s = (share * args.seconds for share in COUNTED)
         counts = (np.array(load.classes) == QUIET) & (load.arrival_s >= first_s)
         counts &= load.arrival_s < last_s
         ttft_s += (records.first_token_s - load.arrival_s)[counts].tolist()
-        end_s = max(end_s, float(np.nanmax(records.finish_s)))
-    return ttft_s, end_s
+        over = (records.finish_s >= first_s) & (records.finish_s < last_s)
+        made_tokens += int(load.output_tokens[over].sum())
+    return ttft_s, made_tokens / (args.seeds * (last_s - first_s))
 
 
 class OverHttp:
@@ -155,12 +163,12 @@ class OverHttp:
         (self._folder / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}), "utf-8")
         await cluster.start_instances()
 
-    async def start_gateway(self, discipline: DisciplineName) -> None:
+    async def start_gateway(self, discipline: DisciplineName, reserve: float) -> None:
         if self._gateway is not None:
             self._children.stop(self._gateway)
         config = yaml.safe_load((self._folder / "gateway.yaml").read_text("utf-8"))
-        config["scheduler"] = {"queue": {"discipline": discipline}}
-        path = self._folder / f"{discipline}.yaml"
+        config["scheduler"] = {"queue": {"discipline": discipline, "reserve": reserve}}
+        path = self._folder / f"{discipline}-{reserve}.yaml"
         path.write_text(yaml.safe_dump(config), "utf-8")
         self._gateway = self._children.start(
             f"the gateway, {discipline}",
@@ -196,46 +204,55 @@ class OverHttp:
             raise SystemExit(f"a request failed: {wrong[0]}")
         first_s, last_s = (share * self._args.seconds for share in COUNTED)
         ttft_s = [r.first_s - r.due_s for r in quiet if first_s <= r.due_s < last_s]
-        return ttft_s, max(r.end_s for r in quiet)
+        return ttft_s, math.nan
 
 
 def rows_of(
-    args: argparse.Namespace, runs: Iterator[tuple[DisciplineName, str, list[float], float]]
+    args: argparse.Namespace, runs: Iterator[tuple[DisciplineName, float, str, list[float], float]]
 ) -> Iterator[dict[str, Any]]:
-    within_s = 0.0
-    for discipline, other, ttft_s, end_s in runs:
+    beside: dict[str, float] = {}
+    for discipline, reserve, other, ttft_s, tokens_per_s in runs:
         p50_s, p99_s = np.percentile(ttft_s, (50, 99))
-        if other == "within":
-            within_s = p99_s
-        rise = p99_s / within_s - 1 if other == "flood" else None
+        beside.setdefault(f"{discipline} {other}", p99_s)
+        rise = alone = None
+        if other == "flood":
+            rise = p99_s / beside[f"{discipline} within"] - 1
+            alone = p99_s / beside[f"{discipline} none"] - 1
         yield {
             "discipline": discipline,
+            "reserve": reserve,
             "other": other,
             "requests": len(ttft_s),
             "p50_s": float(p50_s),
             "p99_s": float(p99_s),
             "rise": rise,
-            "end_s": end_s,
+            "alone": alone,
+            "tokens_per_s": None if math.isnan(tokens_per_s) else tokens_per_s,
             "met": rise is None or discipline == "fifo" or rise <= GOAL,
         }
 
 
-def cells(seats: int) -> list[tuple[DisciplineName, str, float]]:
-    """(discipline, what the other does, its requests per second)."""
-    within = WITHIN_PER_S.get(seats, seats * WITHIN_PER_S[64] / 64)
+def cells(args: argparse.Namespace) -> list[tuple[DisciplineName, float, str, float]]:
+    """(discipline, reserve, what the other does, its requests per second)."""
+    within = WITHIN_PER_S.get(args.seats, args.seats * WITHIN_PER_S[64] / 64)
     loads = (("none", 0.0), ("within", within), ("flood", FLOOD_TIMES * within))
-    return [(discipline, *load) for discipline in ("fifo", "clients") for load in loads]
+    reserves = [float(each) for each in args.reserve.split(",")]
+    return [
+        *(("fifo", 0.0, *load) for load in loads),
+        *(("clients", reserves[0], *load) for load in loads),
+        *(("clients", reserve, *loads[-1]) for reserve in reserves[1:]),
+    ]
 
 
 async def over_http(
     args: argparse.Namespace, folder: Path, children: Children
-) -> list[tuple[DisciplineName, str, list[float], float]]:
+) -> list[tuple[DisciplineName, float, str, list[float], float]]:
     rig = OverHttp(args, folder, children)
     await rig.start_instances()
     done = []
-    for discipline, other, per_s in cells(args.seats):
-        await rig.start_gateway(discipline)
-        done.append((discipline, other, *await rig.run(per_s)))
+    for discipline, reserve, other, per_s in cells(args):
+        await rig.start_gateway(discipline, reserve)
+        done.append((discipline, reserve, other, *await rig.run(per_s)))
     return done
 
 
@@ -246,13 +263,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seats", type=int, default=64, help="of each instance")
     parser.add_argument("--seconds", type=float, default=300.0, help="of each run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each, simulated")
+    parser.add_argument("--reserve", default="0.1", help="shares, with commas between them")
     parser.add_argument("--http", action="store_true", help="over HTTP, in real time")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args(argv)
     if not args.http:
         runs = (
-            (discipline, other, *simulated(args, discipline, per_s))
-            for discipline, other, per_s in cells(args.seats)
+            (discipline, reserve, other, *simulated(args, discipline, reserve, per_s))
+            for discipline, reserve, other, per_s in cells(args)
         )
         return report(rows_of(args, runs), COLUMNS, as_json=args.json)
     with tempfile.TemporaryDirectory(prefix="shares-") as name, Children(Path(name)) as children:

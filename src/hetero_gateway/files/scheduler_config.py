@@ -10,7 +10,11 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hetero_gateway.core.scheduling.disciplines import DEFAULT_PATIENCE_S, DisciplineName
+from hetero_gateway.core.scheduling.disciplines import (
+    DEFAULT_PATIENCE_S,
+    DEFAULT_RESERVE,
+    DisciplineName,
+)
 from hetero_gateway.files.yaml_file import StrictModel
 
 PolicyName = Literal[
@@ -120,6 +124,13 @@ class QueueConfig(StrictModel):
         default_factory=dict,
         max_length=64,
         description="classes: name to share and max_wait_s; default: interactive 9, batch 1.",
+    )
+    reserve: float = Field(
+        DEFAULT_RESERVE,
+        ge=0,
+        le=0.9,
+        description="clients: share of each instance's seats and memory that a client with more "
+        "than its part leaves free while others have asked lately.",
     )
     most_wait_s: float | None = Field(
         None,

@@ -262,7 +262,7 @@ def test_a_lie_of_an_instance_does_not_bar_a_client() -> None:
 
 
 def test_a_backlog_leaves_a_seat_for_who_has_asked_lately() -> None:
-    s = seats(make_discipline("clients"), 32)
+    s = seats(make_discipline("clients", reserve=0.0), 32)
     quiet = submitted(s, 0.0, client="quiet")
     s.pump(0.0)
     settle(s, quiet, 10, 0.1)
@@ -284,6 +284,47 @@ def test_a_backlog_leaves_a_seat_for_who_has_asked_lately() -> None:
     late = submitted(s, 65.0, client="flood")
     assert flood[31] in s.pump(65.0)
     assert late.waits
+
+
+@pytest.mark.parametrize(
+    ("seats_there", "reserve", "taken"), [(32, 0.25, 24), (8, 0.25, 6), (8, 0.1, 9), (64, 0.1, 57)]
+)
+def test_a_reserve_is_for_the_others_while_they_ask(
+    seats_there: int, reserve: float, taken: int
+) -> None:
+    s = seats(make_discipline("clients", reserve=reserve), seats_there)
+    quiet = submitted(s, 0.0, client="quiet")
+    s.pump(0.0)
+    settle(s, quiet, 10, 0.1)
+    going = begun(s, [submitted(s, 1.0, client="flood") for _ in range(100)], 1.0)
+    assert len(going) == taken
+    # They get all of it; and when they have their part, they leave as much as the others do.
+    asked = [submitted(s, 4.0, client="quiet") for _ in range(seats_there)]
+    assert len(begun(s, asked, 4.0)) >= seats_there - taken
+    late = seats(make_discipline("clients", reserve=reserve), seats_there)
+    assert len(begun(late, [submitted(late, 1.0, client="alone") for _ in range(100)], 1.0)) >= (
+        seats_there
+    )
+
+
+def test_long_prompts_of_a_backlog_go_one_at_a_time_and_short_ones_together() -> None:
+    for tokens, there in ((2000, 1), (200, 2), (20, 20)):
+        s = seats(make_discipline("clients"), 32)
+        quiet = submitted(s, 0.0, client="quiet")
+        s.pump(0.0)
+        settle(s, quiet, 10, 0.1)
+        for _ in range(100):
+            submitted(s, 1.0, client="flood", prompt_tokens=tokens)
+        assert len(s.pump(1.0)) == pytest.approx(there, abs=there // 4), tokens
+
+
+def begun(s: Scheduler, wanted: list[Ticket], now_s: float) -> list[Ticket]:
+    """Who of these has a place, once prompts are computed and while nobody ends."""
+    for step in range(200):
+        for ticket in s.pump(now_s + step / 100):
+            assert ticket.dispatch is not None
+            s.first_token(ticket.dispatch, now_s + step / 100)
+    return [ticket for ticket in wanted if ticket.dispatch is not None]
 
 
 def test_two_backlogs_fill_all_seats_half_and_half() -> None:

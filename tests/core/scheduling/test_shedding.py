@@ -80,7 +80,7 @@ def test_who_is_let_in_does_not_wait_longer_than_is_wanted(discipline: str, per_
     seen = Overload(scheduler(discipline), per_s, 0.3)
     interactive, batch = (np.array(waits) for waits in seen.waits_s.values())
     # Of several clients it is not known who will come meanwhile.
-    share, times = (0.9, 1.25) if discipline == "clients" else (0.97, 1.1)
+    share, times = (0.85, 1.25) if discipline == "clients" else (0.97, 1.1)
     assert np.mean(interactive < times * MOST_S) > share
     if discipline == "fifo":
         assert (batch < times * MOST_S).all()

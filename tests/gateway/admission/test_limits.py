@@ -363,3 +363,37 @@ async def test_shares_reach_the_queue_and_a_group_with_one_counts_as_one(tmp_pat
             discipline = running.gateway.fleet.discipline
     assert isinstance(discipline, Clients)
     assert discipline.shares == {"group team": 2.0, "key b": 5.0, "key c": 1.0}
+
+
+@WORKERS
+@pytest.mark.parametrize("discipline", ["fifo", "clients"])
+async def test_under_fair_shares_nobody_waits_behind_anothers_backlog(
+    discipline: str, workers: int, tmp_path: Path
+) -> None:
+    async with fake_instances(1) as fakes:
+        config = config_with(
+            fakes,
+            tmp_path,
+            entry("flood"),
+            entry("quiet"),
+            scheduler={"prefill_depth": 1, "queue": {"discipline": discipline}},
+        )
+        async with (
+            running_gateway(config, workers=workers) as running,
+            httpx.AsyncClient(limits=httpx.Limits(max_connections=300), timeout=60) as client,
+        ):
+
+            def post(name: str) -> asyncio.Task[httpx.Response]:
+                url = f"http://127.0.0.1:{running.port}{CHAT}"
+                body = chat(first_delay_s=0.2)
+                # Of a prompt that is a step by itself, one is sent at a time.
+                body["messages"] = [{"role": "user", "content": "word " * 5000}]
+                return asyncio.create_task(client.post(url, json=body, headers=of(name)))
+
+            flood = [post("flood") for _ in range(40)]
+            await eventually(lambda: running.gateway.fleet.scheduler.queued >= 30)
+            assert (await post("quiet")).status_code == 200
+            in_front = sum(task.done() for task in flood)
+            assert {task.status_code for task in await asyncio.gather(*flood)} == {200}
+            assert in_front <= 15 if discipline == "clients" else in_front >= 38
+            await eventually(lambda: running.settled() and no_charge_is_left(running))

@@ -47,6 +47,9 @@ _RETRY = -math.inf
 _MEAN_OVER_REQUESTS = 1000
 # Few requests are longer than so many mean ones; they need not be distinguished.
 _LONG = 4.0
+# Beside a flood others then wait no longer than where all ask for what the machines bear. It costs
+# 4 % of the throughput meanwhile (benchmarks/scheduling/fair_shares.py).
+DEFAULT_RESERVE = 0.1
 # Clients that come and go leave nothing behind.
 _MOST_COUNTERS = 10_000
 # An answer is taken to be at most so many times the work that was predicted.
@@ -222,14 +225,21 @@ class Clients(Classes):
     as a request goes, and corrected by what its answer says that it was.
 
     Who has more requests out than its part of all of them leaves room for another on each instance
-    (``leaves_room``, ``Pool.roomy``) while others have asked within a minute: what comes next from
-    somebody else finds a seat, as it would if the backlog were not there.
+    (``leaves_room``, ``Eligible.roomy``) while others have asked within a minute: what comes next
+    from somebody else finds a seat, as it would if the backlog were not there.
+
+    Args:
+        reserve: share of the seats and the memory of each instance that it leaves free so, if that
+            is more than for one request; from 0 to below 1.
     """
 
-    __slots__ = ("_asked_s", "_counters_s", "_out", "_total", "_weight", "shares")
+    __slots__ = ("_asked_s", "_counters_s", "_out", "_total", "_weight", "reserve", "shares")
 
-    def __init__(self, classes: Mapping[str, ClassRule] = DEFAULT_CLASSES) -> None:
+    def __init__(
+        self, classes: Mapping[str, ClassRule] = DEFAULT_CLASSES, reserve: float = DEFAULT_RESERVE
+    ) -> None:
         super().__init__(classes)
+        self.reserve = reserve
         # Of clients, by ``Request.client``; who has none has 1. Above 0.
         self.shares: Mapping[str, float] = {}
         self._counters_s: dict[str, float] = {}
@@ -348,6 +358,7 @@ def make_discipline(
     name: DisciplineName,
     patience_s: float = DEFAULT_PATIENCE_S,
     classes: Mapping[str, ClassRule] | None = None,
+    reserve: float = DEFAULT_RESERVE,
 ) -> QueueDiscipline:
     """A discipline by its name in a configuration; what does not concern it is not looked at."""
     if name == "shortest":
@@ -355,5 +366,5 @@ def make_discipline(
     if name == "classes":
         return Classes(classes or DEFAULT_CLASSES)
     if name == "clients":
-        return Clients(classes or DEFAULT_CLASSES)
+        return Clients(classes or DEFAULT_CLASSES, reserve)
     return Fifo()

@@ -30,9 +30,10 @@ UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody
 # not known of a machine's speed is learnt by the speed factor; this only gives the proportions.
 _GENERIC = Constants(5e-5, 0, 0, 1e-2, 8e-8, 1e-4, 0, 1e-2)
 _TRIED = "tried already"
-# Of fewer seats none is kept free; and how many prompts may be in front of who comes next.
+# Of fewer seats none is kept free where the reserve is less than one; and so many tokens of prompts
+# may be in front of who comes next: a quarter of a step of vLLM's default budget.
 _FEW_SEATS = 16
-_MOST_PROMPTS = 2
+_MOST_PROMPT_TOKENS = 512
 
 
 class Eligible(NamedTuple):
@@ -65,26 +66,31 @@ class Eligible(NamedTuple):
         left_out = tuple((pool.specs[i], why) for i in self.positions() if i in reserved)
         return Eligible(pool, kept, excluded + left_out)
 
-    def roomy(self, request: Request) -> Eligible | None:
-        """Those that would have room for another one like it after it; None: nobody.
+    def roomy(self, request: Request, reserve: float) -> Eligible | None:
+        """Those that would have room for others after it; None: nobody.
 
-        That is a seat, memory, and few prompts in front. Of an engine with few seats none is kept
-        free: it would cost more than it is worth.
+        That is for one like it, or a ``reserve`` of seats and memory (0 to 1) where that is more,
+        and short prompts in front. Of an engine with few seats none is kept free for a reserve of
+        less than one: it would cost more than it is worth.
         """
         pool, full = self.pool, set()
-        tokens = 2 * request.kv_tokens
+        sequences, tokens = request.sequences, request.kv_tokens
         for i in self.positions():
             state, member = pool.states[i], pool.members[i]
-            if member.max_num_seqs < _FEW_SEATS:
+            if member.max_num_seqs < _FEW_SEATS and reserve * member.max_num_seqs < 1:
                 continue
+            free_seats = max(float(sequences), reserve * member.max_num_seqs)
+            free_tokens = max(float(tokens), reserve * member.kv_limit_tokens)
             peers = NO_PEERS if state.peers is None else state.peers
             waiting = state.waiting + peers.waiting
+            prompts = state.waiting_prefill + peers.waiting_prefill
             there = waiting + state.streaming + peers.streaming
             held = state.context + peers.context + state.waiting_prompt + peers.waiting_prompt
             if there and (
-                there + 2 * request.sequences > member.max_num_seqs
-                or waiting >= _MOST_PROMPTS
-                or held - state.shared_tokens + tokens > KV_ROOM * member.kv_limit_tokens
+                there + sequences + free_seats > member.max_num_seqs
+                or (waiting and prompts + request.prompt_tokens > _MOST_PROMPT_TOKENS)
+                or held - state.shared_tokens + tokens + free_tokens
+                > KV_ROOM * member.kv_limit_tokens
             ):
                 full.add(i)
         return self.without(full, "kept for other clients") if full else self

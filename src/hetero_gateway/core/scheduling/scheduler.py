@@ -249,6 +249,10 @@ class Scheduler:
         """The longest sequence that any available instance of the model takes; None: unknown."""
         return self._members.context_tokens(model)
 
+    def in_flight(self, instance_id: InstanceId) -> int:
+        """How many requests are on an instance now. KeyError: unknown."""
+        return self._members.table[instance_id].in_flight
+
     def outstanding(self, instance_id: InstanceId) -> frozenset[Dispatch]:
         """What is on an instance now. KeyError: unknown."""
         return self._members.table[instance_id].outstanding()
@@ -528,7 +532,7 @@ class Scheduler:
                 return False
             takers, trial = eligible or ticket.eligible, None
             if self._shares is not None and self._shares.leaves_room(ticket, now_s):
-                roomy = takers.roomy(ticket.request)
+                roomy = takers.roomy(ticket.request, self._shares.reserve)
                 if roomy is None:
                     return False
                 eligible = takers = roomy

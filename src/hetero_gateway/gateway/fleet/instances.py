@@ -441,7 +441,7 @@ class Fleet:
 
 
 DISCIPLINE_FIELDS = tuple(
-    f"scheduler.queue.{name}" for name in ("discipline", "patience_s", "classes")
+    f"scheduler.queue.{name}" for name in ("discipline", "patience_s", "classes", "reserve")
 )
 _POLICY_FIELDS = tuple(
     f"scheduler.{name}"
@@ -457,7 +457,7 @@ def _discipline_of(config: QueueConfig) -> QueueDiscipline:
         name: ClassRule(rule.share, math.inf if rule.max_wait_s is None else rule.max_wait_s)
         for name, rule in config.classes.items()
     }
-    return make_discipline(config.discipline, config.patience_s, classes)
+    return make_discipline(config.discipline, config.patience_s, classes, config.reserve)
 
 
 def _waits_of(scheduling: SchedulerConfig) -> WaitLimits:
