@@ -8,6 +8,7 @@ import logging
 import socket
 import ssl
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,35 @@ async def test_one_that_hangs_is_down_however_well_the_gateway_does() -> None:
         hanging.close()
 
 
+async def test_many_that_are_added_come_one_in_a_turn_of_the_loop(tmp_path: Path) -> None:
+    """Forty at once would hold up every stream: what it costs is for ``fleet.py`` to measure."""
+    async with fake_instances(1) as fakes:
+        path = tmp_path / "gateway.yaml"
+        config = config_for(fakes)
+        path.write_text(config.model_dump_json(by_alias=True, exclude_none=True))
+        async with running_gateway(config, path) as running:
+            fleet, loop = running.gateway.fleet, asyncio.get_running_loop()
+            for more in (40, 0):
+                document = json.loads(config.model_dump_json(by_alias=True, exclude_none=True))
+                document["instances"] += [
+                    {"id": f"n{i}", "base_url": f"http://127.0.0.1:{i + 1}"} for i in range(more)
+                ]
+                path.write_text(json.dumps(document))
+                sizes, over = [len(fleet.instances)], asyncio.Event()
+
+                def look(sizes: list[int] = sizes, over: asyncio.Event = over) -> None:
+                    sizes.append(len(fleet.instances))
+                    if not over.is_set():
+                        loop.call_soon(look)
+
+                look()
+                await running.gateway.reloader.reload("a test")
+                over.set()
+                await asyncio.sleep(1)
+                assert sizes[-1] == 1 + more
+                assert {abs(b - a) for a, b in pairwise(sizes)} == {0, 1}
+
+
 def test_equal_instances_share_one_tls_context(tmp_path: Path) -> None:
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
@@ -110,17 +140,47 @@ async def test_an_instance_that_rests_is_scraped_less_often_until_it_works() -> 
         )
 
     async with fake_instances(1) as fakes:
-        scrapes = count_scrapes(fakes[0])
+        scrapes, probes = count_asked(fakes[0], "/metrics"), count_asked(fakes[0], "/health")
         fakes[0].metrics = busy(0, 7)
         config = config_for(fakes, health={"probe_interval_s": 0.5, "scrape_interval_s": 2})
         async with running_gateway(config):
             await asyncio.sleep(60)
             assert 6 <= len(scrapes) <= 12  # and not 30
+            # Twice a second at first, then once; each scrape comes with a probe of its own.
+            assert 50 <= len(probes) <= 60 + 12 + len(scrapes)
+            probes.clear()
+            await asyncio.sleep(20)
+            assert 18 <= len(probes) <= 26  # and not 40
             fakes[0].metrics = busy(1, 9)
             await asyncio.sleep(12)
             scrapes.clear()
+            probes.clear()
             await asyncio.sleep(20)
             assert 5 <= len(scrapes) <= 11
+            assert len(probes) >= 36
+            # One that rests and fails is looked at as often as any.
+            fakes[0].metrics = busy(0, 9)
+            await asyncio.sleep(20)
+            fakes[0].healthy = False
+            probes.clear()
+            await asyncio.sleep(10)
+            assert len(probes) >= 18
+
+
+async def test_probes_of_an_instance_that_rests_open_no_connection_anew() -> None:
+    async with fake_instances(1) as fakes:
+        fakes[0].metrics = (
+            'vllm:num_requests_running{engine="0"} 0\n'
+            'vllm:num_requests_waiting{engine="0"} 0\n'
+            'vllm:prompt_tokens_total{engine="0"} 7\n'
+        )
+        config = config_for(fakes, health={"probe_interval_s": 3, "scrape_interval_s": 2})
+        async with running_gateway(config):
+            await asyncio.sleep(60)
+            probes, connections = count_asked(fakes[0], "/health"), set(fakes[0]._writers)
+            await asyncio.sleep(60)
+            assert 8 <= len(probes) <= 12
+            assert fakes[0]._writers == connections
 
 
 def hold_at_health(fake: FakeInstance) -> None:
@@ -134,13 +194,13 @@ def hold_at_health(fake: FakeInstance) -> None:
     fake._get = held  # type: ignore[method-assign]
 
 
-def count_scrapes(fake: FakeInstance) -> list[float]:
-    """Times at which its /metrics are read, from now on."""
+def count_asked(fake: FakeInstance, wanted: str) -> list[float]:
+    """Times at which a path of it is read, from now on."""
     times: list[float] = []
     answer = fake._get
 
     def counted(path: str) -> tuple[int, bytes]:
-        if path == "/metrics":
+        if path == wanted:
             times.append(time.monotonic())
         return answer(path)
 

@@ -48,8 +48,10 @@ _LONGEST_WAIT_S = 1.5
 # At the start nobody waits longer than this for those that are slow to answer.
 _LONGEST_START_S = 1.0
 # Of an instance that has nothing to do and had nothing at the last look, this many scrapes are left
-# out; and of its models, which hardly ever change, it is asked with one scrape in this many.
-_IDLE_SCRAPES, _SCRAPES_PER_MODELS = 4, 6
+# out; and of its models, which hardly ever change, it is asked with one scrape in this many. Its
+# probes come half as often: what is wrong with it hurts nobody before its next request, whose
+# failure has it probed at once.
+_IDLE_SCRAPES, _SCRAPES_PER_MODELS, _IDLE_PROBES = 4, 6, 2
 # Probes begin apart from each other, by the golden ratio: so many at once would hold up streams.
 _APART = 0.6180339887
 _TELL_LATE_EVERY_S = 10.0
@@ -143,7 +145,10 @@ class HealthMonitor:
         that what they count is of whole rows.
         """
         now_s, instances = time.monotonic(), self._fleet.instances
+        before_s = now_s - self._config.scrape_interval_s
         for instance_id, scraped_s in self._scraped_s.items():
+            if scraped_s > before_s:
+                continue  # most of them: this is done for each instance, every second
             due = now_s - scraped_s >= self._scrape_interval_s(instance_id)
             if due and instance_id in instances and instances[instance_id].up:
                 self._scrape_now.add(instance_id)
@@ -159,10 +164,21 @@ class HealthMonitor:
 
     def _scrape_interval_s(self, instance_id: InstanceId) -> float:
         interval_s = self._config.scrape_interval_s
-        if instance_id not in self._resting or instance_id not in self._fleet.instances:
-            return interval_s
-        load = self._fleet.scheduler.own_load(instance_id, time.monotonic())
-        return interval_s if load.in_flight else interval_s * _IDLE_SCRAPES
+        return interval_s * _IDLE_SCRAPES if self._rests(instance_id) else interval_s
+
+    def _rests(self, instance_id: InstanceId) -> bool:
+        """It had nothing to do at its last scrapes, and was sent nothing since."""
+        return (
+            instance_id in self._resting
+            and instance_id in self._fleet.instances
+            and not self._fleet.scheduler.in_flight(instance_id)
+        )
+
+    def _probe_interval_s(self, instance: Instance) -> float:
+        interval_s = self._config.probe_interval_s
+        if instance.up and not instance.failed_probes and self._rests(instance.id):
+            return interval_s * _IDLE_PROBES
+        return interval_s
 
     def stop(self) -> None:
         self._lag.stop()
@@ -209,7 +225,7 @@ class HealthMonitor:
                     await wake.wait()
                 finally:
                     timer.cancel()
-                wait_s = self._config.probe_interval_s
+                wait_s = self._probe_interval_s(instance)
         finally:
             probe.close()
 

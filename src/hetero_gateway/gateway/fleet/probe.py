@@ -17,8 +17,9 @@ from hetero_gateway.gateway.fleet.lag import LoopLag
 from hetero_gateway.gateway.wire.response import ResponseHead
 from hetero_gateway.gateway.wire.upstream import InstancePool, UpstreamConnection
 
-# One is in use at a time; a second one where the first went stale.
-_POOL = PoolConfig(max_connections=4, max_idle=1)
+# One is in use at a time; a second one where the first went stale. A GET may be sent again, so an
+# idle one is used for as long as its instance leaves it open (vLLM: 5 s).
+_POOL = PoolConfig(max_connections=4, max_idle=1, idle_expiry_s=60)
 
 
 @dataclass(frozen=True, slots=True)
