@@ -825,3 +825,14 @@ instances: [{id: a, base_url: "https://127.0.0.1:9", ca_file: ca.pem}]
 """
     )
     assert load_gateway_config(path).traces.endpoint is not None
+
+
+def test_off_as_people_write_it_is_off(tmp_path: Path) -> None:
+    """YAML takes a plain ``off`` for false."""
+    path = tmp_path / "gateway.yaml"
+    path.write_text("server: {expose: {docs: off, openapi: 'off'}}\n")
+    expose = load_gateway_config(path).server.expose
+    assert (expose.docs, expose.openapi, expose.dashboard) == ("off", "off", "open")
+    path.write_text("server: {expose: {docs: true}}\n")
+    with pytest.raises(ConfigError, match=r"server\.expose\.docs: must be one of"):
+        load_gateway_config(path)

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hetero_gateway.files.yaml_file import StrictModel
 
 # Who may ask for a path: everybody, who has a client's key, who may use /admin, nobody.
-Exposure = Literal["open", "clients", "admin", "off"]
+Exposure = Annotated[
+    Literal["open", "clients", "admin", "off"],
+    # YAML takes a plain ``off`` for false.
+    BeforeValidator(lambda value: "off" if value is False else value),
+]
 
 
 def _check_listen(value: str) -> str:
