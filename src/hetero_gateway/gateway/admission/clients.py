@@ -181,14 +181,21 @@ class Admission:
         """Who sent these headers. Raises Refusal: 401 unless they carry a key that is known."""
         if self._key is None and self.keys is None:
             return EVERYBODY
+        # Nearly always one that was right before: found without a step in Python for each field.
+        client = next(filter(None, map(self._shown.get, headers)), None)
+        if client is None:
+            client = self._search(headers)
+        if client.expires_s != math.inf and client.expires_s <= self._clock():
+            raise Refusal(401, "invalid_api_key", "The API key has expired.")
+        return client
+
+    def _search(self, headers: Headers) -> Client:
+        """Whose key these headers show. Raises Refusal: 401, nobody's."""
         for name, value in headers:
-            if name != b"authorization" and name != b"x-api-key":
-                continue
-            client = self._shown.get((name, value)) or self._find(name, value)
-            if client is not None:
-                if client.expires_s != math.inf and client.expires_s <= self._clock():
-                    raise Refusal(401, "invalid_api_key", "The API key has expired.")
-                return client
+            if name == b"authorization" or name == b"x-api-key":
+                client = self._find(name, value)
+                if client is not None:
+                    return client
         raise Refusal(401, "invalid_api_key", "Incorrect or missing API key.")
 
     def _find(self, name: bytes, value: bytes) -> Client | None:
