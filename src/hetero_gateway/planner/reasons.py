@@ -105,13 +105,13 @@ def lead(
     if gain <= 0:
         return (
             "the best and the next are one to the simulator; the best has more by its instances "
-            "alone: either may win; profile would tell"
+            "alone: either may win; a measured profile would decide"
         )
     if gain >= uncertain:
         return None
     return (
         f"the best leads the next by {gain:.1%}, and what the two do not share is uncertain by "
-        f"{uncertain:.0%} of the whole: either may win; profile would tell"
+        f"{uncertain:.0%} of the whole: either may win; a measured profile would decide"
     )
 
 

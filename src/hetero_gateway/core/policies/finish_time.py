@@ -80,7 +80,7 @@ _WORTH_SAYING_S = 0.0005
 # later than elsewhere. Twice makes the batch end sooner, but its mean request finishes later.
 DRAIN_FACTOR: dict[Objective, float] = {"latency": 1.0, "makespan": 2.0}
 
-# What its choices tell of each candidate; without any constants the cost is a count.
+# What its choices report of each candidate; without any constants the cost is a count.
 _ESTIMATES = (
     "latency_s", "delay_s", "memory_price_s", "late_price_s", "cost_s", "ttft_s", "room",
 )  # fmt: skip

@@ -176,7 +176,7 @@ class Pool:
                 strict=True,
             )
         )
-        # By its times work is told from work; that it may be short of memory is of no account.
+        # Its times distinguish work from work; that it may be short of memory is of no account.
         fastest = max(range(len(distinct)), key=capacities.__getitem__, default=None)
         self._yardstick = None
         if fastest is not None:

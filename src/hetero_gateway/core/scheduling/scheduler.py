@@ -785,7 +785,7 @@ class Scheduler:
         now_s: float,
         usage: Usage | None = None,
     ) -> None:
-        """A request that does not stream is complete. To be told in front of ``settle``."""
+        """A request that does not stream is complete. To be called before ``settle``."""
         dispatch.state.observe_answer(dispatch, output_tokens, now_s, usage)
 
     def observe_output_tokens(self, model: str, output_tokens: float) -> None:

@@ -37,7 +37,7 @@ class Limiter:
         self._catch_up = catch_up
 
     def charge(self, client: Client, tokens: int) -> Charge:
-        """Charge a request of so many tokens, as estimated.
+        """Charge a request of this many tokens, as estimated.
 
         Raises:
             Refusal: 429; nothing was charged.

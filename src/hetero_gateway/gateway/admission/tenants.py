@@ -5,7 +5,7 @@ asked. With ``scheduler.isolate_clients`` the gateway adds ``cache_salt`` to wha
 engine, which then finds only what was cached under the same salt; and keys of prompts begin with
 another number for each client, so that nobody is sent where only others' prompts are.
 
-A client is told from others by what it authenticates with: the whole of ``authorization`` and
+A client is recognised by what it authenticates with: the whole of ``authorization`` and
 ``x-api-key``. Those who send nothing share. A salt that a client gives keeps its
 meaning: it becomes part of the one that is sent.
 """
@@ -24,7 +24,7 @@ _SPACE = b" \t\r\n"
 
 
 class Tenants:
-    """Tells clients apart. ``secret``: without it, nobody can tell a salt or a hash of theirs."""
+    """Distinguishes clients. ``secret``: without it, nobody can make a salt or a hash of theirs."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = hashlib.sha256(secret).digest()
