@@ -277,11 +277,13 @@ class Setting:
             models = [_BOTH[i] for i in drawn]
         scheduler = make(policy, self._moments, seed)
         batch = np.random.default_rng((seed, 5)).integers(2, size=len(workload)) == 1
-        classes = ["batch" if b else "interactive" for b in batch]
-        front = Front(scheduler, models, self._models, clients, classes)
         predictor = BucketMeanPredictor(self._moments.mean_output)
+        front: Scheduler | Front = scheduler  # as it is, it is simulated by the compiled loop
+        if self._shared or clients or policy == CLASSES:
+            classes = ["batch" if b else "interactive" for b in batch]
+            front = Front(scheduler, models, self._models, clients, classes)
         records = simulate(self.instances, workload, front, predictor, compiled=True)
-        if clients:
+        if isinstance(front, Front) and clients:
             order = np.argsort([front.sent_s[i] for i in range(len(workload))], kind="stable")
             sent_s = np.array([front.sent_s[i] for i in order])
             workload = Workload(

@@ -4,6 +4,12 @@
     python benchmarks/simulator/simulated_and_measured.py \\
         -c configs/clusters/eight-one-slows-down.yaml --loads 0.7 \\
         --policies finish-time,capacity-weighted
+    python benchmarks/simulator/simulated_and_measured.py --scene few-slots|full-caches|two-classes
+
+A scene is a cluster file with the options that it is made for, on four instances: 8 seats on each;
+prompts so long that caches are full; and two classes at 115 % of the bound, half of the requests of
+each. ``finish-time+classes`` is finish-time with that discipline in place of fifo. Over HTTP the
+classes are two clients, each with a key of its own.
 
 Measured: each instance of the cluster file is an emulated one in a process of its own, before them
 a gateway, freshly started for each policy; the load generator here streams every answer. Simulated:
@@ -29,9 +35,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -40,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+import yaml
 
 # As a script, only its own folder is on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -47,7 +56,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.dataplane.cpu import MachineCpu, process_cpu_s
 from benchmarks.tables import write_between_markers
 from hetero_gateway.core.policies.slo import Slo
+from hetero_gateway.core.types import DEFAULT_CLASS
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.client_keys import hash_of
 from hetero_gateway.files.cluster_config import Cluster, load_cluster
 from hetero_gateway.files.trace import LoadRequest
 from hetero_gateway.load.children import Children
@@ -56,7 +67,7 @@ from hetero_gateway.load.comparison import NOISE
 from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
 from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.load.replay import ReplayOptions, replay
-from hetero_gateway.load.result import summarise
+from hetero_gateway.load.result import RequestRecord, Summary, summarise
 from hetero_gateway.sim.experiment import (
     Bound,
     Experiment,
@@ -82,8 +93,8 @@ TOLERATED_LATE_S = 0.2
 # Of the mean latency: what is sent all at once takes a while to send.
 TOLERATED_LATE_SHARE = 0.05
 SAMPLE_S = 1.0
-MARKERS = ("<!-- simulated and measured: begin -->", "<!-- simulated and measured: end -->")
-# What is compared: (name, unit of the table).
+_ADMIN_KEY_ENV = "HETERO_GATEWAY_BENCHMARK_ADMIN_KEY"
+# What is compared: (name, unit of the table). By the first one policies are put in order.
 FIGURES = (
     ("latency_mean_s", "latency, mean, s"),
     ("latency_p50_s", "p50"),
@@ -91,6 +102,29 @@ FIGURES = (
     ("ttft_mean_s", "TTFT, mean, s"),
     ("output_tokens_per_s", "tokens/s"),
 )
+CLASSES = (DEFAULT_CLASS, "batch")
+FIGURES_OF_CLASSES = (
+    (f"{CLASSES[0]}_ttft_p99_s", f"{CLASSES[0]} TTFT p99, s"),
+    (f"{CLASSES[0]}_latency_mean_s", f"{CLASSES[0]} latency, mean, s"),
+    (f"{CLASSES[1]}_latency_mean_s", f"{CLASSES[1]} latency, mean, s"),
+    ("latency_mean_s", "latency, mean, s"),
+    ("output_tokens_per_s", "tokens/s"),
+)
+# Columns of a table.
+Figures = Sequence[tuple[str, str]]
+_FEW = "finish-time,capacity-weighted,min-max,round-robin"
+# Of the arguments, what a scene has of its own. Rates are such that the instances, gateway and load
+# generator take less than a core together.
+SCENES: dict[str, dict[str, Any]] = {
+    "few-slots": {"loads": (0.9, math.inf), "count": 400, "policies": _FEW},
+    "full-caches": {"loads": (0.9, math.inf), "count": 250, "policies": _FEW, "time_scale": 4.0},
+    "two-classes": {
+        "loads": (1.15,),
+        "count": 800,
+        "batch_share": 0.5,
+        "policies": "finish-time,finish-time+classes,capacity-weighted,min-max",
+    },
+}
 
 
 # The same workload, twice
@@ -100,8 +134,15 @@ def simulated(
     experiment: Experiment, policy: str, rate: float, seed: int, moments: Moments
 ) -> dict[str, Any]:
     """The figures of a simulated run."""
-    result: RunResult = run_once(experiment, policy, rate, seed, moments)
+    name, _, queue = policy.partition("+")
+    experiment = dataclasses.replace(experiment, queue=queue or "fifo")
+    result: RunResult = run_once(experiment, name, rate, seed, moments)
+    of_classes: dict[str, Any] = {}
+    for one, its in result.classes.items():
+        of_classes[f"{one}_ttft_p99_s"] = its.ttft_s.p99
+        of_classes[f"{one}_latency_mean_s"] = its.latency_s.mean
     return {
+        **of_classes,
         "latency_mean_s": result.latency_s.mean,
         "latency_p50_s": result.latency_s.p50,
         "latency_p99_s": result.latency_s.p99,
@@ -145,8 +186,10 @@ class Rig:
             folder,
             children,
             instance_options=INSTANCE_OPTIONS,
-            gateway_config={"scheduler": _scheduler_config(moments)},
+            gateway_config=_clients_config(folder) if experiment.batch_share else None,
+            admin_key_env=_ADMIN_KEY_ENV if experiment.batch_share else None,
         )
+        self._scheduler = _scheduler_config(moments)
 
     async def start(self) -> None:
         await self._cluster.start_instances()
@@ -154,38 +197,41 @@ class Rig:
     async def run(self, policy: str, workload: Workload) -> dict[str, Any]:
         """The whole workload through a fresh gateway, in the hardware's seconds."""
         cluster, scale = self._cluster, self._time_scale
-        await cluster.start_gateway(policy)
-        longest = int(workload.output_tokens.max())
-        maker = BodyMaker(MODEL, PromptKind.TOKEN_IDS, True, 4.0, filler_pool(), longest)
-        requests = [
-            LoadRequest(float(at_s) / scale, int(prompt), int(output))
-            for at_s, prompt, output in zip(
-                workload.arrival_s, workload.prompt_tokens, workload.output_tokens, strict=True
-            )
-        ]
+        name, _, queue = policy.partition("+")
+        await cluster.start_gateway(
+            name, self._scheduler | {"queue": {"discipline": queue or "fifo"}}
+        )
         speeds: list[dict[str, Any]] = []
         lost_before_s = await cluster.lost_s()
         before, machine_before, begin_s = self._cpu_s(), MachineCpu.now(), time.perf_counter()
         async with _alongside(self._make_faults(), self._watch_speeds(speeds)):
-            records = await replay(
-                parse_target(cluster.url), requests, maker, ReplayOptions(timeout_s=TIMEOUT_S)
-            )
+            records = await _send(cluster.url, workload, scale)
         wall_s = time.perf_counter() - begin_s
         after, machine = self._cpu_s(), MachineCpu.now()
         self._children.check()
         lost_s = await cluster.lost_s() - lost_before_s
         for instance_id, _ in self._faults:
             await cluster.slow_down(instance_id, 1.0)
-        summary = summarise(records)
+        summary = summarise([record for its in records.values() for record in its])
         late_s = summary.send_delay_s.p99 or 0.0
         late_limit_s = max(TOLERATED_LATE_S, TOLERATED_LATE_SHARE * (summary.latency_s.mean or 0.0))
         sent = (int(workload.prompt_tokens.sum()), int(workload.output_tokens.sum()))
-        if not summary.errors and (summary.input_tokens, summary.output_tokens) != sent:
+        if summary.errors:
+            raise SystemExit(
+                f"requests failed, so there is nothing to compare: {summary.errors_by_kind}"
+            )
+        if (summary.input_tokens, summary.output_tokens) != sent:
             raise SystemExit("the emulated instances did not count the workload's tokens")
         in_hardware_s = summary.scaled(scale)
         cpu = {name: (after[name] - before[name]) / wall_s for name in after}
         cpu["others"] = (machine.busy_s - machine_before.busy_s) / wall_s - sum(cpu.values())
+        of_classes: dict[str, Any] = {}
+        for one, its in records.items() if len(records) > 1 else ():
+            of_class: Summary = summarise(its).scaled(scale)
+            of_classes[f"{one}_ttft_p99_s"] = of_class.ttft_s.p99
+            of_classes[f"{one}_latency_mean_s"] = of_class.latency_s.mean
         return {
+            **of_classes,
             "latency_mean_s": in_hardware_s.latency_s.mean,
             "latency_p50_s": in_hardware_s.latency_s.p50,
             "latency_p99_s": in_hardware_s.latency_s.p99,
@@ -232,6 +278,43 @@ class Rig:
             await asyncio.sleep(SAMPLE_S)
 
 
+async def _send(url: str, workload: Workload, scale: float) -> dict[str, list[RequestRecord]]:
+    """The whole workload, by class; each class as a client of its own, at the same time."""
+    longest = int(workload.output_tokens.max())
+    by_class: dict[str, list[LoadRequest]] = {}
+    for i, one in enumerate(workload.classes or [DEFAULT_CLASS] * len(workload.arrival_s)):
+        by_class.setdefault(one, []).append(
+            LoadRequest(
+                float(workload.arrival_s[i]) / scale,
+                int(workload.prompt_tokens[i]),
+                int(workload.output_tokens[i]),
+            )
+        )
+
+    async def send(one: str, requests: list[LoadRequest]) -> list[RequestRecord]:
+        # A salt, as both clients number their prompts from 0.
+        salt = one if workload.classes else None
+        maker = BodyMaker(MODEL, PromptKind.TOKEN_IDS, True, 4.0, filler_pool(), longest, salt)
+        target = parse_target(url, _key_of(one) if workload.classes else None)
+        return await replay(target, requests, maker, ReplayOptions(timeout_s=TIMEOUT_S))
+
+    sent = await asyncio.gather(*(send(one, its) for one, its in by_class.items()))
+    return dict(zip(by_class, sent, strict=True))
+
+
+def _key_of(request_class: str) -> str:
+    return f"the-client-of-class-{request_class}"
+
+
+def _clients_config(folder: Path) -> dict[str, Any]:
+    """A key for each class; and one for /admin, which is else off where clients have keys."""
+    os.environ.setdefault(_ADMIN_KEY_ENV, _key_of("admin"))
+    keys = [{"name": one, "hash": hash_of(_key_of(one)), "class": one} for one in CLASSES]
+    path = folder / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": keys}), encoding="utf-8")
+    return {"clients": {"keys_file": str(path)}}
+
+
 def _scheduler_config(moments: Moments) -> dict[str, Any]:
     """What ``sim.experiment`` gives its schedulers, too."""
     return {
@@ -254,12 +337,18 @@ async def _alongside(*coroutines: Any) -> Any:
 # What came out
 
 
-def mean_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def mean_of(runs: Sequence[Mapping[str, Any]], figures: Figures = FIGURES) -> dict[str, float]:
     """Of every figure, over the seeds; nan where one run has none."""
     return {
         name: sum(math.nan if r[name] is None else r[name] for r in runs) / len(runs)
-        for name, _ in FIGURES
+        for name, _ in figures
     }
+
+
+def figures_of(cell: Mapping[str, Any]) -> Figures:
+    """Those of classes, where there are any."""
+    row = next(iter(cell["policies"].values()))
+    return FIGURES_OF_CLASSES if FIGURES_OF_CLASSES[0][0] in row["measured"] else FIGURES
 
 
 def order(latencies_s: Mapping[str, float]) -> str:
@@ -291,7 +380,8 @@ def verdict(cell: Mapping[str, Any]) -> str:
     """The order in both, in words."""
     pairs = cell["pairs"]
     total = sum(map(len, pairs.values()))
-    text = f"By mean latency: measured {cell['order_measured']}; simulated "
+    by = "mean latency" if figures_of(cell) is FIGURES else f"{CLASSES[0]} TTFT p99"
+    text = f"By {by}: measured {cell['order_measured']}; simulated "
     text += f"{cell['order_simulated']}. Of {total} pairs {len(pairs['agree'])} have the same order"
     text += f", {len(pairs['tie'])} are within {NOISE:.0%} in one of the two"
     if pairs["differ"]:
@@ -304,10 +394,11 @@ def markdown(document: Mapping[str, Any]) -> str:
     lines = []
     for cell in document["loads"]:
         lines += [f"{load_name(cell)}:", ""]
-        head = ["policy", *(f"{unit}" for _, unit in FIGURES)]
+        compared = figures_of(cell)
+        head = ["policy", *(f"{unit}" for _, unit in compared)]
         lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         for policy, row in cell["policies"].items():
-            figures = [_figures(row, name) for name, _ in FIGURES]
+            figures = [_figures(row, name) for name, _ in compared]
             lines.append(f"| {policy} | {' | '.join(figures)} |")
         lines += ["", verdict(cell), ""]
     return "\n".join(lines)
@@ -327,11 +418,12 @@ def _figures(row: Mapping[str, Any], name: str) -> str:
 
 def print_cell(cell: Mapping[str, Any]) -> None:
     print(f"\n{load_name(cell)}; measured / simulated (ratio)")
-    units = "".join(f"{unit:>24}" for _, unit in FIGURES)
+    compared = figures_of(cell)
+    units = "".join(f"{unit:>24}" for _, unit in compared)
     print(f"{'policy':18}{units}  cores: gateway + instances + load, others")
     for policy, row in cell["policies"].items():
         text = f"{policy:18}"
-        text += "".join(f"{_figures(row, name):>24}" for name, _ in FIGURES)
+        text += "".join(f"{_figures(row, name):>24}" for name, _ in compared)
         cpu = row["runs"][-1]["cpu_cores"]
         own = " + ".join(f"{cpu[k]:.2f}" for k in ("gateway", "instances", "load generator"))
         text += f"  {own}, {cpu['others']:.2f}"
@@ -395,22 +487,23 @@ async def measure_load(
     args: argparse.Namespace, rig: Rig, experiment: Experiment, moments: Moments, rate: Rate
 ) -> dict[str, Any]:
     rows: dict[str, Any] = {}
+    compared = FIGURES_OF_CLASSES if experiment.batch_share else FIGURES
     for policy in args.policies:
         runs, simulations = [], []
         for seed in range(args.seeds):
             workload = make_workload(experiment, rate.per_s, seed)
             simulations.append(simulated(experiment, policy, rate.per_s, seed, moments))
             runs.append(await _quiet_run(args, rig, policy, workload))
-        measured_mean, simulated_mean = mean_of(runs), mean_of(simulations)
+        measured_mean, simulated_mean = mean_of(runs, compared), mean_of(simulations, compared)
         rows[policy] = {
             "measured": measured_mean,
             "simulated": simulated_mean,
-            "ratio": {name: measured_mean[name] / simulated_mean[name] for name, _ in FIGURES},
+            "ratio": {name: measured_mean[name] / simulated_mean[name] for name, _ in compared},
             "runs": runs,
             "simulations": simulations,
         }
     latencies = {
-        side: {policy: row[side]["latency_mean_s"] for policy, row in rows.items()}
+        side: {policy: row[side][compared[0][0]] for policy, row in rows.items()}
         for side in ("measured", "simulated")
     }
     return {
@@ -454,8 +547,13 @@ def _loads(text: str) -> tuple[float, ...]:
     return loads
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="policies over real HTTP and in the simulator")
+def _arguments() -> argparse.Namespace:
+    """Those of the command line; a scene has defaults of its own."""
+    scenes = argparse.ArgumentParser(add_help=False)
+    scenes.add_argument("--scene", choices=SCENES, help="a cluster file, and what goes with it")
+    parser = argparse.ArgumentParser(
+        description="policies over real HTTP and in the simulator", parents=[scenes]
+    )
     add = parser.add_argument
     add(
         "-c",
@@ -472,8 +570,22 @@ def main() -> int:
     add("--attempts", type=int, default=2, help="of a run on a busy machine (default: 2)")
     add("--json", action="store_true", help="print one JSON document")
     add("--markdown", type=Path, help="write the tables into this file, between its markers")
+    add(
+        "--batch-share",
+        type=float,
+        default=0.0,
+        help="this share of the requests is of the class batch (default: 0, no classes)",
+    )
+    if scene := scenes.parse_known_args()[0].scene:
+        config = ROOT / f"configs/clusters/four-with-{scene}.yaml"
+        parser.set_defaults(config=config, **SCENES[scene])
     args = parser.parse_args()
     args.policies = tuple(args.policies.split(","))
+    return args
+
+
+def main() -> int:
+    args = _arguments()
     try:
         cluster = load_cluster(args.config)
         if any(f.kind is not FaultKind.SLOW for f in cluster.faults) or cluster.trace is not None:
@@ -493,11 +605,14 @@ def main() -> int:
         slo=Slo(2.0, 0.2),
         arrival_cv=cluster.workload.arrival_cv,
         faults=cluster.faults,
+        batch_share=args.batch_share,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         document = runner.run(measure(args, cluster, experiment))
     if args.markdown is not None:
-        write_between_markers(args.markdown, MARKERS, markdown(document))
+        name = args.scene or "simulated and measured"
+        markers = (f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
+        write_between_markers(args.markdown, markers, markdown(document))
     if args.json:
         print(json.dumps(document))
     differ = any(cell["pairs"]["differ"] for cell in document["loads"])

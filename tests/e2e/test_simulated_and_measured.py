@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,31 @@ async def test_the_same_requests_take_as_long_as_simulated(
     factors = cell["policies"]["finish-time"]["runs"][0]["speed_factors"]
     assert factors
     assert set(factors[0]) == {"at_s", "fast", "slow"}
+
+
+async def test_two_classes_are_two_clients_whose_shares_are_the_simulators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(re.sub(r"(profile: \S+)}", r"\1, max_num_seqs: 4}", CLUSTER))
+    cluster = load_cluster(path)
+    assert cluster.workload.prompt is not None
+    assert cluster.workload.output is not None
+    lengths = LogNormalLengths(cluster.workload.prompt.to_core(), cluster.workload.output.to_core())
+    experiment = Experiment(
+        cluster.instances, lengths, 60, Slo(2.0, 0.2), faults=cluster.faults, batch_share=0.5
+    )
+    args = argparse.Namespace(
+        config=path, policies=("finish-time", "finish-time+classes"), loads=(20.0,),
+        seeds=1, time_scale=1.0, attempts=1, json=True,
+    )  # fmt: skip
+    async with task_children(1) as children:
+        monkeypatch.setattr(benchmark, "Children", children)
+        (cell,) = (await benchmark.measure(args, cluster, experiment))["loads"]
+    fifo, classes = cell["policies"]["finish-time"], cell["policies"]["finish-time+classes"]
+    for row in (fifo, classes):
+        assert row["runs"][0]["errors"] == 0
+        assert list(row["ratio"].values()) == pytest.approx([1.0] * 5, abs=0.02)
+    interactive = "interactive_latency_mean_s"
+    assert classes["measured"][interactive] < 0.8 * fifo["measured"][interactive]
+    assert classes["measured"]["batch_latency_mean_s"] > fifo["measured"]["batch_latency_mean_s"]

@@ -8,6 +8,7 @@ stay as they are: at a scale of 6 a patience of 1 s lasts 6 s of the hardware.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ class EmulatedCluster:
         instance_options: further options of ``emulate``, the same for all.
         gateway_config: what the gateway's configuration has beside its instances.
         described: the gateway is given profiles and the model's name; or else addresses alone.
+        admin_key_env: environment variable with the gateway's admin key, which its configuration
+            names; needed where clients have keys.
         prefix_caching: of the instances. Without: who sends the same requests again, to compare
             what serves them, finds nothing cached.
     """
@@ -64,6 +67,7 @@ class EmulatedCluster:
         instance_options: Sequence[str] = (),
         gateway_config: Mapping[str, Any] | None = None,
         described: bool = True,
+        admin_key_env: str | None = None,
         prefix_caching: bool = False,
     ) -> None:
         self._instances = tuple(instances)
@@ -77,6 +81,7 @@ class EmulatedCluster:
         self._instance_options = (caching, *instance_options)
         self._gateway_config = dict(gateway_config or {})
         self._described = described
+        self._admin_key_env = admin_key_env
         self.instance_urls: dict[str, str] = {}
         self._emulators: list[Child] = []
         self._gateway: Child | None = None
@@ -138,7 +143,10 @@ class EmulatedCluster:
 
     async def instances(self) -> list[dict[str, Any]]:
         """What the gateway's /admin/instances says now."""
-        async with httpx.AsyncClient() as client:
+        headers = {}
+        if self._admin_key_env is not None:
+            headers["authorization"] = f"Bearer {os.environ[self._admin_key_env]}"
+        async with httpx.AsyncClient(headers=headers) as client:
             answer = await client.get(f"{self.url}/admin/instances")
         listed: list[dict[str, Any]] = answer.raise_for_status().json()["instances"]
         return listed
@@ -172,12 +180,15 @@ class EmulatedCluster:
                 write_profile(profile, self._folder / name, speed=self._time_scale)
                 entry |= {"model": self._model, "profile": name}
             instances.append(entry)
+        server: dict[str, Any] = {"shutdown_timeout_s": 1}
+        if self._admin_key_env is not None:
+            server["admin_key_env"] = self._admin_key_env
         config = {
             # An emulated instance that takes long to answer is on a busy machine, and not down.
             "health": {"probe_timeout_s": _PROBE_TIMEOUT_S},
             **self._gateway_config,
             **({} if scheduler is None else {"scheduler": dict(scheduler)}),
-            "server": {"shutdown_timeout_s": 1},
+            "server": server,
             "instances": instances,
         }
         (self._folder / "gateway.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
