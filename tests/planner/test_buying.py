@@ -67,8 +67,14 @@ def holds(counts: dict[str, int], goals: Goals) -> bool:
     wanted = (1 + HEADROOM) * goals.rate_per_s * (mix.mean_prompt + mix.mean_output)
     if full.tokens_per_s < wanted:
         return False
-    seen = trials.hold(system, *options, goals.rate_per_s, 600, False, goals.slo)
-    return seen is not None and not goals.missed(seen)
+    for seed, requests in ((0, 600), (1, 1200)):
+        seen = trials.hold(
+            system, "capacity-weighted", Mix.of(LENGTHS, seed), engines,
+            goals.rate_per_s, requests, False, goals.slo,
+        )  # fmt: skip
+        if seen is None or goals.missed(seen):
+            return False
+    return True
 
 
 def sets() -> list[dict[str, int]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s
+from hetero_gateway.planner import comparison
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Machine, Unfit
@@ -191,3 +193,31 @@ def test_unequal_machines_keep_their_layouts():
     planned = plan({"a": (V100, 2, (2,)), "b": (V100, 4, (1, 1, 1, 1))})
     now = {"a": (1, 1), "b": (2,)}
     assert aligned(planned.best, planned.machines, now).layouts == planned.best.layouts
+
+
+# What the simulation says of both decides
+
+
+@pytest.mark.parametrize(("factor", "changed"), [(1.003, False), (1.0, False), (0.9, True)])
+def test_what_runs_and_does_as_much_is_never_changed_for_less(monkeypatch, factor, changed):
+    machines = (Machine("box", V100, 2),)
+    asked = question(types((V100, 1), (V100, 2)), machines)
+    found = search(asked)
+    best = found.best.simulated
+    assert best is not None
+    other = (2,) if found.best.layouts["box"] != (2,) else (1, 1)
+    runs = dataclasses.replace(
+        found.best,
+        layouts={"box": other},
+        estimate_tokens_per_s=math.nan,
+        simulated=dataclasses.replace(best, tokens_per_s=factor * best.tokens_per_s),
+    )
+    monkeypatch.setattr(comparison, "simulate_present", lambda question, layouts: runs)
+    present = Present(placed=(), left_out=(), layouts={"box": other})
+    told = comparison.compare(found, asked, present, "finish-time")
+    assert bool(told.changes) is changed
+    assert told.gain is not None
+    assert told.gain >= 0
+    assert [c.layouts for c in told.plan.candidates].count(told.best.layouts) == 1
+    assert all(c.why_not for c in told.plan.candidates[1:])
+    assert not any("-0." in note for note in told.plan.notes)

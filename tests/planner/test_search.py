@@ -151,6 +151,38 @@ def test_a_lead_within_the_uncertainty_is_said():
     assert not any("either may win" in note for note in plan(sure).notes)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_is_that_of_the_whole_systems_figures(seed):
+    # Types that make about as much: what is first hangs on the simulation, not on an estimate.
+    close = {
+        ("gpu", 1): instance_type(t=1, kv_tokens=6_000, all_reduce_s=0.0),
+        ("gpu", 2): instance_type(t=2, kv_tokens=12_000, all_reduce_s=0.0),
+    }
+    found = plan(close, [Machine("m", "gpu", 6)], seed=seed)
+    told = [c.simulated.tokens_per_s for c in found.candidates if c.simulated is not None]
+    assert len(told) > 2
+    assert told == sorted(told, reverse=True)
+    for c in found.candidates:
+        if c.simulated is not None:
+            assert c.simulated.tokens_per_s <= c.alone_tokens_per_s * (1 + 1e-3)
+    said = [*found.notes, *(c.why_not for c in found.candidates)]
+    assert not any("leads the next by -" in text or "+0." in text for text in said)
+
+
+def test_a_simulation_that_disagrees_with_the_sum_of_instances_decides():
+    # Round-robin wastes the fast instance of the unequal layout, whatever it does alone.
+    types = {
+        ("gpu", 1): instance_type(t=1, kv_tokens=8_000),
+        ("gpu", 3): instance_type(t=3, kv_tokens=90_000, all_reduce_s=0.0),
+    }
+    found = plan(types, [Machine("m", "gpu", 6)], policy="round-robin")
+    by_sum = max(found.candidates, key=lambda c: c.alone_tokens_per_s)
+    simulated = [c for c in found.candidates if c.simulated is not None]
+    assert found.best == max(simulated, key=lambda c: c.simulated.tokens_per_s)
+    assert by_sum.simulated is not None
+    assert by_sum.simulated.tokens_per_s <= found.best.simulated.tokens_per_s
+
+
 def test_a_tight_type_is_said():
     found = plan({("gpu", 1): instance_type(tight=True)})
     assert any("tight" in note for note in found.notes)

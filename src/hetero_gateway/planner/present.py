@@ -294,6 +294,8 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
     )
     if figures is None:
         return None
+    most = sum(alone[profile].tokens_per_s * n for profile, n in counts.items())
+    figures = trials.at_most(figures, most)
     return Candidate(
         goodput_per_s=_goodput(question, system, mix, figures),
         layouts=layouts,
@@ -305,7 +307,7 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
         usd_per_million_tokens=usd_per_million_tokens(
             question.machines, layouts, figures.tokens_per_s
         ),
-        alone_tokens_per_s=sum(alone[profile].tokens_per_s * n for profile, n in counts.items()),
+        alone_tokens_per_s=most,
         at_rate=_at_rate(question, system, mix, figures),
     )
 

@@ -55,11 +55,10 @@ def why_not(
     if goals.name == "throughput":
         if candidate.simulated is not None and best.simulated is not None:
             ratio = candidate.simulated.tokens_per_s / best.simulated.tokens_per_s
-            text = f"{ratio - 1:+.1%}"
-            if ratio >= 1:
-                own = candidate.alone_tokens_per_s / best.alone_tokens_per_s
-                text = f"{text} is noise, {own - 1:+.1%} by its instances alone"
-            parts.append(text)
+            if ratio < 1:
+                parts.append(f"{ratio - 1:+.1%}")
+            elif candidate.holds is not False:
+                parts.append("as much as the best")
         loss = _policy_loss(candidate)
         if loss:
             parts.append(loss)
@@ -103,10 +102,7 @@ def lead(
     )
     uncertain = error / best.alone_tokens_per_s if best.alone_tokens_per_s else 0.0
     if gain <= 0:
-        return (
-            "the best and the next are one to the simulator; the best has more by its instances "
-            "alone: either may win; a measured profile would decide"
-        )
+        return "the best and the next do as much: either may win; a measured profile would decide"
     if gain >= uncertain:
         return None
     return (

@@ -75,7 +75,7 @@ _COMBINATIONS = 12
 _SYSTEMS = 6
 _LEAST_SYSTEMS = 2
 _BUDGET_REQUESTS = 30_000
-# Candidates this close are one to the simulator; then the sum of their instances alone decides.
+# Candidates this close are one to a run of the simulator: they are run again, and the mean decides.
 _NOISE = 0.01
 # Latencies are told at this share of the best's throughput where no rate is given.
 _LOAD = 0.7
@@ -447,8 +447,7 @@ class _Search:
     ) -> list[Candidate]:
         """The cheapest near what holds the rate that holds it too, then all else that was tried."""
         best_layouts = [self._by_goodput(group, goodput) for group in self._groups]
-        prices = [price_per_hour_usd(g) if w else 0.0
-                  for g, (w, _) in zip(self._groups, best_layouts, strict=True)]  # fmt: skip
+        prices = [price_per_hour_usd(group) for group in self._groups]
         most = [
             g.machines if w else 0 for g, (w, _) in zip(self._groups, best_layouts, strict=True)
         ]
@@ -486,15 +485,20 @@ class _Search:
         return max(best_by_use(group.count, worth), default=(0.0, ()))
 
     def _try(self, each: Allocation) -> Candidate:
-        return self._at_rate(self._saturated(each))
+        return self._confirmed(self._at_rate(self._saturated(each)))
 
     def _saturated(self, each: Allocation) -> Candidate:
         """With everything at once."""
-        q, candidate = self._q, self._candidate(each)
-        figures = trials.saturate(
-            self._system(candidate), q.policy, self._mix, q.engines, q.requests, q.compiled
-        )
+        candidate = self._candidate(each)
+        figures = self._saturate(candidate, self._mix)
         return candidate if figures is None else self._candidate(each, figures)
+
+    def _saturate(self, candidate: Candidate, mix: Mix) -> Figures | None:
+        q = self._q
+        figures = trials.saturate(
+            self._system(candidate), q.policy, mix, q.engines, q.requests, q.compiled
+        )
+        return None if figures is None else trials.at_most(figures, candidate.alone_tokens_per_s)
 
     def _hold(self, system: trials.System, rate_per_s: float) -> Figures | None:
         q = self._q
@@ -517,6 +521,19 @@ class _Search:
             at_rate=figures,
             holds=figures is not None and not q.goals.missed(figures) if asked else None,
         )
+
+    def _confirmed(self, candidate: Candidate) -> Candidate:
+        """What holds a rate in one run must do so with other requests, twice as many, too."""
+        q = self._q
+        if not candidate.holds or not q.goals.has_limits:
+            return candidate
+        figures = trials.hold(
+            self._system(candidate), q.policy, Mix.of(q.lengths, q.seed + 1), q.engines,
+            self._rate_per_s, 2 * q.requests, q.compiled, q.goals.slo,
+        )  # fmt: skip
+        if figures is not None and not q.goals.missed(figures):
+            return candidate
+        return dataclasses.replace(candidate, at_rate=figures, holds=False)
 
     def _system(self, candidate: Candidate) -> trials.System:
         machines = Counter(
@@ -570,11 +587,11 @@ class _Search:
         if self._q.goals.name == "goodput" and known:
             key = (-(candidate.goodput_per_s or 0.0), float(candidate.accelerators))
         elif self._q.goals.name == "cost" and candidate.alone_tokens_per_s:
-            key = (candidate.usd_per_million_tokens or 0.0, -_worth(candidate))
+            key = (candidate.usd_per_million_tokens or 0.0, -_throughput(candidate))
         elif known and self._q.goals.name == "fewest":
-            key = (float(candidate.accelerators), -_worth(candidate))
+            key = (float(candidate.accelerators), -_throughput(candidate))
         elif known:
-            key = (-_worth(candidate), float(candidate.accelerators))
+            key = (-_throughput(candidate), float(candidate.accelerators))
         else:
             key = (-candidate.alone_tokens_per_s, -candidate.estimate_tokens_per_s)
         return (float(not known), float(candidate.holds is False), *key)
@@ -582,13 +599,27 @@ class _Search:
     def _settle_ties(
         self, ranked: list[tuple[Candidate, Allocation]]
     ) -> list[tuple[Candidate, Allocation]]:
-        """Of those that the simulator cannot tell from the best, the best by instances alone."""
+        """Those that one run cannot tell from the best are run again with other requests."""
         if self._q.goals.name != "throughput":
             return ranked
-        least = (1 - _NOISE) * _worth(ranked[0][0])
-        tied = [pair for pair in ranked if _worth(pair[0]) >= least]
-        winner = max(tied, key=lambda pair: pair[0].alone_tokens_per_s)
-        return [winner, *(pair for pair in ranked if pair is not winner)]
+        least = (1 - _NOISE) * _throughput(ranked[0][0])
+        tied = [pair for pair in ranked if _throughput(pair[0]) >= least]
+        if len(tied) < 2:
+            return ranked
+        other = Mix.of(self._q.lengths, self._q.seed + 1)
+        second = [self._saturate(candidate, other) for candidate, _ in tied]
+        if any(figures is None for figures in second):
+            return ranked
+        # Other requests are a little harder or easier for all of them: that is nobody's merit.
+        level = sum(_throughput(candidate) for candidate, _ in tied)
+        level /= sum(figures.tokens_per_s for figures in second if figures is not None)
+        again = [
+            (_mean(candidate, figures, level), each)
+            for (candidate, each), figures in zip(tied, second, strict=True)
+            if figures is not None
+        ]
+        ranked = again + ranked[len(tied) :]
+        return sorted(ranked, key=lambda pair: self._rank(pair[0]))
 
     # -- the answer
 
@@ -704,12 +735,18 @@ def _throughput(candidate: Candidate) -> float:
     return candidate.simulated.tokens_per_s if candidate.simulated else 0.0
 
 
-def _worth(candidate: Candidate) -> float:
-    """What a candidate is ranked by: its throughput, and no more than its instances do alone.
-
-    More than that is the luck of a short run: it flatters unequal layouts by up to 7 %.
-    """
-    return min(_throughput(candidate), candidate.alone_tokens_per_s)
+def _mean(candidate: Candidate, other: Figures, level: float) -> Candidate:
+    """With the mean of two runs with everything at once, the second times ``level``."""
+    one = candidate.simulated
+    if one is None:
+        return candidate
+    figures = dataclasses.replace(
+        one,
+        tokens_per_s=(one.tokens_per_s + level * other.tokens_per_s) / 2,
+        output_tokens_per_s=(one.output_tokens_per_s + level * other.output_tokens_per_s) / 2,
+        batch=(one.batch + other.batch) / 2,
+    )
+    return dataclasses.replace(candidate, simulated=figures)
 
 
 def _pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

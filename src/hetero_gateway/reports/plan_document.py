@@ -73,8 +73,8 @@ def _candidate(candidate: Candidate, plan: Plan) -> dict[str, Any]:
         "output_tokens_per_s": simulated.output_tokens_per_s if simulated else None,
         "alone_tokens_per_s": candidate.alone_tokens_per_s or None,
         "algorithm_1_tokens_per_s": {
-            "paper": candidate.estimate_paper_tokens_per_s,
-            "unpadded": candidate.estimate_tokens_per_s,
+            "paper": _number(candidate.estimate_paper_tokens_per_s),
+            "unpadded": _number(candidate.estimate_tokens_per_s),
         },
         "batch": simulated.batch if simulated else None,
         "at_rate": _figures(at_rate),

@@ -21,6 +21,7 @@ from hetero_gateway.reports.plan_table import (
     rate,
     unfit_lines,
 )
+from hetero_gateway.sim.figures import finite
 
 _GIB = 2**30
 # Long labels stand where a legend would be.
@@ -78,8 +79,8 @@ def throughput_figure(plan: Plan) -> dict[str, Any]:
     series = (
         ("simulated", [c.simulated.tokens_per_s if c.simulated else None for c in plan.candidates]),
         ("instances alone", [c.alone_tokens_per_s or None for c in plan.candidates]),
-        ("Algorithm 1", [c.estimate_tokens_per_s for c in plan.candidates]),
-        ("as printed", [c.estimate_paper_tokens_per_s for c in plan.candidates]),
+        ("Algorithm 1", [finite(c.estimate_tokens_per_s) for c in plan.candidates]),
+        ("as printed", [finite(c.estimate_paper_tokens_per_s) for c in plan.candidates]),
     )
     return {
         "data": [
