@@ -278,3 +278,23 @@ def test_only_the_first_part_is_behind_the_gateway() -> None:
     assert "kubectl" not in files["README.md"]
     emulated = render_deployment(made, options(emulate=True))
     assert emulated["start.sh"].count("hetero-gateway emulate") == 1
+
+
+@pytest.mark.parametrize("version", ["0.6.3", "0.8.5", "0.21.0", "0.32"])
+@pytest.mark.parametrize("card", ["H100", "A100-80GB", "L4", "B200", "MI300X"])
+def test_memory_simulation_and_command_have_one_step(card, version, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        f"model: Llama-3.1-8B\nmax_model_len: 4096\nengine: {{vllm_version: '{version}'}}\n"
+        f"machines: [{{id: box, accelerator: {card}, count: 1}}]\n"
+    )
+    request = load_request(path)
+    device, simulated = accelerator(card), request.question.engines.max_batched_tokens
+    made = plan({"box": ("V100-32GB-NVLink2", 1, (1,))})
+    found = request.question.types[device.name, 1]
+    made = dataclasses.replace(made, types={("V100-32GB-NVLink2", 1): found})
+    (instance,) = instances(made, max_num_batched_tokens=simulated)
+    words = serve_arguments(instance, options(max_num_batched_tokens=simulated))
+    in_memory = request.options.batched_tokens(device)
+    assert option(words, "--max-num-batched-tokens") == str(in_memory)
+    assert max(simulated, found.profile.max_num_seqs) == in_memory
