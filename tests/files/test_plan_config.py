@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from hetero_gateway.files.cluster_config import ClusterConfig, LengthConfig
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.plan_config import PlanConfig, PlanRequest, load_request
 from hetero_gateway.files.profile_file import builtin_profiles
+from hetero_gateway.sim.alone import Mix
 
 ROOT = Path(__file__).parents[2]
 V100 = {"id": "box", "accelerator": "V100-32GB-NVLink2", "count": 8}
@@ -252,6 +254,14 @@ def test_the_goal_fewest_needs_a_rate(tmp_path: Path) -> None:
 def test_a_bad_engine_option_is_one_line(tmp_path: Path) -> None:
     assert "engine" in error(tmp_path, engine={"kv_cache_dtype": "int3"})
     assert "engine" in error(tmp_path, engine={"vllm_version": "new"})
+
+
+def test_a_trace_with_prefixes_is_read_and_what_is_not_heeded_is_told(tmp_path: Path) -> None:
+    lines = '{"block_tokens": 64}\n{"t": 0.5, "in": 200, "out": 60, "b": [[7, 2], 11]}\n'
+    (tmp_path / "trace.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    question = load(tmp_path, workload={"requests": "trace.jsonl.gz"}).question
+    assert Mix.of(question.lengths, 0).mean_prompt == 200
+    assert any("prompts begin alike" in note for note in question.notes)
 
 
 # The documentation

@@ -442,6 +442,11 @@ def plan_request(
         if rows is None
         else _trace_lengths(rows, trace, config.max_model_len)
     )
+    if rows is not None and any(row.text is not None for row in rows):
+        notes.append(
+            "the trace says which prompts begin alike, and the plan computes each in full: prefix "
+            "caches will make it faster than that (simulate shows by how much)"
+        )
     context = _context(config, model, longest, source)
     if config.max_model_len is None:
         notes.append(f"max_model_len {context} is taken from the longest request ({longest})")
