@@ -360,6 +360,8 @@ def oracle(
     cluster: Elastic, types: tuple[ScaledType, ...], rates: HeldRates, rate_per_s: np.ndarray
 ) -> Callable[[float], Mapping[Key, int] | None]:
     follower = Follower(types)
+    # What another kind takes the place of stays until that is ready.
+    lately: deque[tuple[float, Mapping[Key, int]]] = deque()
 
     def decide(now_s: float) -> Mapping[Key, int] | None:
         nonlocal rates
@@ -367,8 +369,10 @@ def oracle(
         rates = _measured_again(cluster, rates)
         ahead = rate_per_s[minute : minute + 2 + math.ceil(STARTUP_S / _MINUTE_S)]
         desired = follower.cheapest(float(ahead.max()) / 0.9, rates, cluster.count("ready"))
-        follower.desired = dict(desired)
-        return desired
+        lately.append((now_s, desired))
+        while lately[0][0] < now_s - STARTUP_S - _MINUTE_S:
+            lately.popleft()
+        return {key: max(each[key] for _, each in lately) for key in desired}
 
     return decide
 

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import yaml
 
+from benchmarks.ports import free_port
 from hetero_gateway.deployment.directory import render_deployment
 from hetero_gateway.deployment.kubernetes import DRAIN_S
 from hetero_gateway.files.following_config import followed_profiles
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.yaml_file import parse_model
 from tests.deployment.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
+from tests.fakes.kubernetes import FakeApiServer, pod
+from tests.fakes.vllm import fake_instances
 
 FOLDER = "kubernetes/following/"
 SAME_TYPE_TWICE = plan(
@@ -199,3 +207,111 @@ def test_the_drain_script_ends_where_no_engine_answers():
     done = subprocess.run([sys.executable, "-c", text], env=os.environ, timeout=60, check=False)
     assert done.returncode == 0
     assert time.monotonic() - began_s < DRAIN_S
+
+
+@pytest.mark.system
+def test_prometheus_answers_the_manifests_query_with_what_a_gateway_desires(tmp_path):
+    """The gateway of the manifests, its pods at a fake API server, and a real Prometheus.
+
+    Then a pod is to go while it streams: it gets nothing new, and its stream ends whole.
+    """
+    asyncio.run(_followed(tmp_path))
+
+
+async def _followed(folder: Path) -> None:
+    planned = plan({"box": ("V100-32GB-NVLink2", 4, (1, 1, 1))})
+    files = Files(planned, emulate=True)
+    (name,) = files.of("StatefulSet")
+    async with contextlib.AsyncExitStack() as stack:
+        fakes = await stack.enter_async_context(fake_instances(1, models=("llama-3-8b",)))
+        api = await stack.enter_async_context(FakeApiServer())
+        labels = {"app.kubernetes.io/name": name}
+        api.put(pod(f"{name}-0", "127.0.0.1", **labels))
+        port, prometheus_port = free_port(), free_port()
+        config = files.configuration()
+        (source,) = config["discovery"]
+        source |= {"api_url": api.url, "namespace": "models", "port": fakes[0].port}
+        config["server"] = {"host": "127.0.0.1", "port": port}
+        config["following"]["interval_s"] = 10
+        config["following"]["types"][0]["min"] = 2  # so that it is not what is there
+        (folder / "profiles").mkdir()
+        for key, text in files.of("ConfigMap")["hetero-gateway"]["data"].items():
+            if key != "gateway.yaml":
+                (folder / key.replace("profiles.", "profiles/", 1)).write_text(text)
+        (folder / "gateway.yaml").write_text(yaml.safe_dump(config))
+        job = {"job_name": "gateway", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+        (folder / "prometheus.yml").write_text(
+            yaml.safe_dump({"global": {"scrape_interval": "1s"}, "scrape_configs": [job]})
+        )
+        serve = [sys.executable, "-m", "hetero_gateway", "serve", "-c", f"{folder}/gateway.yaml"]
+        for words in (
+            serve,
+            [
+                "prometheus",
+                f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/data",
+                f"--web.listen-address=127.0.0.1:{prometheus_port}",
+            ],
+        ):
+            await stack.enter_async_context(_process(words))
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
+        gateway = f"http://127.0.0.1:{port}"
+        query = {"query": files.queries()[name]}
+
+        async def value() -> float | None:
+            url = f"http://127.0.0.1:{prometheus_port}/api/v1/query"
+            with contextlib.suppress(httpx.TransportError):
+                answer = (await client.get(url, params=query)).json()
+                for row in answer.get("data", {}).get("result", ()):
+                    return float(row["value"][1])
+            return None
+
+        assert await _until(value) == 2
+        (row,) = (await client.get(f"{gateway}/admin/following")).json()["models"]
+        assert [each["desired"] for each in row["types"]] == [2]
+
+        body = {"model": "llama-3-8b", "messages": [{"role": "user", "content": "hello"}]}
+        slow = {"stream": True, "fake": {"events": 30, "delay_s": 0.1}}
+        streamed = asyncio.create_task(
+            client.post(f"{gateway}/v1/chat/completions", json=body | slow)
+        )
+
+        async def streams() -> bool:
+            return fakes[0].open > 0
+
+        await _until(streams)
+        leaving = pod(f"{name}-0", "127.0.0.1", **labels)
+        leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        api.put(leaving)
+
+        async def refused() -> bool:
+            answer = await client.post(f"{gateway}/v1/chat/completions", json=body)
+            return answer.status_code in (404, 503)
+
+        await _until(refused)
+        assert not streamed.done()
+        text = (await streamed).text
+        assert text.rstrip().endswith("data: [DONE]")
+        assert text.count("data: ") > 30
+
+
+@contextlib.asynccontextmanager
+async def _process(words: list[str]) -> AsyncIterator[None]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = await asyncio.create_subprocess_exec(
+        *words, env=environment, stdout=asyncio.subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def _until(ask: Callable[[], Awaitable[Any]]) -> Any:
+    """Its first answer that is something."""
+    for _ in range(400):
+        if found := await ask():
+            return found
+        await asyncio.sleep(0.3)
+    raise AssertionError("not within two minutes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,11 @@ import yaml
 
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.control import following_process
 from hetero_gateway.gateway.control.following_process import Answer, Task
+from hetero_gateway.planner.following import Follower, Sample, ScaledType
+from hetero_gateway.planner.held_rates import RateQuestion
 from tests.fakes.running import FAST, SLOW, RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
@@ -163,3 +167,16 @@ def test_what_cannot_be_followed_is_an_error_of_one_line(
         load_gateway_config(file)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_another_process_gives_the_same_answer_and_its_failure_is_one_line() -> None:
+    """In wall time, and without a gateway."""
+    types = (ScaledType(("V100-32GB-NVLink2", 1), 1, 4),)
+    sample = Sample(60.0, ((0.0, 0.0), (60.0, 3000.0)), 0, {types[0].key: 1})
+    question = RateQuestion({types[0].key: load_profile(SLOW)}, [(300, 100)] * 30)
+    task = Task(Follower(types), sample, question, None)
+    answer = asyncio.run(following_process.work_aside(task))
+    assert answer == following_process.work(task)
+    assert answer.proposal.desired[types[0].key] > 1
+    with pytest.raises(HeteroGatewayError, match="the simulation ended with 1: "):
+        asyncio.run(following_process.work_aside(dataclasses.replace(task, sample=None)))

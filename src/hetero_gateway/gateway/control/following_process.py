@@ -25,6 +25,8 @@ _CPU_S = 60
 _WALL_S = 180.0
 _NICE = 10
 _MOST_ERROR_BYTES = 2000
+# Not ``-m``: what is then the main module would be pickled as no other process knows it.
+_PROGRAM = f"import sys; from {__name__} import main; sys.exit(main())"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,8 @@ async def work_aside(task: Task) -> Answer:
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        "-m",
-        __name__,
+        "-c",
+        _PROGRAM,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -97,7 +99,3 @@ def main() -> int:
     task = pickle.load(sys.stdin.buffer)
     sys.stdout.buffer.write(pickle.dumps(work(task)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
