@@ -87,7 +87,7 @@ def test_the_stored_l4_profile_is_near_what_the_roofline_gives():
 
 
 def test_a_measured_h100_is_as_near_to_the_roofline_as_its_page_says():
-    """docs/evidence/h100.md: decode steps of up to 64 sequences a quarter faster; prefills right."""
+    """docs/evidence/h100.md: decode steps come out a quarter too long, prefills right."""
     measured = load_profile("configs/profiles/h100-80gb-llama-3.1-8b-tp1.yaml", ROOT)
     assert measured.source["how"] == "measured"
     prefill, decode = step_times(H100, LLAMA_3_8B, 1)
