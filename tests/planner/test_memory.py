@@ -98,7 +98,7 @@ def test_start_ups_that_no_fit_has_seen_are_within_two_standard_deviations(
     ],
 )  # fmt: skip
 def test_the_second_runner_keeps_less(name, told, kv_gib, within_gib):
-    options = EngineOptions(vllm_version="0.26.0", **told)
+    options = EngineOptions(vllm_version="0.26.0", max_num_batched_tokens=8192, **told)
     found = estimate_memory(model_card(name), H100, 1, options)
     assert found.kv_bytes / GIB == pytest.approx(kv_gib, abs=within_gib)
 
