@@ -17,7 +17,7 @@ from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_tim
 from hetero_gateway.files.profile_file import builtin_profiles, load_profile
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.models import model_card
-from hetero_gateway.planner.roofline import grid, roofline_profile, step_times
+from hetero_gateway.planner.roofline import all_reduce_s, grid, roofline_profile, step_times
 
 ROOT = Path(__file__).parents[2]
 LLAMA_3_8B = model_card("Llama-3-8B")
@@ -184,3 +184,33 @@ def test_few_tokens_touch_few_experts():
     assert decode(1, 1) < 0.5 * dense(1, 1)
     # With many, all of them are read; the arithmetic is still a quarter.
     assert 0.8 * dense(64, 1) < decode(64, 1) < dense(64, 1)
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen2.5-14B", "Llama-3.1-70B"])
+def test_over_slots_two_cards_do_more_each_than_four_as_with_measured_all_reduces(
+    name: str,
+) -> None:
+    """Tokens per second and card on L40S: the estimate beside itself with published all-reduces."""
+    model = model_card(name)
+    for kind, batch, tokens in ((0, 1, 2048), (1, 64, 1000)):
+        computed = tokens if kind == 0 else batch
+        estimated, measured = {}, {}
+        for t in (2, 4, 8):
+            step_s = step_times(L40S, model, t)[kind](batch, tokens)
+            known = MEASURED_ALL_REDUCE_MS["L40S", t]
+            numbers = np.log(list(known)), np.log(list(known.values()))
+            published_s = np.exp(np.interp(np.log(computed * model.hidden), *numbers)) / 1e3
+            more_s = 2 * model.layers * (published_s - all_reduce_s(L40S, model, t, computed))
+            estimated[t] = computed / step_s / t
+            measured[t] = computed / (step_s + more_s) / t
+        assert estimated == pytest.approx(measured, rel=0.12)
+        assert measured[2] > 1.9 * measured[4] > 3.5 * measured[8]
+        assert estimated[2] > 1.9 * estimated[4] > 3.5 * estimated[8]
+
+
+@pytest.mark.parametrize("device", [L4, A10G, L40S], ids=lambda device: device.name)
+def test_over_slots_two_cards_do_more_each_than_four(device) -> None:
+    """Nobody published all-reduces of L4 and A10G; their slots are as an L40S's."""
+    prefill, decode = zip(*(step_times(device, LLAMA_3_8B, t) for t in (2, 4)), strict=True)
+    assert prefill[0](1, 2048) * 2 < prefill[1](1, 2048) * 4
+    assert decode[0](64, 1000) * 2 < decode[1](64, 1000) * 4
