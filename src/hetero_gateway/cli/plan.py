@@ -62,6 +62,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="of the requests that are to be within both (default: 0.95)",
     )
     parser.add_argument(
+        "--prefix-cache",
+        choices=("on", "off"),
+        help="whether hits in prefix caches count, with a trace that says which prompts begin "
+        "alike (default: on)",
+    )
+    parser.add_argument(
         "--ttft-p99", type=positive_float, metavar="S", help="goal of TTFT's 99th percentile"
     )
     parser.add_argument(
@@ -159,6 +165,7 @@ def _overrides(args: argparse.Namespace) -> dict[str, Any]:
         "slo.tpot_s": args.slo_tpot,
         "slo.share": args.slo_share,
         "workload.rate_per_s": args.rate,
+        "workload.prefix_cache": None if args.prefix_cache is None else args.prefix_cache == "on",
         "policy": args.policy,
         "memory": args.memory,
         "estimator": args.estimator,

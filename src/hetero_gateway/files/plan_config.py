@@ -36,6 +36,8 @@ from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.search import Question
 from hetero_gateway.sim.alone import Engines, Mix
 from hetero_gateway.sim.engine import Scheduling
+from hetero_gateway.sim.ordered_trace import OrderedTrace
+from hetero_gateway.sim.prefixes import KnownText, Run
 from hetero_gateway.sim.workload import Integers, Lengths, LogNormal, LogNormalLengths, TraceLengths
 
 # Far more than one plan is for; a typing error in ``copies`` ends here.
@@ -190,6 +192,10 @@ class PlanWorkloadConfig(StrictModel):
     prompt: LengthConfig | None = Field(None, description="Log-normal; default: a chat mix.")
     output: LengthConfig | None = Field(None, description="Log-normal; default: a chat mix.")
     rate_per_s: float | None = Field(None, gt=0, description="Requests per second to hold.")
+    prefix_cache: bool = Field(
+        True,
+        description="Hits in prefix caches count, where a trace says what begins alike.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> PlanWorkloadConfig:
@@ -442,11 +448,14 @@ def plan_request(
         if rows is None
         else _trace_lengths(rows, trace, config.max_model_len)
     )
-    if rows is not None and any(row.text is not None for row in rows):
-        notes.append(
-            "the trace says which prompts begin alike, and the plan computes each in full: prefix "
-            "caches will make it faster than that (simulate shows by how much)"
-        )
+    if rows is not None and all(row.text is not None for row in rows):
+        if (why := _without_caches(config, model)) is None:
+            lengths = _ordered_trace(rows)
+        else:
+            notes.append(
+                "the trace says which prompts begin alike, and the plan computes each in full: "
+                f"{why} (simulate shows what prefix caches would save)"
+            )
     context = _context(config, model, longest, source)
     if config.max_model_len is None:
         notes.append(f"max_model_len {context} is taken from the longest request ({longest})")
@@ -589,6 +598,29 @@ def _trace_lengths(
             f"{int((total > context).sum())} of {total.size} requests are too long"
         )
     return TraceLengths(prompt, output), int(total[longest])
+
+
+def _without_caches(config: PlanConfig, model: ModelShape) -> str | None:
+    """Why hits in prefix caches do not count; None: they do."""
+    if not config.workload.prefix_cache:
+        return "prefix_cache is off"
+    if config.engine.scheduling == "prefill-first":
+        return "vLLM V0 has no prefix cache unless it is told to"
+    if model.state_bytes:
+        return f"vLLM keeps no prefix cache of {model.name}'s state unless it is told to"
+    return None
+
+
+def _ordered_trace(rows: Sequence[TraceRequest]) -> OrderedTrace:
+    texts = [row.text for row in rows if row.text is not None]
+    return OrderedTrace(
+        np.array([row.arrival_s or 0.0 for row in rows], float),
+        np.array([row.input_tokens for row in rows], np.int64),
+        np.array([row.output_tokens for row in rows], np.int64),
+        np.array([text.session for text in texts], np.int64),
+        tuple(KnownText(tuple(Run(*run) for run in text.runs)) for text in texts),
+        texts[0].block_tokens,
+    )
 
 
 def _mix_lengths(config: PlanConfig, source: str, notes: list[str]) -> tuple[Lengths, int]:

@@ -107,6 +107,8 @@ class Figures:
     Throughput counts prompt and output tokens. ``batch`` is the mean number of sequences that an
     instance runs while it is busy. ``slo_share`` is of all requests that came, those within the
     limits of each (``Goals.slo``); nan where there are none, or where the rate is inf.
+    ``cached_share`` is of the prompt tokens, those that engines had in their prefix caches; nan
+    where nothing says which prompts begin alike.
     """
 
     tokens_per_s: float
@@ -119,6 +121,7 @@ class Figures:
     tpot_p99_s: float
     batch: float
     slo_share: float = math.nan
+    cached_share: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)

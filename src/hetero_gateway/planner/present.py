@@ -40,6 +40,7 @@ from hetero_gateway.planner.plan import (
 )
 from hetero_gateway.planner.search import Key, Question
 from hetero_gateway.sim.alone import Alone, Mix, run_alone
+from hetero_gateway.sim.ordered_trace import OrderedTrace
 
 # Below it a gain is the simulator's noise: one in twenty choices is off by up to this much.
 NOISE = 0.02
@@ -285,6 +286,11 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
     alone: dict[Profile, Alone] = {}
     for profile in counts:
         of_it = run_alone(profile, mix, question.engines)
+        if of_it is not None and isinstance(question.lengths, OrderedTrace):
+            share = profile.tensor_parallel / sum(map(sum, layouts.values()))
+            of_it = trials.alone_in_order(
+                profile, of_it, share, mix, question.engines, question.requests
+            )
         if of_it is None:
             return None
         alone[profile] = of_it

@@ -59,6 +59,7 @@ from hetero_gateway.planner.plan import (
 )
 from hetero_gateway.planner.sizes import Size, as_size
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
+from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.workload import Lengths
 
 Key = tuple[str, int]  # accelerator, size
@@ -146,6 +147,7 @@ class _Search:
         self._dropped: dict[Group, list[Layout]] = {}
         self._rate_per_s = question.goals.rate_per_s or 0.0
         self._lower_bound: float | None = None
+        self._in_order = isinstance(question.lengths, OrderedTrace)
 
     def run(self) -> Plan:
         self._check()
@@ -210,7 +212,8 @@ class _Search:
             )
 
     def _prune(self) -> dict[Group, list[Layout]]:
-        """The layouts that are left; all of them where latency goals may need a larger t.
+        """The layouts that are left; all of them where latency goals may need a larger t, or where
+        prefix caches, of which Algorithm 1 does not know, may favour one.
 
         Those over several machines are few, and the smallest may be the cheapest: they stay.
         """
@@ -219,7 +222,9 @@ class _Search:
         for group in self._groups:
             layouts = machine_layouts(group.count, self._feasible(group))
             worth = {x: self._estimated(group, x)[which] for x in layouts}
-            least = 0.0 if self._q.goals.has_limits else KEEP * max(worth.values(), default=0.0)
+            least = KEEP * max(worth.values(), default=0.0)
+            if self._q.goals.has_limits or self._in_order:
+                least = 0.0
             kept[group] = [x for x in layouts if worth[x] >= least or together(x) > 1]
             self._dropped[group] = [x for x in layouts if x not in kept[group]]
         return kept
@@ -235,7 +240,12 @@ class _Search:
         wanted = {(g.accelerator, t) for g, of in kept.items() for layout in of for t in layout}
         for key in sorted(wanted):
             self._on_progress(f"{key[0]} tp{key[1]} alone")
-            alone = run_alone(self._q.types[key].profile, self._mix, self._q.engines)
+            profile = self._q.types[key].profile
+            alone = run_alone(profile, self._mix, self._q.engines)
+            if alone is not None and self._in_order:
+                alone = trials.alone_in_order(
+                    profile, alone, self._share(key), self._mix, self._q.engines, self._q.requests
+                )
             if alone is not None:
                 self._alone[key] = alone
         for group, layouts in kept.items():
@@ -246,6 +256,10 @@ class _Search:
             }
         if not any(self._worths.values()):
             raise ConfigError("no request of the workload fits an instance of any machine")
+
+    def _share(self, key: Key) -> float:
+        """An instance's, of all accelerators: of the sessions that it is taken to get."""
+        return as_size(key[1]).accelerators / sum(m.count for m in self._q.machines)
 
     def _alone_sum(self, group: Group, layout: Layout) -> float:
         """Of one machine."""
@@ -260,7 +274,7 @@ class _Search:
             if self._q.goals.has_limits:
                 self._on_progress(f"{key[0]} tp{key[1]} within the limits")
                 found = find_goodput(
-                    functools.partial(self._hold_alone, self._q.types[key].profile),
+                    functools.partial(self._hold_alone, key),
                     self._q.goals,
                     most,
                     step=_ALONE_STEP,
@@ -271,8 +285,11 @@ class _Search:
                 result[key] = most
         return result
 
-    def _hold_alone(self, profile: Profile, rate_per_s: float) -> Figures | None:
-        q = self._q
+    def _hold_alone(self, key: Key, rate_per_s: float) -> Figures | None:
+        q, profile = self._q, self._q.types[key].profile
+        if self._in_order:
+            system = trials.System(((profile, 1),), self._alone[key].batch, self._share(key))
+            return self._hold(system, rate_per_s / system.share)
         return trials.hold_alone(profile, self._mix, q.engines, rate_per_s, q.goals.slo)
 
     # -- whole systems
@@ -421,13 +438,18 @@ class _Search:
                 high = middle
             else:
                 low = middle
-        bound = lower_bound(
-            self._groups,
-            {key: found.profile for key, found in self._q.types.items()},
-            self._mix,
-            self._q.goals,
-            self._rate_per_s,
-            by_price=by_price,
+        # Its capacities are of prompts that are computed in full: with caches, less may do.
+        bound = (
+            None
+            if self._in_order
+            else lower_bound(
+                self._groups,
+                {key: found.profile for key, found in self._q.types.items()},
+                self._mix,
+                self._q.goals,
+                self._rate_per_s,
+                by_price=by_price,
+            )
         )
         self._lower_bound = None if bound is None else bound.least
         pairs = [(options[i][1], candidate) for i, candidate in tried.items() if i != high]

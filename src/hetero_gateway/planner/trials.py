@@ -6,6 +6,10 @@ run are kept out of it, and gives all systems the same requests.
 A system of many instances is simulated by a smaller one with as many of each type in proportion,
 and a rate to match: instances behind one queue do not know how many they are. Queues of a smaller
 system are a little longer, so its latencies are on the safe side.
+
+A trace that says which prompts begin alike is run in its order, with prefix caches in the engines
+and a scheduler that knows of them, and by sessions where a system stands for a larger one
+(``sim.ordered_trace``). Its runs begin with nothing half done and empty caches.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, NormalPredictor
@@ -24,9 +29,18 @@ from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.planner.plan import Figures
-from hetero_gateway.sim.alone import Alone, Engines, Mix, mean_running, simulate_alone, stride
+from hetero_gateway.sim.alone import (
+    FILLED,
+    Alone,
+    Engines,
+    Mix,
+    mean_running,
+    simulate_alone,
+    stride,
+)
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.figures import Distribution, request_times, within_slo
+from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.result import tokens_between
 from hetero_gateway.sim.workload import Workload, all_at_once, gamma_arrivals
 
@@ -40,6 +54,33 @@ SYSTEM_REQUESTS = 2400
 _FILL = 0.25
 # ``sim.alone`` has the seeds before these.
 _ARRIVALS, _TIES, _PREDICTOR = range(3, 6)
+
+
+def alone_in_order(
+    profile: Profile, alone: Alone, share: float, mix: Mix, engines: Engines, requests: int
+) -> Alone | None:
+    """One instance with the requests of a share of a trace's sessions, and its prefix cache.
+
+    Args:
+        alone: what it does with every prompt computed in full.
+        mix: of an ``OrderedTrace``.
+    """
+    system = System(((profile, 1),), alone.batch, share)
+    figures = saturate(system, "finish-time", mix, engines, requests, False)
+    if figures is None:
+        return None
+    output_tokens_per_s = figures.output_tokens_per_s * share
+    if figures.batch >= FILLED * profile.max_num_seqs:
+        limit = "max_num_seqs"
+    else:
+        limit = "KV" if figures.batch >= FILLED * mix.batch(profile) else "prefill"
+    return Alone(
+        tokens_per_s=figures.tokens_per_s * share,
+        output_tokens_per_s=output_tokens_per_s,
+        batch=figures.batch,
+        step_s=figures.batch / output_tokens_per_s,
+        limit=limit,
+    )
 
 
 def hold_alone(
@@ -101,15 +142,20 @@ def saturate(
     instances = system.simulated()
     half_done = math.ceil(system.batch)
     batches = np.clip(requests / half_done - 1, _LEAST_BATCHES, 4 * _SYSTEM_BATCHES)
-    prompt, output = mix.requests(half_done, max(100, math.ceil(batches * half_done)))
-    workload = Workload(all_at_once(prompt.size), prompt, output)
+    fresh = max(100, math.ceil(batches * half_done))
+    if isinstance(mix.lengths, OrderedTrace):
+        count = max(requests, half_done + fresh)
+        workload = mix.lengths.workload(count, math.inf, share=system.share, seed=mix.seed)
+    else:
+        prompt, output = mix.requests(half_done, fresh)
+        workload = Workload(all_at_once(prompt.size), prompt, output)
     records = _simulate(instances, workload, policy, mix, engines, compiled)
     window = stride(records, half_done)
     if window is None:
         return None
     output_tokens_per_s = _tokens_per_s(workload, records, window)
     return Figures(
-        tokens_per_s=output_tokens_per_s * mix.tokens_per_output_token / system.share,
+        tokens_per_s=output_tokens_per_s * _per_output_token(workload, mix) / system.share,
         output_tokens_per_s=output_tokens_per_s / system.share,
         latency_mean_s=math.nan,
         latency_p99_s=math.nan,
@@ -118,13 +164,21 @@ def saturate(
         tpot_mean_s=math.nan,
         tpot_p99_s=math.nan,
         batch=mean_running(records, *window) / len(instances),
+        cached_share=_cached_share(
+            workload,
+            records,
+            (records.first_token_s >= window[0]) & (records.first_token_s <= window[1]),
+        ),
     )
 
 
 def at_most(figures: Figures, tokens_per_s: float) -> Figures:
     """No more than a system's instances do alone: more is the luck of a short run, which flatters
-    unequal layouts by up to 7 %."""
-    if figures.tokens_per_s <= tokens_per_s:
+    unequal layouts by up to 7 %.
+
+    Not with prefix caches: what an instance finds hangs on which sessions the gateway gives it.
+    """
+    if figures.tokens_per_s <= tokens_per_s or not math.isnan(figures.cached_share):
         return figures
     return dataclasses.replace(
         figures,
@@ -148,7 +202,12 @@ def hold(
     ``slo`` is what requests are judged by; the gateway does not know of it.
     """
     instances = system.simulated()
-    workload = _at_rate(mix, rate_per_s * system.share, system.batch, requests)
+    if isinstance(mix.lengths, OrderedTrace):
+        workload = mix.lengths.workload(
+            max(400, requests), rate_per_s * system.share, share=system.share, seed=mix.seed
+        )
+    else:
+        workload = _at_rate(mix, rate_per_s * system.share, system.batch, requests)
     records = _simulate(instances, workload, policy, mix, engines, compiled)
     return _figures_at_rate(workload, records, mix, len(instances), system.share, slo)
 
@@ -176,6 +235,7 @@ def _simulate(
         make_policy(policy, options),
         np.random.default_rng((mix.seed, _TIES)),
         reference=(mix.mean_prompt, mix.mean_output),
+        prefix_cache=workload.prefixes is not None,
     )
     rng = np.random.default_rng((mix.seed, _PREDICTOR))
     return simulate(
@@ -219,7 +279,7 @@ def _figures_at_rate(
     tpot = Distribution.of(times.tpot_s) if times.tpot_s.size else Distribution(mean=0.0, p99=0.0)
     output_tokens_per_s = _tokens_per_s(workload, records, window) / share
     return Figures(
-        tokens_per_s=output_tokens_per_s * mix.tokens_per_output_token,
+        tokens_per_s=output_tokens_per_s * _per_output_token(workload, mix),
         output_tokens_per_s=output_tokens_per_s,
         latency_mean_s=latency.mean,
         latency_p99_s=latency.p99,
@@ -231,4 +291,20 @@ def _figures_at_rate(
         slo_share=math.nan
         if slo is None
         else float(within_slo(workload, records, slo)[came].mean()),
+        cached_share=_cached_share(workload, records, counted),
     )
+
+
+def _per_output_token(workload: Workload, mix: Mix) -> float:
+    """Prompt and output tokens for one output token; of a trace's own rows where these are run."""
+    if workload.prefixes is None:
+        return mix.tokens_per_output_token
+    return 1 + float(workload.prompt_tokens.sum() / workload.output_tokens.sum())
+
+
+def _cached_share(workload: Workload, records: Records, counted: NDArray[np.bool_]) -> float:
+    """Of the prompt tokens of the counted requests; nan where no prompts are known to be alike."""
+    prompt_tokens = float(workload.prompt_tokens[counted].sum())
+    if workload.prefixes is None or not prompt_tokens:
+        return math.nan
+    return float(records.cached_tokens[counted].sum()) / prompt_tokens

@@ -77,6 +77,7 @@ def _candidate(candidate: Candidate, plan: Plan) -> dict[str, Any]:
             "unpadded": _number(candidate.estimate_tokens_per_s),
         },
         "batch": simulated.batch if simulated else None,
+        "cached_share": _number(simulated.cached_share) if simulated else None,
         "at_rate": _figures(at_rate),
         "holds": candidate.holds,
         "goodput_per_s": candidate.goodput_per_s,
@@ -137,6 +138,7 @@ def _figures(figures: Figures | None) -> dict[str, Any] | None:
         "tpot_s": {"mean": _number(figures.tpot_mean_s), "p99": _number(figures.tpot_p99_s)},
         "batch": _number(figures.batch),
         "slo_share": _number(figures.slo_share),
+        "cached_share": _number(figures.cached_share),
     }
 
 

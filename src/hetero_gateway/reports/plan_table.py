@@ -142,6 +142,8 @@ def headline(plan: Plan) -> str:
             f"{tokens(best.simulated.tokens_per_s)} tokens/s with always enough to do "
             f"(± {uncertain:.0%}; {tokens(best.simulated.output_tokens_per_s)} of them output)"
         )
+        if math.isfinite(best.simulated.cached_share):
+            parts.append(f"{best.simulated.cached_share:.0%} of the prompt tokens cached")
     instances = round(sum(len(of) / together(of) for of in best.layouts.values()))
     parts.append(
         f"{best.accelerators} accelerator{'s' if best.accelerators > 1 else ''}, "

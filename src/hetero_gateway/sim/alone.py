@@ -48,7 +48,7 @@ _FIRST_BATCHES = 3
 # New requests are drawn this many at a time.
 _BLOCK = 500
 # A batch below this share of what fits is not kept small by memory.
-_FILLED = 0.85
+FILLED = 0.85
 
 _MIX, _HALF_DONE, _FRESH = range(3)
 
@@ -167,7 +167,7 @@ def _run_alone(
     output_tokens_per_s = tokens_between(workload, records, *window) / (window[1] - window[0])
     batch = mean_running(records, *window)
     fitting = profile.kv_capacity_tokens / mix.held_tokens
-    if batch < _FILLED * min(profile.max_num_seqs, fitting):
+    if batch < FILLED * min(profile.max_num_seqs, fitting):
         limit = "prefill"
     else:
         limit = "max_num_seqs" if profile.max_num_seqs < fitting else "KV"

@@ -1,0 +1,109 @@
+"""A trace that is run in its order, because its prompts begin alike. Pure.
+
+What prefix caches find hangs on how much else is computed between two requests that begin alike. So
+its rows are not sampled: a run takes them one after the other, in the trace's own pattern in time.
+
+A smaller system that stands for a share of a large one, or one instance of many, takes all the
+requests of that share of the sessions: between two turns there is as much less as it has less room.
+What sessions have in common (a system prompt) each such part computes for itself.
+
+A run that is longer than the trace begins it again as other text: nothing is found of a lap before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_gateway.sim.prefixes import FIRST_OWN_ID, KnownText, Prefixes, Run
+from hetero_gateway.sim.workload import (
+    Floats,
+    Integers,
+    Workload,
+    all_at_once,
+    at_rate,
+    mean_rate_per_s,
+    poisson_arrivals,
+)
+
+_SESSIONS, _ARRIVALS = range(2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OrderedTrace:
+    """The rows of a trace, which are also lengths to draw from (``workload.Lengths``).
+
+    Args:
+        arrival_s: (rows,), never decreasing; at least one row.
+        prompt_tokens, output_tokens: (rows,), at least 1.
+        sessions: (rows,), whose each is.
+        texts: one per row, in blocks of ``block_tokens``.
+    """
+
+    arrival_s: Floats
+    prompt_tokens: Integers
+    output_tokens: Integers
+    sessions: Integers
+    texts: tuple[KnownText, ...]
+    block_tokens: int
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[Integers, Integers]:
+        """Rows sampled with replacement, for what only asks for lengths."""
+        chosen = rng.integers(self.prompt_tokens.size, size=count)
+        return self.prompt_tokens[chosen], self.output_tokens[chosen]
+
+    def workload(
+        self, count: int, rate_per_s: float, *, share: float = 1.0, seed: int = 0
+    ) -> Workload:
+        """The trace's next ``count`` requests, with their texts.
+
+        Args:
+            rate_per_s: that their times are stretched to, in the mean; infinite: all at once.
+            share: of the sessions, above 0, at most 1.
+            seed: 0 begins with the first row, each further one where the one before has ended.
+        """
+        rows = self._rows(share, seed)
+        positions = seed * count + np.arange(count)
+        row, laps = rows[positions % rows.size], positions // rows.size
+        laps -= laps[0]
+        prompt, output = self.prompt_tokens[row], self.output_tokens[row]
+        texts = self._texts(row, laps)
+        return Workload(
+            self._arrivals(rows, row, laps, rate_per_s, seed),
+            prompt,
+            output,
+            Prefixes(texts, prompt, output, self.block_tokens),
+        )
+
+    def _rows(self, share: float, seed: int) -> Integers:
+        if share >= 1:
+            return np.arange(self.sessions.size)
+        names = np.unique(self.sessions)
+        np.random.default_rng((seed, _SESSIONS)).shuffle(names)
+        return np.flatnonzero(np.isin(self.sessions, names[: math.ceil(share * names.size)]))
+
+    def _texts(self, row: Integers, laps: Integers) -> list[KnownText]:
+        if not laps[-1]:
+            return [self.texts[i] for i in row.tolist()]
+        ids = 1 + max((r.first + r.count for text in self.texts for r in text.runs), default=0)
+        # Ids of later laps are others, as far as there are ids.
+        most = max(1, FIRST_OWN_ID // ids)
+        return [
+            KnownText(tuple(Run(run.first + lap % most * ids, run.count) for run in text.runs))
+            for text, lap in zip((self.texts[i] for i in row.tolist()), laps.tolist(), strict=True)
+        ]
+
+    def _arrivals(
+        self, rows: Integers, row: Integers, laps: Integers, rate_per_s: float, seed: int
+    ) -> Floats:
+        if math.isinf(rate_per_s):
+            return all_at_once(row.size)
+        times_s = self.arrival_s[rows]
+        own_per_s = mean_rate_per_s(times_s) if rows.size > 1 else math.inf
+        if math.isinf(own_per_s):  # it has no times
+            return poisson_arrivals(row.size, rate_per_s, np.random.default_rng((seed, _ARRIVALS)))
+        lap_s = float(times_s[-1] - times_s[0]) + 1 / own_per_s
+        begin = laps * lap_s
+        return at_rate(self.arrival_s[row] + begin, rate_per_s)
