@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,36 @@ def test_the_document_has_its_fixed_keys(cluster: Path, capsys: pytest.CaptureFi
     assert "heads" in reasons["v100-box", 3]["reason"]
     assert ("t4-box", 3) not in reasons
     assert {t["times"] for t in told["types"]} == {"derived"}
+
+
+def prefix_trace(directory: Path) -> Path:
+    """Prompts that have the first 20 of 24 blocks in common."""
+    path = directory / "trace.jsonl.gz"
+    rows = [
+        {"t": i / 10, "in": 384 + i % 16, "out": 8 + i % 8, "b": [[0, 20], [100 + 4 * i, 4]]}
+        for i in range(300)
+    ]
+    lines = [{"block_tokens": 16}, *rows]
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    return path
+
+
+def test_hits_in_prefix_caches_count_unless_they_are_not_to(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = "machines: [{id: a, accelerator: V100-32GB-NVLink2, count: 1}]"
+    cluster.write_text(PLAN + one, encoding="utf-8")
+    flags = ("--requests", str(prefix_trace(tmp_path)))
+    told = document(capsys, cluster, *flags)
+    assert 0.7 < told["best"]["cached_share"] < 320 / 384
+    assert told["best"]["at_rate"]["cached_share"] > 0.7
+    off = document(capsys, cluster, *flags, "--prefix-cache", "off")
+    assert off["best"]["cached_share"] is None
+    ratio = told["best"]["throughput_tokens_per_s"] / off["best"]["throughput_tokens_per_s"]
+    assert ratio > 1.5
+    assert [any("begin alike" in n for n in d["notes"]) for d in (told, off)] == [False, True]
+    assert main(["plan", "-c", str(cluster), *flags]) == 0
+    assert "% of the prompt tokens cached; " in capsys.readouterr().out
 
 
 def test_the_table_fits_a_screen_and_says_why_the_others_lose(

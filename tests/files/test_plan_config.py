@@ -18,6 +18,8 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.plan_config import PlanConfig, PlanRequest, load_request
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.sim.alone import Mix
+from hetero_gateway.sim.ordered_trace import OrderedTrace
+from hetero_gateway.sim.prefixes import KnownText, Run
 
 ROOT = Path(__file__).parents[2]
 V100 = {"id": "box", "accelerator": "V100-32GB-NVLink2", "count": 8}
@@ -256,12 +258,37 @@ def test_a_bad_engine_option_is_one_line(tmp_path: Path) -> None:
     assert "engine" in error(tmp_path, engine={"vllm_version": "new"})
 
 
-def test_a_trace_with_prefixes_is_read_and_what_is_not_heeded_is_told(tmp_path: Path) -> None:
+def prefix_trace(directory: Path) -> str:
     lines = '{"block_tokens": 64}\n{"t": 0.5, "in": 200, "out": 60, "b": [[7, 2], 11]}\n'
-    (tmp_path / "trace.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    question = load(tmp_path, workload={"requests": "trace.jsonl.gz"}).question
+    (directory / "trace.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return "trace.jsonl.gz"
+
+
+def test_a_trace_with_prefixes_is_run_in_its_order(tmp_path: Path) -> None:
+    question = load(tmp_path, workload={"requests": prefix_trace(tmp_path)}).question
     assert Mix.of(question.lengths, 0).mean_prompt == 200
-    assert any("prompts begin alike" in note for note in question.notes)
+    assert isinstance(question.lengths, OrderedTrace)
+    assert question.lengths.texts == (KnownText((Run(7, 2), Run(11, 1))),)
+    assert not any("begin alike" in note for note in question.notes)
+
+
+@pytest.mark.parametrize(
+    ("workload", "changes", "why"),
+    [
+        ({"prefix_cache": False}, {}, "prefix_cache is off"),
+        ({}, {"engine": {"scheduling": "prefill-first"}}, "vLLM before 0.8"),
+        ({}, {"engine": {"vllm_version": "0.7.3"}}, "vLLM before 0.8"),
+        ({}, {"model": "Qwen3-Next-80B-A3B"}, "state"),
+    ],
+)
+def test_where_engines_cache_nothing_a_line_says_that_prompts_are_computed_in_full(
+    tmp_path: Path, workload: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
+    asked = {"requests": prefix_trace(tmp_path)} | workload
+    question = load(tmp_path, workload=asked, **changes).question
+    assert not isinstance(question.lengths, OrderedTrace)
+    (note,) = [note for note in question.notes if "begin alike" in note]
+    assert why in note
 
 
 # The documentation

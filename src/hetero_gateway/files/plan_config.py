@@ -448,18 +448,18 @@ def plan_request(
         if rows is None
         else _trace_lengths(rows, trace, config.max_model_len)
     )
+    context = _context(config, model, longest, source)
+    if config.max_model_len is None:
+        notes.append(f"max_model_len {context} is taken from the longest request ({longest})")
+    options = engine_options(config.engine, context, source)
     if rows is not None and all(row.text is not None for row in rows):
-        if (why := _without_caches(config, model)) is None:
+        if (why := _without_caches(config, model, options)) is None:
             lengths = _ordered_trace(rows)
         else:
             notes.append(
                 "the trace says which prompts begin alike, and the plan computes each in full: "
                 f"{why} (simulate shows what prefix caches would save)"
             )
-    context = _context(config, model, longest, source)
-    if config.max_model_len is None:
-        notes.append(f"max_model_len {context} is taken from the longest request ({longest})")
-    options = engine_options(config.engine, context, source)
     mean = _mean_request(lengths, config.seed)
     types, unfit = instance_types(
         model,
@@ -600,14 +600,14 @@ def _trace_lengths(
     return TraceLengths(prompt, output), int(total[longest])
 
 
-def _without_caches(config: PlanConfig, model: ModelShape) -> str | None:
+def _without_caches(config: PlanConfig, model: ModelShape, options: EngineOptions) -> str | None:
     """Why hits in prefix caches do not count; None: they do."""
     if not config.workload.prefix_cache:
         return "prefix_cache is off"
-    if config.engine.scheduling == "prefill-first":
-        return "vLLM V0 has no prefix cache unless it is told to"
+    if config.engine.scheduling == "prefill-first" or not options.caches_prefixes:
+        return "vLLM before 0.8 has no prefix cache unless it is told to"
     if model.state_bytes:
-        return f"vLLM keeps no prefix cache of {model.name}'s state unless it is told to"
+        return f"how much of {model.name}'s state is cached is not modelled"
     return None
 
 

@@ -166,6 +166,11 @@ class EngineOptions:
             return self.max_num_seqs
         return SMALL_DEFAULTS[1] if self.version <= _LAST_V0 else self._defaults(accelerator)[1]
 
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether vLLM has a prefix cache by default: its V1 has."""
+        return self.version > _LAST_V0
+
     def batched_tokens(self, accelerator: Accelerator) -> int:
         """max_num_batched_tokens there."""
         if self.max_num_batched_tokens is not None:
