@@ -62,6 +62,23 @@ def test_another_seed_goes_on_where_the_one_before_ended():
     assert trace().workload(15, 1.0, seed=2).output_tokens.tolist()[:11] == [*range(31, 41), 1]
 
 
+def test_what_is_half_done_is_other_text_and_the_trace_follows():
+    found = trace().under_way(12, 50)
+    assert (found.arrival_s == 0).all()
+    assert found.output_tokens[12:].tolist() == [*range(1, 41), *range(1, 11)]
+    assert found.output_tokens[:12].min() >= 1
+    whole = trace()
+    lengths = set((whole.prompt_tokens + whole.output_tokens).tolist())
+    assert set((found.prompt_tokens + found.output_tokens)[:12].tolist()) <= lengths
+    keys = first_keys(found)
+    assert not set(keys[:12]) & set(keys[12:])
+    assert keys[12:20] == keys[20:28]
+
+
+def test_more_may_be_half_done_than_the_trace_has():
+    assert len(trace().under_way(100, 10)) == 110
+
+
 @pytest.mark.parametrize("rows", [1, 40])
 def test_a_trace_without_times_of_its_own_comes_at_random(rows):
     found = trace(rows, sessions=1, gap_s=0.0).workload(2000, 5.0)

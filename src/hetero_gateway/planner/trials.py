@@ -9,7 +9,7 @@ system are a little longer, so its latencies are on the safe side.
 
 A trace that says which prompts begin alike is run in its order, with prefix caches in the engines
 and a scheduler that knows of them, and by sessions where a system stands for a larger one
-(``sim.ordered_trace``). Its runs begin with nothing half done and empty caches.
+(``sim.ordered_trace``). Its runs begin with empty caches.
 """
 
 from __future__ import annotations
@@ -144,18 +144,21 @@ def saturate(
     batches = np.clip(requests / half_done - 1, _LEAST_BATCHES, 4 * _SYSTEM_BATCHES)
     fresh = max(100, math.ceil(batches * half_done))
     if isinstance(mix.lengths, OrderedTrace):
-        count = max(requests, half_done + fresh)
-        workload = mix.lengths.workload(count, math.inf, share=system.share, seed=mix.seed)
+        fresh = max(requests, fresh)
+        workload = mix.lengths.under_way(half_done, fresh, share=system.share, seed=mix.seed)
+        own = workload.prompt_tokens[half_done:].sum() / workload.output_tokens[half_done:].sum()
+        per_output_token = 1 + float(own)
     else:
         prompt, output = mix.requests(half_done, fresh)
         workload = Workload(all_at_once(prompt.size), prompt, output)
+        per_output_token = mix.tokens_per_output_token
     records = _simulate(instances, workload, policy, mix, engines, compiled)
     window = stride(records, half_done)
     if window is None:
         return None
     output_tokens_per_s = _tokens_per_s(workload, records, window)
     return Figures(
-        tokens_per_s=output_tokens_per_s * _per_output_token(workload, mix) / system.share,
+        tokens_per_s=output_tokens_per_s * per_output_token / system.share,
         output_tokens_per_s=output_tokens_per_s / system.share,
         latency_mean_s=math.nan,
         latency_p99_s=math.nan,
@@ -278,8 +281,11 @@ def _figures_at_rate(
     latency, ttft = Distribution.of(times.latency_s), Distribution.of(times.ttft_s)
     tpot = Distribution.of(times.tpot_s) if times.tpot_s.size else Distribution(mean=0.0, p99=0.0)
     output_tokens_per_s = _tokens_per_s(workload, records, window) / share
+    per_output_token = mix.tokens_per_output_token
+    if workload.prefixes is not None:  # these rows are not drawn from the mix
+        per_output_token = 1 + float(workload.prompt_tokens.sum() / workload.output_tokens.sum())
     return Figures(
-        tokens_per_s=output_tokens_per_s * _per_output_token(workload, mix),
+        tokens_per_s=output_tokens_per_s * per_output_token,
         output_tokens_per_s=output_tokens_per_s,
         latency_mean_s=latency.mean,
         latency_p99_s=latency.p99,
@@ -293,13 +299,6 @@ def _figures_at_rate(
         else float(within_slo(workload, records, slo)[came].mean()),
         cached_share=_cached_share(workload, records, counted),
     )
-
-
-def _per_output_token(workload: Workload, mix: Mix) -> float:
-    """Prompt and output tokens for one output token; of a trace's own rows where these are run."""
-    if workload.prefixes is None:
-        return mix.tokens_per_output_token
-    return 1 + float(workload.prompt_tokens.sum() / workload.output_tokens.sum())
 
 
 def _cached_share(workload: Workload, records: Records, counted: NDArray[np.bool_]) -> float:

@@ -28,7 +28,7 @@ from hetero_gateway.sim.workload import (
     poisson_arrivals,
 )
 
-_SESSIONS, _ARRIVALS = range(2)
+_SESSIONS, _ARRIVALS, _HALF_DONE = range(3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,17 +65,36 @@ class OrderedTrace:
             seed: 0 begins with the first row, each further one where the one before has ended.
         """
         rows = self._rows(share, seed)
-        positions = seed * count + np.arange(count)
-        row, laps = rows[positions % rows.size], positions // rows.size
-        laps -= laps[0]
-        prompt, output = self.prompt_tokens[row], self.output_tokens[row]
-        texts = self._texts(row, laps)
-        return Workload(
-            self._arrivals(rows, row, laps, rate_per_s, seed),
-            prompt,
-            output,
-            Prefixes(texts, prompt, output, self.block_tokens),
+        row, laps = _next(rows, count, seed)
+        arrival_s = self._arrivals(rows, row, laps, rate_per_s, seed)
+        return self._workload(arrival_s, row, laps, np.zeros(count, np.int64))
+
+    def under_way(
+        self, half_done: int, fresh: int, *, share: float = 1.0, seed: int = 0
+    ) -> Workload:
+        """All at once: requests as a running engine would hold them, then the trace's next ones.
+
+        The half-done ones are of other text, as of a lap before; see ``Mix.requests``.
+        """
+        rows = self._rows(share, seed)
+        row, laps = _next(rows, fresh, seed)
+        rng = np.random.default_rng((seed, _HALF_DONE))
+        weight = self.output_tokens[rows] / self.output_tokens[rows].sum()
+        old = rng.choice(rows, size=half_done, replace=half_done > rows.size, p=weight)
+        done = np.floor(rng.random(half_done) * self.output_tokens[old]).astype(np.int64)
+        return self._workload(
+            all_at_once(half_done + fresh),
+            np.concatenate((old, row)),
+            np.concatenate((np.zeros(half_done, np.int64), laps + 1)),
+            np.concatenate((done, np.zeros(fresh, np.int64))),
         )
+
+    def _workload(
+        self, arrival_s: Floats, row: Integers, laps: Integers, done: Integers
+    ) -> Workload:
+        prompt, output = self.prompt_tokens[row] + done, self.output_tokens[row] - done
+        prefixes = Prefixes(self._texts(row, laps), prompt, output, self.block_tokens)
+        return Workload(arrival_s, prompt, output, prefixes)
 
     def _rows(self, share: float, seed: int) -> Integers:
         if share >= 1:
@@ -107,3 +126,10 @@ class OrderedTrace:
         lap_s = float(times_s[-1] - times_s[0]) + 1 / own_per_s
         begin = laps * lap_s
         return at_rate(self.arrival_s[row] + begin, rate_per_s)
+
+
+def _next(rows: Integers, count: int, seed: int) -> tuple[Integers, Integers]:
+    """The next ``count`` of the rows, and the lap that each is of."""
+    positions = seed * count + np.arange(count)
+    laps = positions // rows.size
+    return rows[positions % rows.size], laps - laps[0]
