@@ -1,4 +1,4 @@
-"""Runs of vLLM on an H100, recorded by the gateway: simulated again, they take the time they took."""
+"""Runs of vLLM on an H100, recorded by the gateway: simulated again, they take as long as then."""
 
 from __future__ import annotations
 
