@@ -183,6 +183,9 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 async def main() -> int:
     args = parse_args()
+    if args.records is not None:
+        args.records = args.records.resolve()  # the gateway runs in another folder
+        args.records.mkdir(parents=True, exist_ok=True)
     policies, rates = args.policies.split(","), args.rates.split(",")
     names = [text.partition("=")[0] for text in args.instance]
     results: dict[str, dict[str, list[dict[str, Any]]]] = {
