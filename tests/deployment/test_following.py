@@ -261,8 +261,10 @@ async def _followed(folder: Path) -> None:
         async def value() -> float | None:
             url = f"http://127.0.0.1:{prometheus_port}/api/v1/query"
             with contextlib.suppress(httpx.TransportError):
-                answer = (await client.get(url, params=query)).json()
-                for row in answer.get("data", {}).get("result", ()):
+                answer = await client.get(url, params=query)
+                # 503 until it has read what it kept: it listens before it is ready.
+                rows = answer.json()["data"]["result"] if answer.status_code == 200 else ()
+                for row in rows:
                     return float(row["value"][1])
             return None
 
