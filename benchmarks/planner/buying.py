@@ -31,6 +31,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.planner.search import drawn_rows
 from benchmarks.tables import Column, report
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.files.profile_file import builtin_profiles
@@ -272,16 +273,8 @@ def main() -> int:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
 
-    def found() -> Iterator[dict[str, Any]]:
-        seed = args.first
-        while len(rows) < args.settings:
-            row = run_setting(seed, args.policy)
-            seed += 1
-            if row is not None:
-                rows.append(row)
-                yield row
-
-    report(found(), COLUMNS, as_json=args.json)
+    found = drawn_rows(run_setting, args.first, args.settings, args.policy, rows)
+    report(found, COLUMNS, as_json=args.json)
     met = sum(row["met"] for row in rows)
     if not args.json:
         print(summary(rows))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,20 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.planner.search import Setting, draw_setting
+from benchmarks.planner.search import (
+    Setting,
+    draw_setting,
+    drawn_rows,
+    whole_machine,
+)
 from benchmarks.tables import Column, report
 from hetero_gateway.core.costs.cost_model import decode_step_time_s
-from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
-from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.policies.slo import Slo
-from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.layouts import describe, machine_layouts
 from hetero_gateway.planner.plan import Layout
 from hetero_gateway.planner.search import NoPlan, Question, search
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
-from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.figures import within_slo
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import Workload, gamma_arrivals
@@ -72,22 +71,10 @@ def share_within(
     setting: Setting, layout: Layout, policy: str, mix: Mix, slo: Slo, rate_per_s: float, count: int
 ) -> float:
     """Of the requests after the first quarter of a run of whole machines."""
-    profiles = [setting.types[setting.machine.accelerator, t].profile for t in layout]
     lengths = setting.lengths.draw(count, np.random.default_rng((REFERENCE_SEED, 1)))
     arrivals = gamma_arrivals(count, rate_per_s, 1.0, np.random.default_rng((REFERENCE_SEED, 3)))
     workload = Workload(arrivals, *lengths)
-    scheduler = Scheduler(
-        make_policy(policy),
-        np.random.default_rng((REFERENCE_SEED, 2)),
-        reference=(mix.mean_prompt, mix.mean_output),
-    )
-    records = simulate(
-        [SimulatedInstance(InstanceId(f"i{i}"), p, p) for i, p in enumerate(profiles)],
-        workload,
-        scheduler,
-        BucketMeanPredictor(mix.mean_output),
-        compiled=can_compile(),
-    )
+    records = whole_machine(setting, layout, policy, mix, workload, REFERENCE_SEED)
     return float(within_slo(workload, records, slo)[count // 4 :].mean())
 
 
@@ -155,16 +142,8 @@ def main() -> int:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
 
-    def found() -> Iterator[dict[str, Any]]:
-        seed = args.first
-        while len(rows) < args.settings:
-            row = run_setting(seed, args.policy)
-            seed += 1
-            if row is not None:
-                rows.append(row)
-                yield row
-
-    report(found(), COLUMNS, as_json=args.json)
+    found = drawn_rows(run_setting, args.first, args.settings, args.policy, rows)
+    report(found, COLUMNS, as_json=args.json)
     within = sum(row["met"] for row in rows)
     promised = [row["promised"] for row in rows if row["promised"]]
     if not args.json:

@@ -30,10 +30,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -54,7 +56,7 @@ from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Layout, Machine
 from hetero_gateway.planner.search import Question, search
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
-from hetero_gateway.sim.cluster import SimulatedInstance, simulate
+from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import Fleet, can_compile
 from hetero_gateway.sim.kernel import GENERATION_TOTAL
 from hetero_gateway.sim.result import tokens_between
@@ -162,25 +164,50 @@ def _change(types: Types, rng: np.random.Generator) -> Types:
     return result
 
 
-def reference_tokens_per_s(
-    setting: Setting, layout: Layout, policy: str, mix: Mix, count: int
-) -> float:
-    """What a layout does, by the route that the module's text tells."""
+def whole_machine(
+    setting: Setting, layout: Layout, policy: str, mix: Mix, workload: Workload, seed: int
+) -> Records:
+    """A machine's instances behind the gateway's scheduler, without any of the plan's shortcuts."""
     profiles = [setting.types[setting.machine.accelerator, t].profile for t in layout]
-    lengths = setting.lengths.draw(count, np.random.default_rng((REFERENCE_SEED, 1)))
-    workload = Workload(np.zeros(count), *lengths)
     scheduler = Scheduler(
         make_policy(policy),
-        np.random.default_rng((REFERENCE_SEED, 2)),
+        np.random.default_rng((seed, 2)),
         reference=(mix.mean_prompt, mix.mean_output),
     )
-    records = simulate(
+    return simulate(
         [SimulatedInstance(InstanceId(f"i{i}"), p, p) for i, p in enumerate(profiles)],
         workload,
         scheduler,
         BucketMeanPredictor(mix.mean_output),
         compiled=can_compile(),
     )
+
+
+def drawn_rows(
+    run_setting: Callable[[int, str], dict[str, Any] | None],
+    first: int,
+    settings: int,
+    policy: str,
+    rows: list[dict[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    """Rows of settings that are fit for the comparison, by seed; kept in ``rows``, too."""
+    for seed in itertools.count(first):
+        if len(rows) >= settings:
+            return
+        row = run_setting(seed, policy)
+        if row is not None:
+            rows.append(row)
+            yield row
+
+
+def reference_tokens_per_s(
+    setting: Setting, layout: Layout, policy: str, mix: Mix, count: int
+) -> float:
+    """What a layout does, by the route that the module's text describes."""
+    profiles = [setting.types[setting.machine.accelerator, t].profile for t in layout]
+    lengths = setting.lengths.draw(count, np.random.default_rng((REFERENCE_SEED, 1)))
+    workload = Workload(np.zeros(count), *lengths)
+    records = whole_machine(setting, layout, policy, mix, workload, REFERENCE_SEED)
     first_s = np.sort(records.first_token_s[np.isfinite(records.finish_s)])
     batch = batch_of(profiles, mix)
     from_s, to_s = float(first_s[count // 3]), float(first_s[max(count // 2, count - 1 - batch)])

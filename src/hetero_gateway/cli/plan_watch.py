@@ -174,6 +174,7 @@ class Watch:
 def _seats(again: Again, sleeps: Callable[[str], bool]) -> list[Seat]:
     """Instances that are up or sleep, on accelerators of the file."""
     from hetero_gateway.planner.following import Seat
+    from hetero_gateway.planner.held_rates import key_of
 
     keys = {placed.instance.id: placed.key for placed in again.present.placed}
     models = {m for placed in again.present.placed for m in placed.instance.models}
@@ -188,7 +189,7 @@ def _seats(again: Again, sleeps: Callable[[str], bool]) -> list[Seat]:
             and profile is not None
             and models & set(instance.models)
         ):
-            own = (profile.gpu, profile.tensor_parallel)
+            own = key_of(profile)
             key = own if own[0] in accelerators and own in again.request.question.types else None
         if key is None:
             continue

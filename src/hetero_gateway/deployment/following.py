@@ -53,7 +53,7 @@ def following_files(
             "following": _section(instances, options),
         },
     )
-    sets = _sets(instances)
+    sets = kubernetes.stateful_sets(instances)
     queries = _queries(sets, options)
     return {
         f"{_FOLDER}/gateway.yaml": kubernetes.gateway_manifests(
@@ -80,20 +80,13 @@ def following_files(
     }
 
 
-def _sets(instances: Sequence[DeployedInstance]) -> dict[str, list[DeployedInstance]]:
-    sets: dict[str, list[DeployedInstance]] = {}
-    for instance in instances:
-        sets.setdefault(instance.set_name, []).append(instance)
-    return sets
-
-
 def _type(instance: DeployedInstance) -> tuple[str, int]:
     """As the gateway names it: by the profile."""
     return instance.type.profile.gpu, instance.tensor_parallel
 
 
 def _source(instances: Sequence[DeployedInstance], options: DeploymentOptions) -> dict[str, Any]:
-    sets = _sets(instances)
+    sets = kubernetes.stateful_sets(instances)
     label = "app.kubernetes.io/name"
     return {
         "name": "pods",

@@ -67,6 +67,14 @@ def gateway_server() -> dict[str, Any]:
     }
 
 
+def stateful_sets(instances: Sequence[DeployedInstance]) -> dict[str, list[DeployedInstance]]:
+    """The instances by the name of their StatefulSet."""
+    sets: dict[str, list[DeployedInstance]] = {}
+    for instance in instances:
+        sets.setdefault(instance.set_name, []).append(instance)
+    return sets
+
+
 def set_labels(name: str) -> dict[str, str]:
     """Of a StatefulSet's objects and pods."""
     return {"app.kubernetes.io/name": name, **_PART_OF}
@@ -129,9 +137,7 @@ def instance_manifests(
 
     ``following``: an autoscaler says how many, and pods wait for what they have before they go.
     """
-    sets: dict[str, list[DeployedInstance]] = {}
-    for instance in instances:
-        sets.setdefault(instance.set_name, []).append(instance)
+    sets = stateful_sets(instances)
     manifests: list[dict[str, Any]] = []
     for name, members in sets.items():
         labels = set_labels(name)

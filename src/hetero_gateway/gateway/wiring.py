@@ -361,7 +361,7 @@ class Gateway:
     def retire_instance(self, instance_id: InstanceId) -> None:
         """Send it no more requests, and remove it once those that it has are over."""
         instance = self.fleet.instances[instance_id]
-        if not self.fleet.scheduler.snapshot(instance_id).in_flight:
+        if not self.fleet.scheduler.in_flight(instance_id):
             self.remove_instance(instance_id)
             return
         instance.draining = instance.leaving = True
@@ -384,7 +384,7 @@ class Gateway:
         """Remove the retired that have nothing left."""
         self._seeing_off = None
         for instance_id in list(self._leaving):
-            if not self.fleet.scheduler.snapshot(instance_id).in_flight:
+            if not self.fleet.scheduler.in_flight(instance_id):
                 self.remove_instance(instance_id)
         if self._leaving:
             self._see_off_later()

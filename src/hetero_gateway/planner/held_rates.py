@@ -25,6 +25,12 @@ from hetero_gateway.sim.workload import TraceLengths
 
 Key = tuple[str, int]  # accelerator and tensor parallelism
 
+
+def key_of(profile: Profile) -> Key:
+    """The type of an instance with this profile."""
+    return profile.gpu, profile.tensor_parallel
+
+
 # Without latency goals: above it queues grow fast, and a burst of a minute is felt for many.
 _BUSY = 0.85
 # Of the rates that are tried, as a share of the highest.

@@ -522,11 +522,15 @@ class _Search:
         )
         return None if figures is None else trials.at_most(figures, candidate.alone_tokens_per_s)
 
-    def _hold(self, system: trials.System, rate_per_s: float) -> Figures | None:
+    def _hold(
+        self, system: trials.System, rate_per_s: float, mix: Mix | None = None, times: int = 1
+    ) -> Figures | None:
+        """At a rate, by the search's own requests, or ``times`` as many of another mix."""
         q = self._q
         return trials.hold(
-            system, q.policy, self._mix, q.engines, rate_per_s, q.requests, q.compiled, q.goals.slo
-        )
+            system, q.policy, mix or self._mix, q.engines, rate_per_s, times * q.requests,
+            q.compiled, q.goals.slo,
+        )  # fmt: skip
 
     def _at_rate(self, candidate: Candidate) -> Candidate:
         """The candidate with its figures at the rate, and with what they mean for the goals."""
@@ -549,10 +553,8 @@ class _Search:
         q = self._q
         if not candidate.holds or not q.goals.has_limits:
             return candidate
-        figures = trials.hold(
-            self._system(candidate), q.policy, Mix.of(q.lengths, q.seed + 1), q.engines,
-            self._rate_per_s, 2 * q.requests, q.compiled, q.goals.slo,
-        )  # fmt: skip
+        other = Mix.of(q.lengths, q.seed + 1)
+        figures = self._hold(self._system(candidate), self._rate_per_s, other, times=2)
         if figures is not None and not q.goals.missed(figures):
             return candidate
         return dataclasses.replace(candidate, at_rate=figures, holds=False)

@@ -120,7 +120,7 @@ class Scheduler:
         self.queued = 0
         queues = policy.queues
         self._members = Members(reference, stand_ins=queues, observes=observes)
-        views = Views(self._members.table, theta, reference, self.caches, queues=queues)
+        views = Views(self._members.table, theta, reference, self.caches)
         self._decider = Decider(policy, rng, views, small_pool)
         self._restraints = Restraints()
         self._reference = reference
@@ -325,14 +325,13 @@ class Scheduler:
             return Reject(
                 RejectReason.QUEUE_FULL, f"{self.queued} requests wait for an instance already."
             )
+        queue = self._queues.get(request.model)
         if self._waits is not None and self.queued and not first:
             wait_s = self.predicted_wait_s(request, now_s)
-            there = self._queues.get(request.model)
-            most_s = self._waits.of(request, there.first_token_s if there else 0.0)
+            most_s = self._waits.of(request, queue.first_token_s if queue else 0.0)
             if wait_s > MARGIN * most_s:
                 detail = f"It would wait for about {wait_s:.3g} s; at most {most_s:g} s is wanted."
                 return Reject(RejectReason.WAIT_TOO_LONG, detail, wait_s)
-        queue = self._queues.get(request.model)
         if queue is None:
             queue = ModelQueue(request.model, self._discipline)
             self._queues[request.model] = queue

@@ -36,7 +36,8 @@ class Views:
         theta: θ of Eq. (7), above 0.
         reference: (prompt, output) tokens of a typical request while nothing has arrived.
         caches: what is known of prefix caches; None: nothing is to be known.
-        queues: the policy wants an ``Outlook``.
+
+    ``queues``: the policy wants an ``Outlook``.
     """
 
     def __init__(
@@ -45,14 +46,12 @@ class Views:
         theta: float,
         reference: tuple[float, float],
         caches: PrefixCaches | None = None,
-        *,
-        queues: bool,
     ) -> None:
         self.residual = ResidualLives(reference[1])
         self._table = table
         self.theta = theta
         self._reference = reference
-        self.queues = queues
+        self.queues = False
         self._caches = caches
 
     def small(

@@ -93,7 +93,7 @@ class Board:
     def _step(self) -> None:
         self._timer = self._loop.call_later(STEP_S, self._step)
         fleet = self._gateway.fleet
-        in_flight = sum(fleet.scheduler.snapshot(i).in_flight for i in fleet.instances)
+        in_flight = sum(fleet.scheduler.in_flight(i) for i in fleet.instances)
         self.trend.step(fleet.scheduler.queued, in_flight)
 
     # Looking
@@ -211,7 +211,7 @@ class Board:
             "draining": gateway.draining,
             "waiting": None if queue is None else queue["waiting"],
             "oldest_wait_s": None if queue is None else short(queue["oldest_wait_s"], 2),
-            "in_flight": sum(fleet.scheduler.snapshot(i).in_flight for i in fleet.instances),
+            "in_flight": sum(fleet.scheduler.in_flight(i) for i in fleet.instances),
             "sharing": None if gateway.sharing is None else gateway.sharing.describe(),
             "alarms": alarms(gateway, self.trend),
         }

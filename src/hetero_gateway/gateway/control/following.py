@@ -34,7 +34,7 @@ from hetero_gateway.planner.following import (
     described,
 )
 from hetero_gateway.planner.goals import Goals
-from hetero_gateway.planner.held_rates import HeldRates, Key, RateQuestion
+from hetero_gateway.planner.held_rates import HeldRates, Key, RateQuestion, key_of
 
 if TYPE_CHECKING:
     from hetero_gateway.gateway.wiring import Gateway
@@ -169,7 +169,7 @@ class Following:
         own = model.instances(gateway.fleet.instances.values())
         names = {model.name}.union(*(instance.models for _, instance in own))
         queued = sum(scheduler.queued_for(name) for name in names)
-        in_flight = sum(scheduler.snapshot(instance.id).in_flight for _, instance in own)
+        in_flight = sum(scheduler.in_flight(instance.id) for _, instance in own)
         series = gateway.metrics.every_series()
         counts = [(key, sum(s.outcomes.values())) for key, s in series if key[0] in names]
         model.note(now_s, counts, queued + in_flight)
@@ -299,11 +299,6 @@ def followed(config: GatewayConfig, base_dir: Path) -> dict[str, FollowedModel]:
         name: FollowedModel(name, types, Follower(tuple(_scaled(*t) for t in types), rules))
         for name, types in by_model.items()
     }
-
-
-def key_of(profile: Profile) -> Key:
-    """The type of an instance with this profile."""
-    return profile.gpu, profile.tensor_parallel
 
 
 def _scaled(each: FollowedType, profile: Profile) -> ScaledType:
