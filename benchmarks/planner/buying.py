@@ -44,7 +44,8 @@ from hetero_gateway.planner.layouts import Group, group_machines, machine_layout
 from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Figures, Layout, Machine, Plan
-from hetero_gateway.planner.search import NoPlan, Question, search
+from hetero_gateway.planner.question import NoPlan, Question
+from hetero_gateway.planner.search import search
 from hetero_gateway.sim.alone import Mix, run_alone
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths

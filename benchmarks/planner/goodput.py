@@ -37,7 +37,8 @@ from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.layouts import describe, machine_layouts
 from hetero_gateway.planner.plan import Layout
-from hetero_gateway.planner.search import NoPlan, Question, search
+from hetero_gateway.planner.question import NoPlan, Question
+from hetero_gateway.planner.search import search
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.figures import within_slo
 from hetero_gateway.sim.fleet import can_compile

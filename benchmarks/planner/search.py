@@ -14,7 +14,7 @@ of the first tokens and one batch before the last.
 
 Printed: how often the planner's choice is within 2 % of the best of these, and how often that of
 Algorithm 1 alone is, over the same layouts; and the lowest estimate, over the estimators' best,
-that the best layout got, which is what ``search.KEEP`` must stay below. Exit code 1 when fewer
+that the best layout got, which is what ``shortlist.KEEP`` must stay below. Exit code 1 when fewer
 than 95 % are within 2 %.
 
 ``--large`` plans 100 machines of 8 accelerators, 20 of each of five kinds, for each goal, and
@@ -54,7 +54,8 @@ from hetero_gateway.planner.layouts import describe, machine_layouts
 from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Layout, Machine
-from hetero_gateway.planner.search import Question, search
+from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.search import search
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import Fleet, can_compile

@@ -20,8 +20,9 @@ from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.parallelism import refusal
 from hetero_gateway.planner.pipelines import Network, pipelined_profile
 from hetero_gateway.planner.plan import Machine, Plan
+from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.roofline import all_reduce_s, roofline_profile, step_times
-from hetero_gateway.planner.search import Question, search
+from hetero_gateway.planner.search import search
 from hetero_gateway.planner.sizes import Size
 from hetero_gateway.planner.stages import holds_request, instance_memory
 

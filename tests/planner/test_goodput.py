@@ -13,7 +13,8 @@ from hetero_gateway.planner import trials
 from hetero_gateway.planner.goals import HEADROOM, Goals
 from hetero_gateway.planner.goodput import find_goodput
 from hetero_gateway.planner.plan import Candidate, Figures, Machine, Plan
-from hetero_gateway.planner.search import NoPlan, Question, search
+from hetero_gateway.planner.question import NoPlan, Question
+from hetero_gateway.planner.search import search
 from hetero_gateway.sim import alone
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from tests.fakes.planning import LENGTHS, Types, types_of

@@ -23,7 +23,8 @@ from hetero_gateway.planner.present import (
     simulate_present,
     with_running_types,
 )
-from hetero_gateway.planner.search import Question, search
+from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.search import search
 from hetero_gateway.sim.workload import TraceLengths
 from tests.deployment.plans import instance_type, plan, profile
 

@@ -15,7 +15,8 @@ from hetero_gateway.planner.instance_types import instance_types
 from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Machine, Unfit
-from hetero_gateway.planner.search import NoPlan, Question, search
+from hetero_gateway.planner.question import NoPlan, Question
+from hetero_gateway.planner.search import search
 from hetero_gateway.sim import alone
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from tests.fakes.planning import LENGTHS, changed, instance_type, types_of

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.plan import Machine, Plan, Unfit
-from hetero_gateway.planner.search import Question, search
+from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.search import search
 from hetero_gateway.reports.plan_table import (
     best_rows,
     headline,

@@ -33,7 +33,7 @@ from hetero_gateway.planner.memory import EngineOptions, Method
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.pipelines import Network
 from hetero_gateway.planner.plan import Machine, Unfit
-from hetero_gateway.planner.search import Question
+from hetero_gateway.planner.question import Question
 from hetero_gateway.sim.alone import Engines, Mix
 from hetero_gateway.sim.engine import Scheduling
 from hetero_gateway.sim.ordered_trace import OrderedTrace

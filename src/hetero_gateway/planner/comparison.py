@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetero_gateway.planner.plan import Candidate, Layout, Plan
 from hetero_gateway.planner.present import NOISE, Present, aligned, simulate_present
-from hetero_gateway.planner.search import Question
+from hetero_gateway.planner.question import Question
 
 
 @dataclass(frozen=True, slots=True)

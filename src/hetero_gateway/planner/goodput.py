@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hetero_gateway.planner.goals import Goals
+from hetero_gateway.planner import trials
+from hetero_gateway.planner.goals import HEADROOM, Goals
 from hetero_gateway.planner.plan import Figures
+from hetero_gateway.planner.question import Question
+from hetero_gateway.sim.alone import Mix
 from hetero_gateway.sim.held import held_loads
 
 # Rates are tried in hundredths of the most that engines can do.
@@ -58,3 +61,23 @@ def find_goodput(
         return None
     load = max(seen)
     return Goodput(load * most_per_s, seen[load])
+
+
+def system_goodput(
+    question: Question,
+    system: trials.System,
+    mix: Mix,
+    full: Figures,
+    *,
+    likely_per_s: float | None = None,
+) -> Goodput | None:
+    """What a whole system holds; ``full``: what it does with everything at once."""
+    most_per_s = full.tokens_per_s / (1 + HEADROOM) / mix.mean_tokens
+    if not most_per_s:
+        return None
+    return find_goodput(
+        lambda rate_per_s: question.hold(system, mix, rate_per_s),
+        question.goals,
+        most_per_s,
+        likely_per_s=likely_per_s,
+    )

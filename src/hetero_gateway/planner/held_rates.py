@@ -108,8 +108,9 @@ def find_held_rates(question: RateQuestion) -> HeldRates:
         for key, profile in question.profiles.items()
         if (found := run_alone(profile, mix, question.engines, _ALONE_REQUESTS)) is not None
     }
-    tokens = mix.mean_prompt + mix.mean_output
-    most = {key: each.tokens_per_s / tokens / (1 + HEADROOM) for key, each in alone.items()}
+    most = {
+        key: each.tokens_per_s / mix.mean_tokens / (1 + HEADROOM) for key, each in alone.items()
+    }
     held = {key: _held_alone(question, mix, key, rate) for key, rate in most.items()}
     keeps_goals = any(held.values())
     if not keeps_goals:

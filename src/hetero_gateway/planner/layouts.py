@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_gateway.planner.plan import Layout, Machine
@@ -55,6 +55,17 @@ def machine_layouts(accelerators: int, feasible: Collection[int]) -> list[Layout
     found = wide | set(_full(accelerators, sizes))
     found |= {(t,) * (accelerators // t) for t in sizes if t <= accelerators}
     return sorted(found, reverse=True)
+
+
+def feasible_sizes(group: Group, sizes: Iterable[tuple[str, int]]) -> list[int]:
+    """The sizes that the group's machines can have, of those by (accelerator, size)."""
+    return [
+        t
+        for a, t in sizes
+        if a == group.accelerator
+        and int(t) <= group.count
+        and (not stretches(t) or (int(t) == group.count and together((t,)) <= group.machines))
+    ]
 
 
 def stretches(size: int) -> bool:

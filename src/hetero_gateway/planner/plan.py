@@ -160,6 +160,11 @@ class Candidate:
     holds: bool | None = None
     goodput_per_s: float | None = None
 
+    @property
+    def tokens_per_s(self) -> float:
+        """With everything at once, as simulated; 0 where it was not."""
+        return self.simulated.tokens_per_s if self.simulated else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

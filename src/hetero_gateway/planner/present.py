@@ -14,7 +14,6 @@ Values only; ``profiler.seen`` asks the gateway.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
-from hetero_gateway.planner.goodput import find_goodput
+from hetero_gateway.planner.goodput import system_goodput
 from hetero_gateway.planner.layouts import group_machines, machine_names
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.plan import (
@@ -38,9 +37,8 @@ from hetero_gateway.planner.plan import (
     Machine,
     MemoryEstimate,
 )
-from hetero_gateway.planner.search import Key, Question
+from hetero_gateway.planner.question import Key, Question
 from hetero_gateway.sim.alone import Alone, Mix, run_alone
-from hetero_gateway.sim.ordered_trace import OrderedTrace
 
 # Below it a gain is the simulator's noise: one in twenty choices is off by up to this much.
 NOISE = 0.02
@@ -286,7 +284,7 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
     alone: dict[Profile, Alone] = {}
     for profile in counts:
         of_it = run_alone(profile, mix, question.engines)
-        if of_it is not None and isinstance(question.lengths, OrderedTrace):
+        if of_it is not None and question.in_order:
             share = profile.tensor_parallel / sum(map(sum, layouts.values()))
             of_it = trials.alone_in_order(
                 profile, of_it, share, mix, question.engines, question.requests
@@ -295,13 +293,10 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
             return None
         alone[profile] = of_it
     system = trials.reduced(counts, alone, question.requests)
-    figures = trials.saturate(
-        system, question.policy, mix, question.engines, question.requests, question.compiled
-    )
+    most = sum(alone[profile].tokens_per_s * n for profile, n in counts.items())
+    figures = question.saturate(system, mix, most)
     if figures is None:
         return None
-    most = sum(alone[profile].tokens_per_s * n for profile, n in counts.items())
-    figures = trials.at_most(figures, most)
     return Candidate(
         goodput_per_s=_goodput(question, system, mix, figures),
         layouts=layouts,
@@ -323,34 +318,17 @@ def _at_rate(question: Question, system: trials.System, mix: Mix, full: Figures)
     rate_per_s = question.goals.rate_per_s
     if rate_per_s is None:
         return None
-    wanted = rate_per_s * (mix.mean_prompt + mix.mean_output)
-    if full.tokens_per_s < (1 + HEADROOM) * wanted:
+    if full.tokens_per_s < (1 + HEADROOM) * rate_per_s * mix.mean_tokens:
         return None
-    return _hold(question, system, mix, rate_per_s)
+    return question.hold(system, mix, rate_per_s)
 
 
 def _goodput(question: Question, system: trials.System, mix: Mix, full: Figures) -> float | None:
     """Requests/s that are held within the limits, where that is the goal; None: no rate is."""
     if question.goals.name != "goodput":
         return None
-    most_per_s = full.tokens_per_s / (1 + HEADROOM) / (mix.mean_prompt + mix.mean_output)
-    found = find_goodput(
-        functools.partial(_hold, question, system, mix), question.goals, most_per_s
-    )
+    found = system_goodput(question, system, mix, full)
     return None if found is None else found.rate_per_s
-
-
-def _hold(question: Question, system: trials.System, mix: Mix, rate_per_s: float) -> Figures | None:
-    return trials.hold(
-        system,
-        question.policy,
-        mix,
-        question.engines,
-        rate_per_s,
-        question.requests,
-        question.compiled,
-        question.goals.slo,
-    )
 
 
 def aligned(

@@ -72,7 +72,7 @@ def relative_uncertainty(
     candidate: Candidate, machines: Mapping[str, Machine], types: Types, alone: AloneByType
 ) -> float:
     """Of a candidate's throughput: that of its most uncertain type."""
-    used = _instances(candidate, machines)
+    used = instances(candidate, machines)
     return max((_uncertainty(types[key], alone[key]) for key in used if key in alone), default=0.0)
 
 
@@ -91,8 +91,8 @@ def lead(
     if best.simulated is None or second.simulated is None:
         return None
     gain = best.simulated.tokens_per_s / second.simulated.tokens_per_s - 1
-    more = _instances(best, machines)
-    more.subtract(_instances(second, machines))
+    more = instances(best, machines)
+    more.subtract(instances(second, machines))
     error = math.hypot(
         *(
             n * alone[key].tokens_per_s * _uncertainty(types[key], alone[key])
@@ -111,8 +111,8 @@ def lead(
     )
 
 
-def _instances(candidate: Candidate, machines: Mapping[str, Machine]) -> Counter[tuple[str, int]]:
-    """An instance that stretches over machines counts once, within rounding."""
+def instances(candidate: Candidate, machines: Mapping[str, Machine]) -> Counter[tuple[str, int]]:
+    """By type; one that stretches over machines counts once, within rounding."""
     found = Counter(
         (machines[i].accelerator, t) for i, layout in candidate.layouts.items() for t in layout
     )
@@ -165,8 +165,8 @@ def _less_goodput(mine_per_s: float, best_per_s: float) -> str:
 def _not_held(candidate: Candidate, goals: Goals) -> str:
     if candidate.at_rate is not None and (missed := goals.missed(candidate.at_rate)):
         return missed
-    tokens_per_s = candidate.simulated.tokens_per_s if candidate.simulated else 0.0
-    return f"{goals.rate_per_s:g} requests/s are over 95 % of its {tokens_per_s:.0f} tokens/s"
+    tokens_per_s = f"{candidate.tokens_per_s:.0f} tokens/s"
+    return f"{goals.rate_per_s:g} requests/s are over 95 % of its {tokens_per_s}"
 
 
 def _policy_loss(candidate: Candidate) -> str:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from hetero_gateway.planner.plan import Plan
-from hetero_gateway.planner.search import Question
+from hetero_gateway.planner.question import Question
 from hetero_gateway.sim.alone import Mix
 from hetero_gateway.sim.workload import Integers, even_rows
 

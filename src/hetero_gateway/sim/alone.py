@@ -93,6 +93,11 @@ class Mix:
         return int((self.prompt_pool + self.output_pool).max())
 
     @property
+    def mean_tokens(self) -> float:
+        """Prompt and output tokens of a request."""
+        return self.mean_prompt + self.mean_output
+
+    @property
     def tokens_per_output_token(self) -> float:
         """Prompt and output tokens for one output token."""
         return 1 + self.mean_prompt / self.mean_output

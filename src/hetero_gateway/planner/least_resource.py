@@ -1,0 +1,179 @@
+"""The goals ``cost`` and ``fewest`` at a rate: the least money, or accelerators, that hold it.
+
+Sets of machines are tried from where their instances alone would hold the rate: downwards while
+the whole system holds it, or upwards until it does. For the least money, sets near the one that was
+found follow (``buying``). Beside the answer stands a lower bound (``bound``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from hetero_gateway.planner import allocation
+from hetero_gateway.planner.allocation import Allocation
+from hetero_gateway.planner.bound import lower_bound
+from hetero_gateway.planner.buying import Counts, cheaper_sets, is_part_of
+from hetero_gateway.planner.goals import price_per_hour_usd
+from hetero_gateway.planner.layouts import Group, best_by_use
+from hetero_gateway.planner.notes import nothing_holds
+from hetero_gateway.planner.plan import Candidate, Layout
+from hetero_gateway.planner.question import Key, NoPlan, Question
+from hetero_gateway.planner.ranking import rank
+from hetero_gateway.planner.shortlist import Shortlist
+from hetero_gateway.planner.systems import Systems
+
+# Cheaper sets of machines that are simulated at most.
+_TRIES = 16
+
+
+def least_that_holds(
+    question: Question,
+    shortlist: Shortlist,
+    rates_per_s: Mapping[Key, float],
+    on_progress: Callable[[str], None],
+) -> tuple[list[Candidate], float | None]:
+    """What holds the goals' rate, the least first, then all else that was tried; the lower bound.
+
+    Args:
+        rates_per_s: that instances hold alone, by type.
+
+    Raises:
+        NoPlan: nothing holds it.
+    """
+    return _Sets(question, shortlist, rates_per_s, on_progress).least()
+
+
+def _first_that_holds(holds: Callable[[int], bool], likely: int, last: int) -> int | None:
+    """The first position of 0 to ``last`` that holds, near ``likely``; None: the last does not.
+
+    Where one holds, all above it are taken to hold.
+    """
+    low, high, step = -1, likely, 1  # low does not hold, high is to hold
+    while not holds(high):
+        if high == last:
+            return None
+        low, high = high, min(high + step, last)
+        step *= 2
+    while high - low > 1:
+        # Near what is expected first: below it, few hold.
+        middle = high - 1 if low < 0 else (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+class _Sets:
+    """One search among sets of machines, at one rate."""
+
+    def __init__(
+        self,
+        question: Question,
+        shortlist: Shortlist,
+        rates_per_s: Mapping[Key, float],
+        on_progress: Callable[[str], None],
+    ) -> None:
+        self._q = question
+        self._shortlist = shortlist
+        self._groups = shortlist.groups
+        self._rates_per_s = rates_per_s
+        self._on_progress = on_progress
+        self._systems = Systems(question, shortlist)
+        self._rate_per_s = question.goals.rate_per_s or 0.0
+        self._by_price = question.goals.name == "cost"
+
+    def least(self) -> tuple[list[Candidate], float | None]:
+        options = allocation.holding(
+            self._groups, self._rates_per_s, self._rate_per_s, by_price=self._by_price
+        )
+        if not options:
+            raise NoPlan(nothing_holds(self._q, self._shortlist, self._rates_per_s))
+        tried: dict[int, Candidate] = {}
+
+        def holds(position: int) -> bool:
+            if position not in tried:
+                tried[position] = self._try(options[position][1])
+            return bool(tried[position].holds)
+
+        last = len(options) - 1
+        enough = (i for i, (worth, _) in enumerate(options) if worth >= self._rate_per_s)
+        found = _first_that_holds(holds, next(enough, last), last)
+        if found is None:
+            raise NoPlan(nothing_holds(self._q, self._shortlist, self._rates_per_s, tried[last]))
+        bound = self._lower_bound()
+        pairs = [(options[i][1], candidate) for i, candidate in tried.items() if i != found]
+        if self._by_price:
+            nearby = self._cheaper(options[found][1], tried[found], pairs, bound or 0.0)
+        else:
+            nearby = [tried[found]]
+        others = [candidate for _, candidate in pairs] + nearby[1:]
+        others.sort(key=lambda candidate: rank(candidate, self._q.goals))
+        return [nearby[0], *others], bound
+
+    def _try(self, each: Allocation) -> Candidate:
+        self._on_progress(f"at the rate: {self._systems.name(each)}")
+        return self._systems.tried(each, self._rate_per_s)
+
+    def _lower_bound(self) -> float | None:
+        """Its capacities are of prompts that are computed in full: with caches, less may do."""
+        if self._q.in_order:
+            return None
+        found = lower_bound(
+            self._groups,
+            {key: found.profile for key, found in self._q.types.items()},
+            self._shortlist.mix,
+            self._q.goals,
+            self._rate_per_s,
+            by_price=self._by_price,
+        )
+        return None if found is None else found.least
+
+    def _cheaper(
+        self,
+        found: Allocation,
+        holding: Candidate,
+        tried: Sequence[tuple[Allocation, Candidate]],
+        least_price: float,
+    ) -> list[Candidate]:
+        """The cheapest near what holds the rate that holds it too, then all else that was tried."""
+        best = [self._best_layout(group) for group in self._groups]
+        prices = [price_per_hour_usd(group) for group in self._groups]
+        most = [
+            g.machines if worth else 0 for g, (worth, _) in zip(self._groups, best, strict=True)
+        ]
+        failed = [_counts(each) for each, candidate in tried if not candidate.holds]
+        counts, seen = _counts(found), [holding]
+        for _ in range(_TRIES):
+            near = cheaper_sets(
+                counts,
+                most,
+                prices,
+                [worth for worth, _ in best],
+                least_worth=allocation.POOLING * self._rate_per_s,
+                least_price=least_price,
+            )
+            each = next((each for each in near if not is_part_of(each, failed)), None)
+            if each is None:
+                break
+            candidate = self._try(
+                tuple(
+                    ((layout, n),) if n else () for n, (_, layout) in zip(each, best, strict=True)
+                )
+            )
+            if candidate.holds:
+                counts, seen = each, [candidate, *seen]
+            else:
+                failed.append(each)
+                seen.append(candidate)
+        return seen
+
+    def _best_layout(self, group: Group) -> tuple[float, Layout]:
+        """The most requests/s that a machine of a group holds, and how; (0, ()): none."""
+        worth = {t: value for (a, t), value in self._rates_per_s.items() if a == group.accelerator}
+        return max(best_by_use(group.count, worth), default=(0.0, ()))
+
+
+def _counts(each: Allocation) -> Counts:
+    """Machines by group."""
+    return tuple(sum(machines for _, machines in parts) for parts in each)

@@ -1,0 +1,73 @@
+"""What is asked of the planner, and the trials of whole systems that are run for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.planner import trials
+from hetero_gateway.planner.batch_estimate import Estimator
+from hetero_gateway.planner.goals import Goals
+from hetero_gateway.planner.plan import Figures, InstanceType, Machine, Unfit
+from hetero_gateway.sim.alone import Engines, Mix
+from hetero_gateway.sim.ordered_trace import OrderedTrace
+from hetero_gateway.sim.workload import Lengths
+
+Key = tuple[str, int]  # accelerator, size
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked of the planner.
+
+    Args:
+        machines: ids differ.
+        types: what can be deployed, by (accelerator, size); ``unfit``: what cannot.
+        lengths: of the requests.
+        estimator: of Algorithm 1, which prunes.
+        seed: of everything that is drawn.
+        requests: of one simulation of a whole system, about.
+        compiled: run the engines compiled by numba.
+        notes: passed on to the plan.
+    """
+
+    machines: tuple[Machine, ...]
+    types: Mapping[Key, InstanceType]
+    lengths: Lengths
+    goals: Goals = field(default_factory=Goals)
+    policy: str = "finish-time"
+    estimator: Estimator = "unpadded"
+    engines: Engines = field(default_factory=Engines)
+    unfit: tuple[Unfit, ...] = ()
+    seed: int = 0
+    requests: int = trials.SYSTEM_REQUESTS
+    compiled: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the requests are a trace that says which prompts begin alike."""
+        return isinstance(self.lengths, OrderedTrace)
+
+    def saturate(
+        self, system: trials.System, mix: Mix, alone_tokens_per_s: float
+    ) -> Figures | None:
+        """A system with everything at once, at most what its instances do alone."""
+        figures = trials.saturate(
+            system, self.policy, mix, self.engines, self.requests, self.compiled
+        )
+        return None if figures is None else trials.at_most(figures, alone_tokens_per_s)
+
+    def hold(
+        self, system: trials.System, mix: Mix, rate_per_s: float, *, times: int = 1
+    ) -> Figures | None:
+        """A system at a rate of arrivals, with ``times`` as many requests."""
+        return trials.hold(
+            system, self.policy, mix, self.engines, rate_per_s, times * self.requests,
+            self.compiled, self.goals.slo,
+        )  # fmt: skip
+
+
+class NoPlan(HeteroGatewayError):
+    """The machines can serve, but nothing that they can be made into keeps the goals."""
