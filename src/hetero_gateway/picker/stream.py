@@ -31,33 +31,33 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request, Usage
-from hetero_gateway.engines.vllm import work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import rejection
 from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
 from hetero_gateway.gateway.dataplane.placement import Placed, SleeperGone
+from hetero_gateway.gateway.dataplane.understanding import Understanding
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.bodies import BodyBuffer
-from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps
-from hetero_gateway.gateway.wire.headers import CREDENTIALS
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.picker import answers
 from hetero_gateway.picker.http2.calls import Call
 from hetero_gateway.picker.http2.frames import Status
-from hetero_gateway.picker.protocol.messages_pb2 import (
-    HttpBody,
-    HttpHeaders,
-    Metadata,
-    ProcessingRequest,
+from hetero_gateway.picker.protocol.messages_pb2 import HttpBody, ProcessingRequest
+from hetero_gateway.picker.questions import (
+    failure_of,
+    inbound_of,
+    misconfigured,
+    served_of,
+    status_of,
+    subset_of,
 )
 
 if TYPE_CHECKING:
@@ -69,17 +69,6 @@ _log = logging.getLogger(__name__)
 _BUFFERED = 2
 _FULL_DUPLEX = 4
 
-# Of a request's head: all others are the data plane's business.
-_READ_FIELDS = {
-    name.decode(): name
-    for name in (
-        *(b":method", b":path", b"content-length", b"content-type", b"x-request-id"),
-        *CREDENTIALS,
-    )
-}
-_ATTRIBUTES = "envoy.filters.http.ext_proc"
-_CODE_DETAILS = "response.code_details"
-_FROM_INSTANCE = "via_upstream"
 # What the data plane is given beyond the queue's own limit.
 _GRACE_S = 10.0
 
@@ -114,7 +103,7 @@ class SeenAnswer(NamedTuple):
         return self.told
 
 
-class Stream:
+class Stream(Understanding):
     """The life of one request: a ``Receiver`` of its call, and a ``Sleeper``."""
 
     __slots__ = (
@@ -135,7 +124,6 @@ class Stream:
         "_state",
         "_status",
         "_subset",
-        "_task",
         "_ticket",
         "_told",
         "_waited",
@@ -155,7 +143,7 @@ class Stream:
         self._ended = True  # the body; no trailers follow
         self._job: Job | None = None
         self._placed: Placed | None = None  # and not settled
-        self._task: asyncio.Task[None] | None = None
+        self._task = None
         self._woken: asyncio.Event | None = None
         self._waited = False
         self._body_mode = _BUFFERED
@@ -190,14 +178,14 @@ class Stream:
         try:
             if state is _HEAD:
                 if kind != "request_headers":
-                    raise _misconfigured("request_header_mode must be SEND")
+                    raise misconfigured("request_header_mode must be SEND")
                 self._begin(message)
             elif state is _BODY:
                 if kind == "request_body":
                     self._take_body(message.request_body)
                 else:
                     self._ended = False
-                    self._read()
+                    self._take_whole()
         except Refusal as refusal:
             self._refuse(refusal)
 
@@ -222,7 +210,7 @@ class Stream:
             self._body_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
         head = message.request_headers
-        method, inbound = _inbound(head)
+        method, inbound = inbound_of(head)
         picker = self._picker
         if inbound is None:
             self._state = _ANSWERING
@@ -231,17 +219,17 @@ class Stream:
         self._inbound = inbound
         picker.name(inbound)
         rooms = picker.rooms
-        self._subset = _subset(message.metadata_context)
+        self._subset = subset_of(message.metadata_context)
         self._client = rooms.admission.admit(inbound)
         rooms.intake.check_size(inbound.content_length)
         if head.end_of_stream:
             self._has_body = False
-            self._read()
+            self._take_whole()
             return
         if self._body_mode == _BUFFERED:
             self._call.send(answers.GO_ON_TO_BODY)
         elif self._body_mode != _FULL_DUPLEX:
-            raise _misconfigured("request_body_mode must be BUFFERED or FULL_DUPLEX_STREAMED")
+            raise misconfigured("request_body_mode must be BUFFERED or FULL_DUPLEX_STREAMED")
         self._buffer = BodyBuffer(picker.body_limits)
         self._state = _BODY
 
@@ -250,48 +238,19 @@ class Stream:
         self._buffer.add(part.body)
         # What is buffered comes whole; trailers that follow it are a message of their own.
         if part.end_of_stream or self._body_mode == _BUFFERED:
-            self._read()
+            self._take_whole()
 
-    def _read(self) -> None:
-        """The body is here: understand the request. Raises Refusal."""
+    def _take_whole(self) -> None:
+        """The body is here, if there is one. Raises Refusal."""
         self._state = _PLACING
-        inbound, intake = self._inbound, self._picker.rooms.intake
+        inbound = self._inbound
         assert inbound is not None
         if self._buffer is not None:
             inbound.body = self._buffer.take()
-        inbound.received_s = time.monotonic()
-        if len(inbound.body) < LEAST_BYTES:
-            self._understand(intake.read(inbound))
-            return
-        steps = intake.read_in_steps(inbound)
-        parsed = self._picker.rooms.reading.begin(steps)
-        if parsed is not None:
-            self._understand(parsed)
-        else:
-            self._start(self._read_on(steps))
+        self._read(self._picker.rooms, inbound)
 
-    async def _read_on(self, steps: Steps[ParsedRequest]) -> None:
-        """Read the rest of a long body, while the event loop has its turns."""
-        parsed = await self._picker.rooms.reading.finish(steps, lambda: self.gone)
-        if parsed is not None and not self.gone:
-            assert self._inbound is not None
-            if self._picker.rooms.intake.counts(self._inbound, parsed):
-                await self._count(parsed)
-            else:
-                self._describe(parsed, None)
-
-    def _understand(self, parsed: ParsedRequest) -> None:
-        assert self._inbound is not None
-        if self._picker.rooms.intake.counts(self._inbound, parsed):
-            self._start(self._count(parsed))
-        else:
-            self._describe(parsed, None)
-
-    async def _count(self, parsed: ParsedRequest) -> None:
-        assert self._inbound is not None
-        counted = await self._picker.rooms.intake.count(self._inbound)
-        if not self.gone:
-            self._describe(parsed, counted)
+    def _is_over(self) -> bool:
+        return self.gone
 
     def _describe(self, parsed: ParsedRequest, counted: int | None) -> None:
         inbound, client = self._inbound, self._client
@@ -438,18 +397,11 @@ class Stream:
 
     def _answered(self, message: ProcessingRequest) -> bytes:
         """The response's head is here: what it says, and who served it."""
-        self._status = _status(message.response_headers)
+        self._status = status_of(message.response_headers)
         if self._job is None:
             return answers.RESPONSE_HEADERS
-        details = ""
-        if message.attributes:
-            attributes = message.attributes.get(_ATTRIBUTES)
-            if attributes is not None and _CODE_DETAILS in attributes.fields:
-                details = attributes.fields[_CODE_DETAILS].string_value
-        if details and details != _FROM_INSTANCE:
-            failure = Failure.CONNECT if "connection_failure" in details else Failure.RESET
-            self._error = InstanceError(failure, f"the data plane reports {details}"[:200])
-        served = _served(message.metadata_context)
+        self._error = failure_of(message) or self._error
+        served = served_of(message.metadata_context)
         if served is not None and self._placed is not None:
             # Envoy appends each further host to those that it has tried.
             self._move(served.rpartition(",")[2])
@@ -562,75 +514,8 @@ class Stream:
         await self._woken.wait()
         self._woken.clear()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what has to wait. At most one runs at a time, and none is ever cancelled here."""
-        self._task = asyncio.get_running_loop().create_task(self._guarded(work))
-
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Refusal as refusal:
-            if not self.gone:
-                self._refuse(refusal)
-        except Exception:
-            # The boundary of a request: a bug costs the one that met it.
-            _log.exception("%r failed inside the picker", self)
-            self._picker.count_bug()
-            self._call.finish(Status.INTERNAL, "the picker failed")
-            self.lost()
-
-
-def _inbound(head: HttpHeaders) -> tuple[str, Inbound | None]:
-    """(method, the request where it is a POST on an engine path)."""
-    method = target = b""
-    headers: list[tuple[bytes, bytes]] = []
-    for field in head.headers.headers:
-        name = _READ_FIELDS.get(field.key)
-        if name is None:
-            continue
-        value = field.raw_value or field.value.encode()
-        if name == b":method":
-            method = value
-        elif name == b":path":
-            target = value
-        else:
-            headers.append((name, value))
-    path = target.partition(b"?")[0].decode("utf-8", "replace")
-    work = work_of_path(path) if method == b"POST" else None
-    if work is None:
-        return f"{method.decode('latin-1')} {path}", None
-    try:
-        return "POST", Inbound(path, target, work, headers)
-    except ValueError as error:
-        raise Refusal(400, "invalid_header", f"a header cannot be used: {error}") from None
-
-
-def _status(head: HttpHeaders) -> int:
-    for field in head.headers.headers:
-        if field.key == ":status":
-            value = field.raw_value or field.value.encode()
-            return int(value) if value.isdigit() else 0
-    return 0
-
-
-def _subset(metadata: Metadata) -> list[str] | None:
-    """The endpoints to choose from; None: the data plane does not say."""
-    hint = metadata.filter_metadata.get(answers.SUBSET_NAMESPACE)
-    if hint is None or answers.SUBSET not in hint.fields:
-        return None
-    value = hint.fields[answers.SUBSET]
-    if value.HasField("string_value"):  # a list in one word
-        return [part.strip() for part in value.string_value.split(",") if part.strip()]
-    return [each.string_value for each in value.list_value.values]
-
-
-def _served(metadata: Metadata) -> str | None:
-    told = metadata.filter_metadata.get(answers.LB_NAMESPACE)
-    if told is None or answers.SERVED not in told.fields:
-        return None
-    return told.fields[answers.SERVED].string_value or None
-
-
-def _misconfigured(what: str) -> Refusal:
-    _log.error("the data plane's ext_proc filter is misconfigured: %s", what)
-    return Refusal(500, "misconfigured_data_plane", f"ext_proc: {what}.", kind="server_error")
+    def broke(self, error: Exception) -> None:
+        _log.error("%r failed inside the picker", self, exc_info=error)
+        self._picker.count_bug()
+        self._call.finish(Status.INTERNAL, "the picker failed")
+        self.lost()

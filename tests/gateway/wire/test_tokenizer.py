@@ -1,6 +1,7 @@
 """Exact prompt lengths from a local tokenizer file."""
 
 import asyncio
+import hashlib
 import json
 import threading
 import tracemalloc
@@ -84,6 +85,30 @@ async def test_the_scheduler_sees_the_exact_length(file: Path) -> None:
             next(running.gateway.dataplane.decisions.newest_first()).decision.request.prompt_tokens
             == 77
         )
+
+
+async def test_a_request_that_is_refused_once_it_is_counted_is_no_bug(
+    file: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    digest = hashlib.sha256(b"ka").hexdigest()
+    keys.write_text(f"keys: [{{name: a, hash: 'sha256:{digest}', models: [other]}}]")
+    async with fake_instances(1) as fakes:
+        config = config_for(
+            fakes,
+            scheduler={"tokens": {"tokenizer_file": str(file)}},
+            clients={"keys_file": str(keys)},
+        )
+        headers = {"authorization": "Bearer ka"}
+        async with (
+            running_gateway(config) as running,
+            httpx.AsyncClient(base_url=running.url, headers=headers) as client,
+        ):
+            for repeats in (77, 200_000):  # read at once, and in steps
+                body = {"model": "m", "prompt": "a " * repeats}
+                answer = await client.post("/v1/completions", json=body)
+                assert answer.status_code == 403
+                assert answer.json()["error"]["code"] == "model_not_allowed"
 
 
 def test_a_missing_or_broken_file_is_a_configuration_error(tmp_path: Path) -> None:

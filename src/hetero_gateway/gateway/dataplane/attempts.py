@@ -35,10 +35,8 @@ so. A task that finds its request over does nothing but give back what it has go
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Coroutine
 from typing import Any
 
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason
@@ -61,10 +59,11 @@ from hetero_gateway.gateway.dataplane.relay import Exchange
 from hetero_gateway.gateway.dataplane.request_heads import head_to_instance, head_to_outside
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
+from hetero_gateway.gateway.dataplane.understanding import Understanding
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.downstream import Downstream
-from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps
+from hetero_gateway.gateway.wire.folding import LEAST_BYTES
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest, with_model
 from hetero_gateway.gateway.wire.upstream import UpstreamConnection
@@ -80,7 +79,7 @@ _FALLS_BACK = frozenset(
 CLIENT_GONE = 499
 
 
-class Attempts:
+class Attempts(Understanding):
     """One request and all of its attempts: a ``Listener``, an ``ExchangeOwner``, an ``Owner``."""
 
     __slots__ = (
@@ -99,7 +98,6 @@ class Attempts:
         "_rooms",
         "_span",
         "_status",
-        "_task",
         "_tried",
         "_verdict",
         "_wait",
@@ -121,7 +119,7 @@ class Attempts:
         # How many fallbacks were looked at, and the last one's label.
         self._fallen: tuple[int, str] | None = None
         self._exchange: Exchange | None = None  # of that one
-        self._task: asyncio.Task[None] | None = None
+        self._task = None
         self._deadline_s = 0.0
         self._status = CLIENT_GONE  # that the client got
         # What came of it, for whoever writes about it.
@@ -152,32 +150,23 @@ class Attempts:
             self._client = rooms.admission.admit(self._inbound)
             rooms.intake.check_size(self._inbound.content_length)
         except Refusal as refusal:
-            self._reject(refusal)
+            self._refuse(refusal)
         except Exception as error:
             self.broke(error)
 
     def begin(self, body: bytes) -> None:
         """The body is here: understand the request, and send it if that can be done at once."""
-        inbound, rooms = self._inbound, self._rooms
+        inbound = self._inbound
         inbound.body = body
-        inbound.received_s = time.monotonic()
         try:
-            if len(body) < LEAST_BYTES:
-                self._understand(rooms.intake.read(inbound))
-                return
-            steps = rooms.intake.read_in_steps(inbound)
-            parsed = rooms.reading.begin(steps)
-            if parsed is not None:
-                self._understand(parsed)
-            else:
-                self._start(self._read_on(steps))
+            self._read(self._rooms, inbound)
         except Refusal as refusal:
-            self._reject(refusal)
+            self._refuse(refusal)
         except Exception as error:
             self.broke(error)
 
     def refuse(self, refusal: Refusal) -> None:
-        self._reject(refusal)
+        self._refuse(refusal)
 
     def caught_up(self) -> None:
         if self._exchange is not None:
@@ -214,34 +203,8 @@ class Attempts:
 
     # Understanding
 
-    async def _read_on(self, steps: Steps[ParsedRequest]) -> None:
-        """Read the rest of a long body, while the event loop has its turns."""
-        try:
-            parsed = await self._rooms.reading.finish(steps, lambda: self.over)
-        except Refusal as refusal:
-            if not self.over:
-                self._reject(refusal)
-            return
-        if parsed is None or self.over:
-            return
-        try:
-            if self._rooms.intake.counts(self._inbound, parsed):
-                await self._count(parsed)
-            else:
-                self._describe(parsed, None)
-        except Refusal as refusal:
-            self._reject(refusal)
-
-    def _understand(self, parsed: ParsedRequest) -> None:
-        if self._rooms.intake.counts(self._inbound, parsed):
-            self._start(self._count(parsed))
-        else:
-            self._describe(parsed, None)
-
-    async def _count(self, parsed: ParsedRequest) -> None:
-        counted = await self._rooms.intake.count(self._inbound)
-        if not self.over:
-            self._describe(parsed, counted)
+    def _is_over(self) -> bool:
+        return self.over
 
     def _describe(self, parsed: ParsedRequest, counted: int | None) -> None:
         rooms, inbound = self._rooms, self._inbound
@@ -424,7 +387,13 @@ class Attempts:
                 )
             self._settle(Outcome.UPSTREAM_ERROR if failed else Outcome.COMPLETED, final=True)
             self._end()
-            return
+        else:
+            self._go_on_after(error, placed, exchange)
+
+    def _go_on_after(
+        self, error: InstanceError, placed: Place | OutsidePlace, exchange: Exchange
+    ) -> None:
+        """An attempt failed: try again, ask a fallback, or answer with what there is."""
         instance, connection = placed.instance, exchange.connection
         if connection is not None and connection.stale and error.failure is Failure.RESET:
             # The instance was closing this idle connection when the request was written. A new one
@@ -474,15 +443,15 @@ class Attempts:
             return None
         if self._inbound.method != b"POST":
             return None
-        fallbacks = routes.fallbacks(job.parsed.asked or job.parsed.model or "")
+        name = job.parsed.asked or job.parsed.model or ""
         seen = 0 if self._fallen is None else self._fallen[0]
-        for number, fallback in enumerate(fallbacks[seen:], seen + 1):
-            allowed = client.models is None or fallback.label in client.models
-            if allowed and (fallback.outside is None or self._inbound.path.startswith("/v1/")):
-                job.parsed.asked = job.parsed.asked or job.parsed.model or ""
-                self._fallen = number, fallback.label
-                return fallback
-        return None
+        found = routes.next_fallback(name, seen, client.models, self._inbound.path)
+        if found is None:
+            return None
+        number, fallback = found
+        job.parsed.asked = name
+        self._fallen = number, fallback.label
+        return fallback
 
     def _fall_back(self, fallback: Fallback) -> None:
         job, inbound = self._job, self._inbound
@@ -550,7 +519,7 @@ class Attempts:
         else:
             rooms.dispatcher.settle(job, placed, exchange, outcome, final=final)
 
-    def _reject(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: Refusal) -> None:
         """Answer a request before it was understood."""
         self._verdict = "rejected"
         self._rooms.dispatcher.note(None, "rejected")
@@ -647,13 +616,3 @@ class Attempts:
             self._rooms.deadlines.discard(exchange)
         if placed is not None and not isinstance(placed, OutsidePlace):
             self._rooms.dispatcher.withdraw(placed, exchange)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what has to wait. At most one runs at a time, and none is ever cancelled here."""
-        self._task = asyncio.get_running_loop().create_task(self._guarded(work))
-
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception as error:
-            self.broke(error)

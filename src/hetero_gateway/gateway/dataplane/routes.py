@@ -16,7 +16,7 @@ continues a response has no fallback. A body is rewritten in its ``model`` alone
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from hashlib import blake2b
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -117,10 +117,26 @@ class ModelRoutes:
         drawn = int.from_bytes(digest, "little") / 256**_HASH_BYTES * targets[-1][0]
         return next((model for upto, model in targets if drawn < upto), targets[-1][1])
 
-    def fallbacks(self, name: str) -> tuple[Fallback, ...]:
-        """Who is asked, in turn, where no instance can take a request for a name."""
+    def next_fallback(
+        self, name: str, seen: int, models: Collection[str] | None, path: str
+    ) -> tuple[int, Fallback] | None:
+        """Who is asked next where no instance can take a request for a name; None: nobody.
+
+        Args:
+            seen: how many were looked at before.
+            models: that the client may use; None: all.
+            path: the request's: a service elsewhere is asked for what OpenAI has alone.
+
+        Returns:
+            How many have been looked at now, and the fallback.
+        """
         route = self._routes.get(name)
-        return () if route is None else route.fallbacks
+        fallbacks = () if route is None else route.fallbacks
+        for number, fallback in enumerate(fallbacks[seen:], seen + 1):
+            allowed = models is None or fallback.label in models
+            if allowed and (fallback.outside is None or path.startswith("/v1/")):
+                return number, fallback
+        return None
 
     def aliases(self, served: Callable[[str], bool]) -> Iterable[tuple[str, str]]:
         """Names that stand for models of which some are served, and the first of these."""
