@@ -21,10 +21,9 @@ from typing import Any, TypeVar
 from hetero_gateway import __version__
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
-from hetero_gateway.errors import ConfigError, Refusal
+from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
 from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.dispatcher import (
@@ -43,6 +42,7 @@ from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
+from hetero_gateway.gateway.workers.members import Members
 from hetero_gateway.gateway.workers.places import Assignment, RemoteJob, error_of, report_of
 
 # Without a word for so long the scheduler process is taken for gone; it says one each second.
@@ -140,7 +140,7 @@ class RemoteDispatcher:
         self._channel: Channel | None = None
         self._session = 0
         self._keys = itertools.count(1)
-        self._members: dict[bytes, tuple[InstanceId, messages.Member]] = {}
+        self._members = Members(fleet)
         self._asked: dict[int, _Ask] = {}
         self._open: dict[int, Assignment] = {}
         self._streams = StreamWatch()
@@ -364,7 +364,9 @@ class RemoteDispatcher:
             if kind is messages.Placed:
                 self._placed(message)
             elif kind is messages.Members:
-                self._take_members(message)
+                self._members.take(message)
+                if self._channel is None and self._connected is not None:
+                    self._greeted(self._connected)
             elif kind is messages.Configuration:
                 self._on_config(GatewayConfig.model_validate_json(message.config))
             elif kind is messages.View:
@@ -475,48 +477,7 @@ class RemoteDispatcher:
         else:
             ask.owner.broke(RuntimeError("the scheduler process could not place it"))
 
-    # The instances
-
-    def _take_members(self, said: messages.Members) -> None:
-        fleet = self._fleet
-        # Of hundreds, a few have changed: the others are not even read.
-        told, self._members = self._members, {}
-        for member in said.instances:
-            instance_id, before = told.get(member.config, (None, None))
-            if instance_id is None or before != member or instance_id not in fleet.instances:
-                config = InstanceConfig.model_validate_json(member.config)
-                instance_id = InstanceId(config.id)
-                self._take_member(config, member)
-            self._members[member.config] = instance_id, member
-        wanted = {instance_id for instance_id, _ in self._members.values()}
-        for instance_id in [i for i in fleet.instances if i not in wanted]:
-            fleet.remove(instance_id)
-        if self._channel is None and self._connected is not None:
-            self._greeted(self._connected)
-
-    def _take_member(self, config: InstanceConfig, member: messages.Member) -> None:
-        fleet = self._fleet
-        config = config.model_copy(update={"weight": member.weight})
-        instance = fleet.instances.get(InstanceId(config.id))
-        try:
-            if instance is not None and fleet.can_adjust(instance, config):
-                fleet.adjust(instance, config)
-            else:
-                built = fleet.build(config)
-                if instance is not None:
-                    fleet.remove(instance.id)
-                fleet.admit(built)
-                instance = built
-        except ConfigError as error:
-            _log.error("instance %s cannot be used in this process: %s", config.id, error)
-            return
-        instance.models = frozenset(member.models)
-        instance.max_model_len = member.max_model_len
-        instance.engine_kv_capacity_tokens = member.kv_capacity_tokens
-        instance.weight = member.weight
-        instance.up = member.available
-        instance.draining = member.draining
-        fleet.publish(instance)
+    # The scheduler process is there
 
     def _greeted(self, channel: Channel) -> None:
         """The scheduler process answers: it decides from now on."""
