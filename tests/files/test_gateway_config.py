@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
-import subprocess
-import sys
 import types
 import typing
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import yaml
 from pydantic import BaseModel
 
 from hetero_gateway.cli import main
-from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
@@ -25,51 +19,12 @@ from hetero_gateway.files.instance_config import ModelConfig, instance_profile
 from hetero_gateway.files.profile_file import (
     PartSourceModel,
     ProfileModel,
-    builtin_profiles,
-    load_profile,
-    profile_document,
-    write_profile_file,
 )
 from hetero_gateway.files.scheduler_config import PolicyName
 from hetero_gateway.files.secrets import secret
+from tests.fakes.gateway_files import error_of, instance, load, write
 
 ROOT = Path(__file__).parents[2]
-TP4 = "V100-32GB-NVLink2/Llama-3-8B/tp4"
-
-PROFILE: dict[str, Any] = {
-    "gpu": "V100",
-    "model": "Llama-3-8B",
-    "tensor_parallel": 4,
-    "constants": {f"p{i}": 1e-3 * i for i in range(1, 9)},
-    "kv_capacity_tokens": 755654,
-}
-
-
-def instance(**changes: Any) -> dict[str, Any]:
-    return {"id": "a", "base_url": "http://127.0.0.1:8101"} | changes
-
-
-def write(path: Path, data: Any) -> Path:
-    """Text as it is, anything else as YAML."""
-    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data), encoding="utf-8")
-    return path
-
-
-def load(tmp_path: Path, data: Any, **overrides: Any) -> GatewayConfig:
-    return load_gateway_config(write(tmp_path / "gateway.yaml", data), overrides)
-
-
-def error_of(tmp_path: Path, data: Any, **overrides: Any) -> str:
-    """The error's text without file and line, after the checks that every error must pass."""
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, data, **overrides)
-    text = str(caught.value)
-    assert "\n" not in text
-    said = re.fullmatch(rf"{re.escape(str(tmp_path / 'gateway.yaml'))}:(\d+:)? (.*)", text)
-    assert said is not None, text
-    return said[2]
-
-
 # Reading a file
 
 
@@ -367,6 +322,17 @@ def test_workers_are_a_number_that_a_flag_may_change(tmp_path: Path) -> None:
         assert "server.workers" in error_of(tmp_path, {"server": {"workers": value}})
 
 
+def test_off_as_people_write_it_is_off(tmp_path: Path) -> None:
+    """YAML takes a plain ``off`` for false."""
+    path = tmp_path / "gateway.yaml"
+    path.write_text("server: {expose: {docs: off, openapi: 'off'}}\n")
+    expose = load_gateway_config(path).server.expose
+    assert (expose.docs, expose.openapi, expose.dashboard) == ("off", "off", "open")
+    path.write_text("server: {expose: {docs: true}}\n")
+    with pytest.raises(ConfigError, match=r"server\.expose\.docs: must be one of"):
+        load_gateway_config(path)
+
+
 # Environment and flags
 
 
@@ -431,101 +397,6 @@ def test_a_secret_that_cannot_stand_in_a_header_is_refused_and_not_shown(
     with pytest.raises(ConfigError, match="HETERO_TEST_KEY holds") as caught:
         secret("HETERO_TEST_KEY", "server.api_key_env")
     assert value.strip() not in str(caught.value)
-
-
-# Profiles
-
-
-def test_a_profile_file_is_found_beside_the_configuration(tmp_path: Path) -> None:
-    (tmp_path / "profiles").mkdir()
-    write(tmp_path / "profiles" / "mine.yaml", PROFILE)
-    config = load(tmp_path, {"instances": [instance(profile="profiles/mine.yaml")]})
-    profile = instance_profile(config.instances[0], tmp_path)
-    assert profile is not None
-    assert profile.name == "V100/Llama-3-8B/tp4"
-    assert profile.constants.p8 == 8e-3
-    assert profile.max_num_seqs == 256
-
-
-def test_a_ninth_constant_is_read_and_written_and_a_file_without_one_stays_so(
-    tmp_path: Path,
-) -> None:
-    for more in ({}, {"p9": 3e-9}):
-        path = write(tmp_path / "mine.yaml", PROFILE | {"constants": PROFILE["constants"] | more})
-        loaded = load_profile("mine.yaml", tmp_path)
-        assert loaded.constants.p9 == more.get("p9", 0.0)
-        document = profile_document(loaded, {"how": "measured"})
-        assert document["constants"] == PROFILE["constants"] | more
-        write_profile_file(path, document)
-        assert load_profile("mine.yaml", tmp_path) == loaded
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"constants": {f"p{i}": 1e-3 for i in range(1, 8)}}, "p8 missing"),
-        ({"constants": PROFILE["constants"] | {"p3": -1e-6}}, "constant p3 is -1e-06"),
-        ({"constants": PROFILE["constants"] | {"p3": float("nan")}}, "constants.p3: "),
-        ({"constants": PROFILE["constants"] | {"p3": float("inf")}}, "constants.p3: "),
-        ({"constants": PROFILE["constants"] | {"p3": "fast"}}, "constants.p3"),
-        ({"constants": PROFILE["constants"] | {"p10": 1.0}}, "unknown constant p10"),
-        ({"constants": PROFILE["constants"] | {"p9": -1.0}}, "constant p9 is -1"),
-        ({"constants": {f"p{i}": 0.0 for i in range(1, 9)}}, "p5 to p8 are all 0"),
-        ({"kv_capacity_tokens": 0}, "kv_capacity_tokens"),
-        ({"kv_capacity_tokens": "many"}, "kv_capacity_tokens"),
-        ({"tensor_parallel": 0}, "tensor_parallel"),
-        ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"max_num_seq": 8}, "max_num_seq: unknown key; did you mean max_num_seqs?"),
-        ({"source": {"how": "guessed"}}, "source.how"),
-    ],
-)
-def test_what_is_wrong_in_a_profile_file_is_named(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
-    write(tmp_path / "mine.yaml", PROFILE | changes)
-    text = error_of(tmp_path, {"instances": [instance(profile="mine.yaml")]})
-    where = re.escape(f"instances.0.profile: {tmp_path / 'mine.yaml'}:")
-    assert re.match(rf"{where}(\d+:)? ", text)
-    assert said in text
-
-
-def test_a_profile_file_without_a_key_is_told_which(tmp_path: Path) -> None:
-    for key in PROFILE:
-        write(tmp_path / "mine.yaml", {k: v for k, v in PROFILE.items() if k != key})
-        with pytest.raises(ConfigError, match=f"{key}: required, but missing"):
-            load_profile("mine.yaml", tmp_path)
-
-
-def test_a_profile_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    text = error_of(tmp_path, {"instances": [instance(profile="nowhere.yaml")]})
-    assert text.startswith("instances.0.profile: ")
-    assert "nowhere.yaml: cannot be read" in text
-
-
-def test_an_unknown_built_in_profile_gives_near_names(tmp_path: Path) -> None:
-    text = error_of(tmp_path, {"instances": [instance(profile="V100-32GB-NVLink/Llama-3-8B/tp4")]})
-    assert text.startswith("instances.0.profile: no profile is named")
-    assert TP4 in text
-
-
-def test_every_built_in_profile_can_be_loaded_by_its_name() -> None:
-    profiles = builtin_profiles()
-    assert len(profiles) >= 30
-    for name, profile in profiles.items():
-        assert load_profile(name) == profile
-        assert profile.name == name
-        # A request of everyday size takes it between 10 ms and 2 s of its own.
-        assert 0.01 < request_time_s(profile, 512, 256) < 2
-        assert profile.source["how"] in {"measured", "derived", "roofline"}
-        assert profile.source["note"]
-        assert 0 < profile.source["error"]["decode"] < 0.1
-
-
-def test_more_tensor_parallelism_is_faster_and_holds_more() -> None:
-    profiles = builtin_profiles()
-    one, four = (profiles[f"V100-32GB-NVLink2/Llama-3-8B/tp{t}"] for t in (1, 4))
-    assert request_time_s(four, 512, 256) < request_time_s(one, 512, 256) / 2
-    assert four.kv_capacity_tokens > 4 * one.kv_capacity_tokens
 
 
 # What belongs together
@@ -614,225 +485,6 @@ def test_every_configuration_that_ships_loads(path: Path) -> None:
     assert all(instance_profile(i, path.parent) for i in config.instances)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs" / "profiles").glob("*.yaml")), ids=lambda p: p.name
-)
-def test_every_profile_that_ships_loads(path: Path) -> None:
-    profile = load_profile(path.name, path.parent)
-    assert 0.01 < request_time_s(profile, 512, 256) < 2
-    assert profile.source["how"] in {"measured", "derived", "roofline"}
-
-
 def test_the_shipped_files_are_there() -> None:
     names = {str(p.relative_to(ROOT / "configs")) for p in (ROOT / "configs").rglob("*.yaml")}
     assert {"gateway.yaml", "emulated.yaml", "profiles/example.yaml"} <= names
-
-
-# The command
-
-
-def test_validate_says_what_it_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "-c", str(ROOT / "configs" / "gateway.yaml")]) == 0
-    out, err = capsys.readouterr()
-    assert "valid; policy finish-time, 2 instances" in out
-    assert TP4 in out
-    assert err == ""
-
-
-BAD = {
-    "not there": None,
-    "no mapping": "- 1\n",
-    "broken YAML": "server: {port: 1\n",
-    "unknown key": {"servr": {}},
-    "wrong type": {"server": {"port": "http"}},
-    "no worker": {"server": {"workers": 0}},
-    "id twice": {"instances": [instance(), instance()]},
-    "bad address": {"instances": [instance(base_url="x")]},
-    "unknown profile": {"instances": [instance(profile="T1000/GPT/tp3")]},
-    "line break in a key": {"a\nb": 1},
-    "line break in a file name": {"instances": [instance(profile="a\nb.yaml")]},
-    "zero byte in a file name": {"instances": [instance(profile="a\0b.yaml")]},
-    "date that is none": "a: 2026-13-45\n",
-    "unset variable": {"instances": [instance(base_url="http://${HETERO_TEST_NOT_SET}")]},
-}
-
-
-@pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
-def test_validate_prints_one_line_and_exits_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Any
-) -> None:
-    path = tmp_path / "bad.yaml"
-    if data is not None:
-        write(path, data)
-    assert main(["validate", "-c", str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(rf"hetero-gateway: {re.escape(str(path))}:?(\d+:)? .+\n", err)
-    assert len(err.splitlines()) == 1
-
-
-def test_the_command_itself_exits_2_without_a_traceback(tmp_path: Path) -> None:
-    path = write(tmp_path / "bad.yaml", {"scheduler": {"thetta": 1}})
-    done = subprocess.run(
-        [sys.executable, "-m", "hetero_gateway", "validate", "-c", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == (
-        f"hetero-gateway: {path}:2: scheduler.thetta: unknown key; did you mean theta?\n"
-    )
-
-
-# What is valid and hardly meant
-
-
-def warnings_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], *instances: dict[str, Any], **more: Any
-) -> list[str]:
-    """What ``validate`` warns of, without the file's name."""
-    named = [each | {"id": each.get("id", f"i{i}")} for i, each in enumerate(instances)]
-    path = write(tmp_path / "gateway.yaml", {"instances": named} | more)
-    assert main(["validate", "-c", str(path)]) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert all(line.startswith(f"hetero-gateway: {path}:") for line in lines)
-    assert main(["validate", "-c", str(path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["warnings"]
-    lines = [line.removeprefix(f"hetero-gateway: {path}:") for line in lines]
-    assert [line.partition("warning: ")[2] for line in lines] == told
-    return lines
-
-
-def test_a_file_without_instances_is_valid_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (line,) = warnings_of(tmp_path, capsys)
-    assert line == " warning: there are no instances: every request gets an error"
-    source = {"name": "pods", "kind": "file", "file": "instances.yaml"}
-    (tmp_path / "instances.yaml").write_text("instances: []")
-    assert warnings_of(tmp_path, capsys, discovery=[source]) == []
-
-
-@pytest.mark.parametrize(
-    ("url", "other"),
-    [
-        ("http://a:8000", "http://a:8000/"),
-        ("http://a:8000", "http://A:8000"),
-        ("http://a", "http://a:80"),
-        ("https://a.example.", "https://a.example:443"),
-        ("http://localhost:8000", "http://127.0.0.1:8000"),
-        ("http://a/vllm/", "http://a/vllm"),
-    ],
-)
-def test_one_address_twice_is_warned_of_in_any_spelling(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, other: str
-) -> None:
-    (line,) = warnings_of(tmp_path, capsys, {"base_url": url}, {"base_url": other})
-    number, said = line.split(": warning: ")
-    text = (tmp_path / "gateway.yaml").read_text("utf-8").splitlines()
-    assert other in text[int(number) - 1]
-    assert said == "instance i1: it has the address of i0: one server would be counted as two"
-
-
-def test_two_servers_are_not_taken_for_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    urls = ["http://a:8000", "http://b:8000", "http://a:8001", "https://a:8000", "http://a:8000/x"]
-    assert warnings_of(tmp_path, capsys, *({"base_url": url} for url in urls)) == []
-
-
-def test_a_profile_of_another_model_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = warnings_of(
-        tmp_path,
-        capsys,
-        instance(id="a", profile=TP4, model=["qwen-14b", "qwen-14b-lora"]),
-        instance(id="b", profile=TP4, base_url="http://b", model="Meta-Llama-3-8B-Instruct"),
-        instance(id="c", profile=TP4, base_url="http://c", model="chat"),
-        instance(id="d", profile=TP4, base_url="http://d"),
-    )
-    assert [line.partition("warning: ")[2] for line in lines] == [
-        "instance a: its profile is of Llama-3-8B, and it serves qwen-14b, qwen-14b-lora"
-    ]
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name
-)
-def test_no_configuration_that_ships_is_warned_of(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["validate", "-c", str(path)]) == 0
-    assert capsys.readouterr().err == ""
-
-
-NEEDY = """
-server: {certificate_file: no.crt, key_file: no.key, client_ca_file: no.pem}
-traces: {endpoint: "http://127.0.0.1:4318/v1/traces"}
-scheduler: {tokens: {tokenizer_file: no.json}, shared: "redis://127.0.0.1"}
-discovery:
-  - {name: pool, kind: dns, host: vllm.local, profile: no/such/profile, api_key_env: NOT_SET_HERE}
-instances:
-  - {id: a, base_url: "https://127.0.0.1:9", ca_file: no.ca}
-models: {m: {fallbacks: [{model: n, base_url: "https://127.0.0.1:9", ca_file: no.other}]}}
-"""
-
-
-def test_validate_reports_every_file_and_package_that_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = importlib.util.find_spec
-
-    def find_spec(name: str, package: str | None = None) -> Any:
-        extras = {"opentelemetry", "tokenizers", "redis", "dns"}
-        return None if name.split(".")[0] in extras else found(name, package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    path = tmp_path / "gateway.yaml"
-    path.write_text(NEEDY)
-    assert main(["validate", "-c", str(path)]) == 2
-    text = capsys.readouterr().err
-    for line, rest in [
-        (2, "server.certificate_file: no.crt: cannot be read: No such file"),
-        (2, "server.key_file: no.key: cannot be read"),
-        (2, "server.client_ca_file: no.pem: cannot be read"),
-        (3, "traces.endpoint: needs the extra: pip install 'hetero-gateway[otel]'"),
-        (4, "scheduler.tokens.tokenizer_file: needs the extra: pip install"),
-        (4, "scheduler.tokens.tokenizer_file: no.json: cannot be read"),
-        (4, "scheduler.shared: needs the extra: pip install 'hetero-gateway[redis]'"),
-        (6, "discovery.0.kind: needs the extra: pip install 'hetero-gateway[dns]'"),
-        (6, "discovery.0.profile: no profile is named 'no/such/profile'"),
-        (6, "discovery.0.api_key_env: the environment variable NOT_SET_HERE is not set"),
-        (8, "instances.0.ca_file: no.ca: cannot be read"),
-        (9, "models.m.fallbacks.0.ca_file: no.other: cannot be read"),
-    ]:
-        assert f"hetero-gateway: {path}:{line}: {rest}" in text
-    assert text.count("\n") == 12
-
-
-def test_packages_and_files_that_are_there_are_no_problem(tmp_path: Path) -> None:
-    (tmp_path / "ca.pem").touch()
-    path = tmp_path / "gateway.yaml"
-    path.write_text(
-        """
-traces: {endpoint: "http://127.0.0.1:4318/v1/traces"}
-discovery: [{name: pool, kind: dns, host: vllm.local}]
-instances: [{id: a, base_url: "https://127.0.0.1:9", ca_file: ca.pem}]
-"""
-    )
-    assert load_gateway_config(path).traces.endpoint is not None
-
-
-def test_off_as_people_write_it_is_off(tmp_path: Path) -> None:
-    """YAML takes a plain ``off`` for false."""
-    path = tmp_path / "gateway.yaml"
-    path.write_text("server: {expose: {docs: off, openapi: 'off'}}\n")
-    expose = load_gateway_config(path).server.expose
-    assert (expose.docs, expose.openapi, expose.dashboard) == ("off", "off", "open")
-    path.write_text("server: {expose: {docs: true}}\n")
-    with pytest.raises(ConfigError, match=r"server\.expose\.docs: must be one of"):
-        load_gateway_config(path)

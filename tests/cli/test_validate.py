@@ -1,0 +1,215 @@
+"""``validate``: one line for what is wrong, a warning for what is hardly meant."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_gateway.cli import main
+from hetero_gateway.files.gateway_config import load_gateway_config
+from tests.fakes.gateway_files import TP4, instance, write
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_validate_says_what_it_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "-c", str(ROOT / "configs" / "gateway.yaml")]) == 0
+    out, err = capsys.readouterr()
+    assert "valid; policy finish-time, 2 instances" in out
+    assert TP4 in out
+    assert err == ""
+
+
+BAD = {
+    "not there": None,
+    "no mapping": "- 1\n",
+    "broken YAML": "server: {port: 1\n",
+    "unknown key": {"servr": {}},
+    "wrong type": {"server": {"port": "http"}},
+    "no worker": {"server": {"workers": 0}},
+    "id twice": {"instances": [instance(), instance()]},
+    "bad address": {"instances": [instance(base_url="x")]},
+    "unknown profile": {"instances": [instance(profile="T1000/GPT/tp3")]},
+    "line break in a key": {"a\nb": 1},
+    "line break in a file name": {"instances": [instance(profile="a\nb.yaml")]},
+    "zero byte in a file name": {"instances": [instance(profile="a\0b.yaml")]},
+    "date that is none": "a: 2026-13-45\n",
+    "unset variable": {"instances": [instance(base_url="http://${HETERO_TEST_NOT_SET}")]},
+}
+
+
+@pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
+def test_validate_prints_one_line_and_exits_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Any
+) -> None:
+    path = tmp_path / "bad.yaml"
+    if data is not None:
+        write(path, data)
+    assert main(["validate", "-c", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"hetero-gateway: {re.escape(str(path))}:?(\d+:)? .+\n", err)
+    assert len(err.splitlines()) == 1
+
+
+def test_the_command_itself_exits_2_without_a_traceback(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.yaml", {"scheduler": {"thetta": 1}})
+    done = subprocess.run(
+        [sys.executable, "-m", "hetero_gateway", "validate", "-c", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        f"hetero-gateway: {path}:2: scheduler.thetta: unknown key; did you mean theta?\n"
+    )
+
+
+# What is valid and hardly meant
+
+
+def warnings_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *instances: dict[str, Any], **more: Any
+) -> list[str]:
+    """What ``validate`` warns of, without the file's name."""
+    named = [each | {"id": each.get("id", f"i{i}")} for i, each in enumerate(instances)]
+    path = write(tmp_path / "gateway.yaml", {"instances": named} | more)
+    assert main(["validate", "-c", str(path)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith(f"hetero-gateway: {path}:") for line in lines)
+    assert main(["validate", "-c", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["warnings"]
+    lines = [line.removeprefix(f"hetero-gateway: {path}:") for line in lines]
+    assert [line.partition("warning: ")[2] for line in lines] == told
+    return lines
+
+
+def test_a_file_without_instances_is_valid_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = warnings_of(tmp_path, capsys)
+    assert line == " warning: there are no instances: every request gets an error"
+    source = {"name": "pods", "kind": "file", "file": "instances.yaml"}
+    (tmp_path / "instances.yaml").write_text("instances: []")
+    assert warnings_of(tmp_path, capsys, discovery=[source]) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "other"),
+    [
+        ("http://a:8000", "http://a:8000/"),
+        ("http://a:8000", "http://A:8000"),
+        ("http://a", "http://a:80"),
+        ("https://a.example.", "https://a.example:443"),
+        ("http://localhost:8000", "http://127.0.0.1:8000"),
+        ("http://a/vllm/", "http://a/vllm"),
+    ],
+)
+def test_one_address_twice_is_warned_of_in_any_spelling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, other: str
+) -> None:
+    (line,) = warnings_of(tmp_path, capsys, {"base_url": url}, {"base_url": other})
+    number, said = line.split(": warning: ")
+    text = (tmp_path / "gateway.yaml").read_text("utf-8").splitlines()
+    assert other in text[int(number) - 1]
+    assert said == "instance i1: it has the address of i0: one server would be counted as two"
+
+
+def test_two_servers_are_not_taken_for_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = ["http://a:8000", "http://b:8000", "http://a:8001", "https://a:8000", "http://a:8000/x"]
+    assert warnings_of(tmp_path, capsys, *({"base_url": url} for url in urls)) == []
+
+
+def test_a_profile_of_another_model_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = warnings_of(
+        tmp_path,
+        capsys,
+        instance(id="a", profile=TP4, model=["qwen-14b", "qwen-14b-lora"]),
+        instance(id="b", profile=TP4, base_url="http://b", model="Meta-Llama-3-8B-Instruct"),
+        instance(id="c", profile=TP4, base_url="http://c", model="chat"),
+        instance(id="d", profile=TP4, base_url="http://d"),
+    )
+    assert [line.partition("warning: ")[2] for line in lines] == [
+        "instance a: its profile is of Llama-3-8B, and it serves qwen-14b, qwen-14b-lora"
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_no_configuration_that_ships_is_warned_of(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", "-c", str(path)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+NEEDY = """
+server: {certificate_file: no.crt, key_file: no.key, client_ca_file: no.pem}
+traces: {endpoint: "http://127.0.0.1:4318/v1/traces"}
+scheduler: {tokens: {tokenizer_file: no.json}, shared: "redis://127.0.0.1"}
+discovery:
+  - {name: pool, kind: dns, host: vllm.local, profile: no/such/profile, api_key_env: NOT_SET_HERE}
+instances:
+  - {id: a, base_url: "https://127.0.0.1:9", ca_file: no.ca}
+models: {m: {fallbacks: [{model: n, base_url: "https://127.0.0.1:9", ca_file: no.other}]}}
+"""
+
+
+def test_validate_reports_every_file_and_package_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        extras = {"opentelemetry", "tokenizers", "redis", "dns"}
+        return None if name.split(".")[0] in extras else found(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    path = tmp_path / "gateway.yaml"
+    path.write_text(NEEDY)
+    assert main(["validate", "-c", str(path)]) == 2
+    text = capsys.readouterr().err
+    for line, rest in [
+        (2, "server.certificate_file: no.crt: cannot be read: No such file"),
+        (2, "server.key_file: no.key: cannot be read"),
+        (2, "server.client_ca_file: no.pem: cannot be read"),
+        (3, "traces.endpoint: needs the extra: pip install 'hetero-gateway[otel]'"),
+        (4, "scheduler.tokens.tokenizer_file: needs the extra: pip install"),
+        (4, "scheduler.tokens.tokenizer_file: no.json: cannot be read"),
+        (4, "scheduler.shared: needs the extra: pip install 'hetero-gateway[redis]'"),
+        (6, "discovery.0.kind: needs the extra: pip install 'hetero-gateway[dns]'"),
+        (6, "discovery.0.profile: no profile is named 'no/such/profile'"),
+        (6, "discovery.0.api_key_env: the environment variable NOT_SET_HERE is not set"),
+        (8, "instances.0.ca_file: no.ca: cannot be read"),
+        (9, "models.m.fallbacks.0.ca_file: no.other: cannot be read"),
+    ]:
+        assert f"hetero-gateway: {path}:{line}: {rest}" in text
+    assert text.count("\n") == 12
+
+
+def test_packages_and_files_that_are_there_are_no_problem(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").touch()
+    path = tmp_path / "gateway.yaml"
+    path.write_text(
+        """
+traces: {endpoint: "http://127.0.0.1:4318/v1/traces"}
+discovery: [{name: pool, kind: dns, host: vllm.local}]
+instances: [{id: a, base_url: "https://127.0.0.1:9", ca_file: ca.pem}]
+"""
+    )
+    assert load_gateway_config(path).traces.endpoint is not None
