@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.files.plan_config import load_request
+from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
 from hetero_gateway.planner.layouts import describe

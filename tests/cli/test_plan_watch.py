@@ -12,7 +12,7 @@ from hetero_gateway.cli import main
 from hetero_gateway.cli.plan_again import Again
 from hetero_gateway.cli.plan_watch import Watch
 from hetero_gateway.errors import HeteroGatewayError
-from hetero_gateway.files.plan_config import load_request
+from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import TraceRequest
 from hetero_gateway.planner.following import Change, Seat, changes

@@ -16,7 +16,7 @@ from hetero_gateway.deployment.instances import deployed_instances, on_one_host
 from hetero_gateway.deployment.script import instance_program
 from hetero_gateway.emulator.settings import BLOCK_TOKENS
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.plan_config import load_request
+from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.layouts import machine_names
 from hetero_gateway.planner.models import MODEL_CARDS

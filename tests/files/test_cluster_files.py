@@ -6,7 +6,7 @@ import pytest
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.files.cluster_config import load_cluster
-from hetero_gateway.files.plan_config import load_request
+from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.sim.experiment import Experiment, mix_moments, run_once
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 

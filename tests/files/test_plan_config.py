@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.cluster_config import ClusterConfig, LengthConfig
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.files.plan_config import PlanConfig, PlanRequest, load_request
+from hetero_gateway.files.plan_config import PlanConfig
+from hetero_gateway.files.plan_request import PlanRequest, load_request
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.sim.alone import Mix
 from hetero_gateway.sim.ordered_trace import OrderedTrace

@@ -11,7 +11,7 @@ import pytest
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.plan_config import PlanRequest, load_request
+from hetero_gateway.files.plan_request import PlanRequest, load_request
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.bound import lower_bound
 from hetero_gateway.planner.buying import cheaper_sets, is_part_of

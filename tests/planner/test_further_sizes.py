@@ -9,7 +9,7 @@ import pytest
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.plan_config import load_request
+from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.planner.accelerators import GIB, accelerator
 from hetero_gateway.planner.allocation import best_sums
 from hetero_gateway.planner.expert_parallel import expert_parallel_times

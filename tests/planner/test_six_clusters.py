@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.plan_config import load_request
+from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.planner.search import search
 
 CLUSTERS = {

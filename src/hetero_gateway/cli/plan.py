@@ -14,7 +14,7 @@ from hetero_gateway.cli.arguments import positive_float, share
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hetero_gateway.files.plan_config import PlanRequest
+    from hetero_gateway.files.plan_request import PlanRequest
     from hetero_gateway.planner.plan import Plan
 
 _EXAMPLE = """\
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _requests(args: argparse.Namespace) -> list[PlanRequest]:
     """The file with the flags over it, for each of its checkpoints."""
-    from hetero_gateway.files.plan_config import load_requests
+    from hetero_gateway.files.plan_request import load_requests
 
     return load_requests(
         args.config, _overrides(args), requests=args.requests, profiles=args.profile

@@ -18,7 +18,7 @@ from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
     from hetero_gateway.core.costs.profile import Profile
-    from hetero_gateway.files.plan_config import PlanRequest
+    from hetero_gateway.files.plan_request import PlanRequest
     from hetero_gateway.files.trace import TraceRequest
     from hetero_gateway.planner.present import Present
     from hetero_gateway.profiler.seen import Seen
@@ -120,7 +120,7 @@ class _Asked:
     def request(self, profiles: Sequence[Profile], *, lengths: bool = True) -> PlanRequest:
         """What the planner is asked; ``profiles`` come first. Without ``lengths``, by the file's
         distributions: enough to know model and machines."""
-        from hetero_gateway.files.plan_config import plan_request
+        from hetero_gateway.files.plan_request import plan_request
 
         return plan_request(
             self._config,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_gateway.errors import HeteroGatewayError
 
 if TYPE_CHECKING:
-    from hetero_gateway.files.plan_config import PlanRequest
+    from hetero_gateway.files.plan_request import PlanRequest
     from hetero_gateway.planner.plan import Plan
 
 

@@ -15,7 +15,7 @@ from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
     from hetero_gateway.deployment.instances import DeploymentOptions
-    from hetero_gateway.files.plan_config import PlanRequest
+    from hetero_gateway.files.plan_request import PlanRequest
     from hetero_gateway.planner.plan import Plan
 
 

@@ -99,7 +99,7 @@ def _validate_cluster(args: argparse.Namespace) -> int:
 
 
 def _validate_plan(args: argparse.Namespace) -> int:
-    from hetero_gateway.files.plan_config import load_request
+    from hetero_gateway.files.plan_request import load_request
 
     request = load_request(args.config)
     question = request.question

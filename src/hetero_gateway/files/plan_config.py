@@ -1,7 +1,8 @@
-"""The file of ``plan``: its schema, its loader, and the conversion to what the planner is asked.
+"""The file of ``plan``: its schema and its reader.
 
 As strict as the gateway's file, with the same reader and the same one-line errors. Flags win over
-the file. docs/reference/plan-file.md lists every field, and a test compares the two.
+the file. docs/reference/plan-file.md lists every field, and a test compares the two. What the
+planner is asked with it is ``plan_request``'s.
 """
 
 from __future__ import annotations
@@ -9,36 +10,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.cluster_config import LengthConfig
-from hetero_gateway.files.model_file import ModelConfig, model_directory, read_model
-from hetero_gateway.files.profile_file import builtin_profiles, load_profile
+from hetero_gateway.files.model_file import ModelConfig
 from hetero_gateway.files.scheduler_config import PolicyName
-from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
-from hetero_gateway.planner.accelerators import Accelerator, accelerator, taken_for
-from hetero_gateway.planner.further_sizes import MeanRequest
-from hetero_gateway.planner.goals import DEFAULT_SHARE, GoalName, Goals
-from hetero_gateway.planner.instance_types import Types, instance_types
-from hetero_gateway.planner.memory import EngineOptions, Method
-from hetero_gateway.planner.model_shape import ModelShape
+from hetero_gateway.planner.accelerators import Accelerator
+from hetero_gateway.planner.goals import DEFAULT_SHARE, GoalName
+from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.pipelines import Network
-from hetero_gateway.planner.plan import Machine, Unfit
-from hetero_gateway.planner.question import Question
-from hetero_gateway.sim.alone import Engines, Mix
 from hetero_gateway.sim.engine import Scheduling
-from hetero_gateway.sim.ordered_trace import OrderedTrace
-from hetero_gateway.sim.prefixes import KnownText, Run
-from hetero_gateway.sim.workload import Integers, Lengths, LogNormal, LogNormalLengths, TraceLengths
 
 # Far more than one plan is for; a typing error in ``copies`` ends here.
 MAX_MACHINES = 10_000
@@ -46,14 +34,6 @@ MAX_MACHINES = 10_000
 MAX_OFFERED = 256
 # Accelerators of one machine: a rack that is one NVLink domain has 72.
 MAX_ACCELERATORS = 72
-
-# The default workload.
-_CHAT_PROMPT = LogNormal(CHAT_MIX.input_median, CHAT_MIX.input_sigma, CHAT_MIX.input_max)
-_CHAT_OUTPUT = LogNormal(CHAT_MIX.output_median, CHAT_MIX.output_sigma, CHAT_MIX.output_max)
-# Where the file has no max_model_len, the longest request is rounded up to a multiple of this.
-_CONTEXT_STEP = 1024
-# That of the default workload.
-DEFAULT_CONTEXT = CHAT_MIX.input_max + CHAT_MIX.output_max
 
 
 class AcceleratorConfig(StrictModel):
@@ -314,89 +294,6 @@ class PlanConfig(StrictModel):
             raise ConfigError(f"{source}: accelerators: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """A checked file with its flags: what the planner is asked, and what a deployment needs.
-
-    Args:
-        model_name: what vLLM is started with as model, as the file names it.
-        options: what vLLM is started with; ``max_model_len`` is set.
-        trace: the trace's path, if there is one.
-        model_directory: where the config.json is, if the file names one.
-        stored_in_config: how the weights are stored is what the checkpoint's own files say.
-        addresses: of machines by id, where the file has them.
-        accelerators: the file's own, by name.
-        served_name: what clients ask for; None: the model's name.
-    """
-
-    source: str
-    model: ModelShape
-    model_name: str
-    options: EngineOptions
-    memory: Method
-    question: Question
-    trace: Path | None
-    model_directory: Path | None = None
-    stored_in_config: bool = False
-    addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    accelerators: Mapping[str, Accelerator] = dataclasses.field(default_factory=dict)
-    served_name: str | None = None
-
-    @property
-    def max_model_len(self) -> int:
-        assert self.options.max_model_len is not None
-        return self.options.max_model_len
-
-
-def load_request(
-    path: Path,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    requests: Path | None = None,
-    profiles: Sequence[str] = (),
-) -> PlanRequest:
-    """``load_requests``, of the file's ``model`` alone."""
-    return load_requests(path, overrides, requests=requests, profiles=profiles)[0]
-
-
-def load_requests(
-    path: Path,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    requests: Path | None = None,
-    profiles: Sequence[str] = (),
-) -> list[PlanRequest]:
-    """Read and check a plan's file, with all that it names: its model, then its checkpoints.
-
-    Args:
-        overrides: from the command line, by dotted key; None values are ignored.
-        requests: a trace, in place of the file's.
-        profiles: names or files of measured profiles, which come before the file's.
-
-    Raises:
-        ConfigError: one line with the file and the key.
-    """
-    config = load_plan_config(path, overrides)
-    base_dir = path.parent
-    trace = requests
-    if trace is None and config.workload.requests is not None:
-        trace = base_dir / config.workload.requests
-    measured = [
-        *_profiles(profiles, "--profile", Path()),
-        *_profiles(config.profiles, f"{path}: profiles", base_dir),
-    ]
-    rows = None if trace is None else read_trace(trace)
-    found = [
-        plan_request(
-            config.model_copy(update={"model": model}), str(path), base_dir,
-            rows=rows, trace=trace, measured=measured,
-        )
-        for model in (config.model, *config.checkpoints)
-    ]  # fmt: skip
-    name = found[0].model_name
-    return [found[0], *(dataclasses.replace(each, served_name=name) for each in found[1:])]
-
-
 def load_plan_config(path: Path, overrides: Mapping[str, Any] | None = None) -> PlanConfig:
     """The file's keys with those of the command line over them. Raises ConfigError."""
     data = read_yaml(path)
@@ -410,258 +307,6 @@ def load_plan_config(path: Path, overrides: Mapping[str, Any] | None = None) -> 
         if isinstance(place, dict):  # else the schema says what is wrong with it
             place[last] = value
     return parse_model(PlanConfig, data, str(path))
-
-
-def plan_request(
-    config: PlanConfig,
-    source: str,
-    base_dir: Path,
-    *,
-    rows: Sequence[TraceRequest] | None = None,
-    trace: Path | None = None,
-    measured: Sequence[Profile] = (),
-) -> PlanRequest:
-    """What the planner is asked, from a checked file.
-
-    Args:
-        source: the file, for messages.
-        base_dir: what the model's path is relative to.
-        rows: of the trace, which ``trace`` names; None: the file's length distributions.
-        measured: profiles that come before the built-in ones.
-
-    Raises:
-        ConfigError: one line with the file and the key.
-    """
-    model, model_name = read_model(config.model, source, base_dir)
-    own = config.own_accelerators(source)
-    machines = _machines(config, source, own)
-    notes = [
-        f"{model.name}: {doubt.what} is not modelled: its KV memory is uncertain by "
-        f"{doubt.kv_error:.0%} more"
-        for doubt in model.unmodelled
-    ]
-    names = [m.accelerator for m in config.machines] + [o.accelerator for o in config.offers]
-    asked = dict.fromkeys(name for name in names if name not in own)
-    notes += [said for name in asked if (said := taken_for(name)) is not None]
-    lengths, longest = (
-        _mix_lengths(config, source, notes)
-        if rows is None
-        else _trace_lengths(rows, trace, config.max_model_len)
-    )
-    context = _context(config, model, longest, source)
-    if config.max_model_len is None:
-        notes.append(f"max_model_len {context} is taken from the longest request ({longest})")
-    options = engine_options(config.engine, context, source)
-    if rows is not None and all(row.text is not None for row in rows):
-        if (why := _without_caches(config, model, options)) is None:
-            lengths = _ordered_trace(rows)
-        else:
-            notes.append(
-                "the trace says which prompts begin alike, and the plan computes each in full: "
-                f"{why} (simulate shows what prefix caches would save)"
-            )
-    mean = _mean_request(lengths, config.seed)
-    types, unfit = instance_types(
-        model,
-        machines,
-        [*measured, *builtin_profiles().values()],
-        options,
-        needed_tokens=longest,
-        typical_tokens=None if model.keeps_all else mean.prompt + mean.output,
-        method=config.memory,
-        own=own,
-        mean=mean,
-        network=None if config.network is None else config.network.to_core(),
-    )
-    question = _question(config, machines, types, unfit, lengths, notes, options)
-    return PlanRequest(
-        source, model, model_name, options, config.memory, question, trace,
-        model_directory(config.model, base_dir),
-        isinstance(config.model, ModelConfig) and config.model.config is not None
-        and config.model.quantization is None,
-        {m.id: m.address for m in config.machines if m.address is not None},
-        own,
-    )  # fmt: skip
-
-
-def _mean_request(lengths: Lengths, seed: int) -> MeanRequest:
-    mix = Mix.of(lengths, seed)
-    return MeanRequest(mix.mean_prompt, mix.mean_output, mix.held_tokens)
-
-
-def _question(
-    config: PlanConfig,
-    machines: tuple[Machine, ...],
-    types: Types,
-    unfit: Sequence[Unfit],
-    lengths: Lengths,
-    notes: Sequence[str],
-    options: EngineOptions,
-) -> Question:
-    assert options.max_num_batched_tokens is not None
-    return Question(
-        machines=machines,
-        types=types,
-        lengths=lengths,
-        goals=_goals(config),
-        policy=config.policy,
-        estimator=config.estimator,
-        engines=Engines(config.engine.scheduling, options.max_num_batched_tokens),
-        unfit=tuple(unfit),
-        seed=config.seed,
-        notes=tuple(notes),
-    )
-
-
-def _goals(config: PlanConfig) -> Goals:
-    wanted, slo = config.goals, config.slo
-    return Goals(
-        config.goal,
-        config.workload.rate_per_s,
-        wanted.ttft_p99_s,
-        wanted.tpot_p99_s,
-        None if slo is None else slo.to_core(),
-        DEFAULT_SHARE if slo is None else slo.share,
-    )
-
-
-def _check_goals(config: PlanConfig, source: str) -> None:
-    goals = _goals(config)
-    if goals.name == "goodput" and not goals.has_limits:
-        raise ConfigError(
-            f"{source}: slo: the goal goodput needs limits: ttft_s (--slo-ttft), tpot_s "
-            "(--slo-tpot), or both"
-        )
-    if config.offers and (goals.name not in ("cost", "fewest") or goals.rate_per_s is None):
-        raise ConfigError(
-            f"{source}: offers: machines are bought for a rate (--rate, workload.rate_per_s), and "
-            "the goal is cost or fewest"
-        )
-    if goals.rate_per_s is None and not goals.at_goodput:
-        if goals.name == "fewest" or goals.has_limits:
-            raise ConfigError(
-                f"{source}: workload.rate_per_s: the goal {goals.name}"
-                f"{f' within {goals.limits}' if goals.has_limits else ''} needs a rate to hold "
-                "(--rate); the highest rate that keeps limits is the goal goodput"
-            )
-
-
-def _machines(
-    config: PlanConfig, source: str, own: Mapping[str, Accelerator]
-) -> tuple[Machine, ...]:
-    prices: dict[str, float] = {}
-    for name, of_it in config.prices.items():
-        try:
-            prices[accelerator(name, own).name] = of_it
-        except ConfigError as error:
-            raise ConfigError(f"{source}: prices: {error}") from error
-    result: list[Machine] = []
-    seen: set[str] = set()
-    key = "offers" if config.offers else "machines"
-    offered = [offer.to_machines() for offer in config.offers]
-    entries: list[MachineConfig] = [*config.machines, *offered]
-    for i, entry in enumerate(entries):
-        try:
-            name = accelerator(entry.accelerator, own).name
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {key}.{i}.accelerator: {error}") from error
-        price = prices.get(name) if entry.price_per_hour_usd is None else entry.price_per_hour_usd
-        for k in range(entry.copies):
-            machine_id = entry.id if entry.copies == 1 else f"{entry.id}-{k}"
-            if machine_id in seen:
-                raise ConfigError(f"{source}: {key}.{i}.id: {machine_id!r} is used twice")
-            seen.add(machine_id)
-            result.append(Machine(machine_id, name, entry.count, price))
-    if config.goal == "cost":
-        lacking = sorted({m.accelerator for m in result if m.price_per_hour_usd is None})
-        if lacking:
-            raise ConfigError(
-                f"{source}: prices: the goal cost needs USD per accelerator-hour of "
-                f"{', '.join(lacking)}"
-            )
-    _check_goals(config, source)
-    return tuple(result)
-
-
-def _trace_lengths(
-    rows: Sequence[TraceRequest], trace: Path | None, context: int | None
-) -> tuple[Lengths, int]:
-    """The trace's lengths, and the tokens of its longest request."""
-    prompt: Integers = np.array([row.input_tokens for row in rows], np.int64)
-    output: Integers = np.array([row.output_tokens for row in rows], np.int64)
-    total = prompt + output
-    longest = int(np.argmax(total))
-    if context is not None and total[longest] > context:
-        raise ConfigError(
-            f"{trace}: request {longest + 1} needs {total[longest]} tokens ({prompt[longest]} "
-            f"prompt, {output[longest]} output), more than max_model_len {context}; "
-            f"{int((total > context).sum())} of {total.size} requests are too long"
-        )
-    return TraceLengths(prompt, output), int(total[longest])
-
-
-def _without_caches(config: PlanConfig, model: ModelShape, options: EngineOptions) -> str | None:
-    """Why hits in prefix caches do not count; None: they do."""
-    if not config.workload.prefix_cache:
-        return "prefix_cache is off"
-    if config.engine.scheduling == "prefill-first" or not options.caches_prefixes:
-        return "vLLM before 0.8 has no prefix cache unless it is told to"
-    if model.state_bytes:
-        return f"how much of {model.name}'s state is cached is not modelled"
-    return None
-
-
-def _ordered_trace(rows: Sequence[TraceRequest]) -> OrderedTrace:
-    texts = [row.text for row in rows if row.text is not None]
-    return OrderedTrace(
-        np.array([row.arrival_s or 0.0 for row in rows], float),
-        np.array([row.input_tokens for row in rows], np.int64),
-        np.array([row.output_tokens for row in rows], np.int64),
-        np.array([text.session for text in texts], np.int64),
-        tuple(KnownText(tuple(Run(*run) for run in text.runs)) for text in texts),
-        texts[0].block_tokens,
-    )
-
-
-def _mix_lengths(config: PlanConfig, source: str, notes: list[str]) -> tuple[Lengths, int]:
-    """The file's distributions, or ours cut to the context; and the longest request of them."""
-    context, asked = config.max_model_len, config.workload
-    prompt = asked.prompt.to_core() if asked.prompt else _CHAT_PROMPT
-    output = asked.output.to_core() if asked.output else _CHAT_OUTPUT
-    if context is not None and prompt.maximum + output.maximum > context:
-        # What is ours may be cut: the output to a quarter, the prompt to what is left.
-        if not asked.output:
-            room = context - prompt.maximum if asked.prompt else context // 4
-            output = dataclasses.replace(output, maximum=min(output.maximum, max(1, room)))
-        if not asked.prompt:
-            prompt = dataclasses.replace(prompt, maximum=max(1, context - output.maximum))
-        notes.append(f"the chat mix is cut to what fits max_model_len {context}")
-    longest = prompt.maximum + output.maximum
-    if context is not None and longest > context:
-        raise ConfigError(
-            f"{source}: workload: the longest request has {prompt.maximum} prompt and "
-            f"{output.maximum} output tokens, more than max_model_len {context}"
-        )
-    return LogNormalLengths(prompt, output), longest
-
-
-def _context(config: PlanConfig, model: ModelShape, longest: int, source: str) -> int:
-    """max_model_len, at most what the model is made for."""
-    most = model.max_position
-    if config.max_model_len is not None:
-        if most and config.max_model_len > most:
-            raise ConfigError(
-                f"{source}: max_model_len: {config.max_model_len} is more than the {most} that "
-                f"{model.name} is made for"
-            )
-        return config.max_model_len
-    if most and longest > most:
-        raise ConfigError(
-            f"{source}: workload: the longest request needs {longest} tokens, {model.name} is "
-            f"made for {most}"
-        )
-    rounded = -(-longest // _CONTEXT_STEP) * _CONTEXT_STEP
-    return min(rounded, most) if most else rounded
 
 
 def engine_options(engine: EngineConfig, context: int | None, source: str) -> EngineOptions:
@@ -683,13 +328,3 @@ def engine_options(engine: EngineConfig, context: int | None, source: str) -> En
         return dataclasses.replace(told, max_num_batched_tokens=told.step_tokens)
     except ConfigError as error:
         raise ConfigError(f"{source}: engine: {error}") from error
-
-
-def _profiles(names: Sequence[str], where: str, base_dir: Path) -> list[Profile]:
-    found = []
-    for name in names:
-        try:
-            found.append(load_profile(name, base_dir))
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-    return found

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from hetero_gateway.files.plan_config import PlanRequest
+from hetero_gateway.files.plan_request import PlanRequest
 from hetero_gateway.planner.goals import Goals, usd_per_hour
 from hetero_gateway.planner.plan import (
     Candidate,

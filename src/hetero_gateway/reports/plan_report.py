@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.files.plan_config import PlanRequest
+from hetero_gateway.files.plan_request import PlanRequest
 from hetero_gateway.planner.plan import Plan
 from hetero_gateway.reports.page import colour, fill, json_block, table, text
 from hetero_gateway.reports.plan_table import (

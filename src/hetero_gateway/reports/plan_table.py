@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from hetero_gateway.files.plan_config import PlanRequest
+from hetero_gateway.files.plan_request import PlanRequest
 from hetero_gateway.planner import reasons
 from hetero_gateway.planner.goals import usd_per_hour
 from hetero_gateway.planner.layouts import describe, together

@@ -1,0 +1,302 @@
+"""What the planner is asked: a checked file with its flags, and all that it names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.model_file import ModelConfig, model_directory, read_model
+from hetero_gateway.files.plan_config import (
+    MachineConfig,
+    PlanConfig,
+    engine_options,
+    load_plan_config,
+)
+from hetero_gateway.files.plan_lengths import (
+    context_tokens,
+    mean_request,
+    mix_lengths,
+    ordered_trace,
+    trace_lengths,
+    without_caches,
+)
+from hetero_gateway.files.profile_file import builtin_profiles, load_profile
+from hetero_gateway.files.trace import TraceRequest, read_trace
+from hetero_gateway.planner.accelerators import Accelerator, accelerator, taken_for
+from hetero_gateway.planner.goals import DEFAULT_SHARE, Goals
+from hetero_gateway.planner.instance_types import Types, instance_types
+from hetero_gateway.planner.memory import EngineOptions, Method
+from hetero_gateway.planner.model_shape import ModelShape
+from hetero_gateway.planner.plan import Machine, Unfit
+from hetero_gateway.planner.question import Question
+from hetero_gateway.sim.alone import Engines
+from hetero_gateway.sim.workload import Lengths
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """A checked file with its flags: what the planner is asked, and what a deployment needs.
+
+    Args:
+        model_name: what vLLM is started with as model, as the file names it.
+        options: what vLLM is started with; ``max_model_len`` is set.
+        trace: the trace's path, if there is one.
+        model_directory: where the config.json is, if the file names one.
+        stored_in_config: how the weights are stored is what the checkpoint's own files say.
+        addresses: of machines by id, where the file has them.
+        accelerators: the file's own, by name.
+        served_name: what clients ask for; None: the model's name.
+    """
+
+    source: str
+    model: ModelShape
+    model_name: str
+    options: EngineOptions
+    memory: Method
+    question: Question
+    trace: Path | None
+    model_directory: Path | None = None
+    stored_in_config: bool = False
+    addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    accelerators: Mapping[str, Accelerator] = dataclasses.field(default_factory=dict)
+    served_name: str | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        assert self.options.max_model_len is not None
+        return self.options.max_model_len
+
+
+def load_request(
+    path: Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    requests: Path | None = None,
+    profiles: Sequence[str] = (),
+) -> PlanRequest:
+    """``load_requests``, of the file's ``model`` alone."""
+    return load_requests(path, overrides, requests=requests, profiles=profiles)[0]
+
+
+def load_requests(
+    path: Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    requests: Path | None = None,
+    profiles: Sequence[str] = (),
+) -> list[PlanRequest]:
+    """Read and check a plan's file, with all that it names: its model, then its checkpoints.
+
+    Args:
+        overrides: from the command line, by dotted key; None values are ignored.
+        requests: a trace, in place of the file's.
+        profiles: names or files of measured profiles, which come before the file's.
+
+    Raises:
+        ConfigError: one line with the file and the key.
+    """
+    config = load_plan_config(path, overrides)
+    base_dir = path.parent
+    trace = requests
+    if trace is None and config.workload.requests is not None:
+        trace = base_dir / config.workload.requests
+    measured = [
+        *_profiles(profiles, "--profile", Path()),
+        *_profiles(config.profiles, f"{path}: profiles", base_dir),
+    ]
+    rows = None if trace is None else read_trace(trace)
+    found = [
+        plan_request(
+            config.model_copy(update={"model": model}), str(path), base_dir,
+            rows=rows, trace=trace, measured=measured,
+        )
+        for model in (config.model, *config.checkpoints)
+    ]  # fmt: skip
+    name = found[0].model_name
+    return [found[0], *(dataclasses.replace(each, served_name=name) for each in found[1:])]
+
+
+def plan_request(
+    config: PlanConfig,
+    source: str,
+    base_dir: Path,
+    *,
+    rows: Sequence[TraceRequest] | None = None,
+    trace: Path | None = None,
+    measured: Sequence[Profile] = (),
+) -> PlanRequest:
+    """What the planner is asked, from a checked file.
+
+    Args:
+        source: the file, for messages.
+        base_dir: what the model's path is relative to.
+        rows: of the trace, which ``trace`` names; None: the file's length distributions.
+        measured: profiles that come before the built-in ones.
+
+    Raises:
+        ConfigError: one line with the file and the key.
+    """
+    model, model_name = read_model(config.model, source, base_dir)
+    own = config.own_accelerators(source)
+    machines = _machines(config, source, own)
+    notes = _notes(config, model, own)
+    lengths, longest = (
+        mix_lengths(config, source, notes)
+        if rows is None
+        else trace_lengths(rows, trace, config.max_model_len)
+    )
+    context = context_tokens(config, model, longest, source)
+    if config.max_model_len is None:
+        notes.append(f"max_model_len {context} is taken from the longest request ({longest})")
+    options = engine_options(config.engine, context, source)
+    if rows is not None and all(row.text is not None for row in rows):
+        if (why := without_caches(config, model, options)) is None:
+            lengths = ordered_trace(rows)
+        else:
+            notes.append(
+                "the trace says which prompts begin alike, and the plan computes each in full: "
+                f"{why} (simulate shows what prefix caches would save)"
+            )
+    mean = mean_request(lengths, config.seed)
+    types, unfit = instance_types(
+        model,
+        machines,
+        [*measured, *builtin_profiles().values()],
+        options,
+        needed_tokens=longest,
+        typical_tokens=None if model.keeps_all else mean.prompt + mean.output,
+        method=config.memory,
+        own=own,
+        mean=mean,
+        network=None if config.network is None else config.network.to_core(),
+    )
+    question = _question(config, machines, types, unfit, lengths, notes, options)
+    return PlanRequest(
+        source, model, model_name, options, config.memory, question, trace,
+        model_directory(config.model, base_dir),
+        isinstance(config.model, ModelConfig) and config.model.config is not None
+        and config.model.quantization is None,
+        {m.id: m.address for m in config.machines if m.address is not None},
+        own,
+    )  # fmt: skip
+
+
+def _notes(config: PlanConfig, model: ModelShape, own: Mapping[str, Accelerator]) -> list[str]:
+    """What to know of the model and of the accelerators that were asked for."""
+    notes = [
+        f"{model.name}: {doubt.what} is not modelled: its KV memory is uncertain by "
+        f"{doubt.kv_error:.0%} more"
+        for doubt in model.unmodelled
+    ]
+    names = [m.accelerator for m in config.machines] + [o.accelerator for o in config.offers]
+    asked = dict.fromkeys(name for name in names if name not in own)
+    notes += [said for name in asked if (said := taken_for(name)) is not None]
+    return notes
+
+
+def _question(
+    config: PlanConfig,
+    machines: tuple[Machine, ...],
+    types: Types,
+    unfit: Sequence[Unfit],
+    lengths: Lengths,
+    notes: Sequence[str],
+    options: EngineOptions,
+) -> Question:
+    assert options.max_num_batched_tokens is not None
+    return Question(
+        machines=machines,
+        types=types,
+        lengths=lengths,
+        goals=_goals(config),
+        policy=config.policy,
+        estimator=config.estimator,
+        engines=Engines(config.engine.scheduling, options.max_num_batched_tokens),
+        unfit=tuple(unfit),
+        seed=config.seed,
+        notes=tuple(notes),
+    )
+
+
+def _goals(config: PlanConfig) -> Goals:
+    wanted, slo = config.goals, config.slo
+    return Goals(
+        config.goal,
+        config.workload.rate_per_s,
+        wanted.ttft_p99_s,
+        wanted.tpot_p99_s,
+        None if slo is None else slo.to_core(),
+        DEFAULT_SHARE if slo is None else slo.share,
+    )
+
+
+def _check_goals(config: PlanConfig, source: str) -> None:
+    goals = _goals(config)
+    if goals.name == "goodput" and not goals.has_limits:
+        raise ConfigError(
+            f"{source}: slo: the goal goodput needs limits: ttft_s (--slo-ttft), tpot_s "
+            "(--slo-tpot), or both"
+        )
+    if config.offers and (goals.name not in ("cost", "fewest") or goals.rate_per_s is None):
+        raise ConfigError(
+            f"{source}: offers: machines are bought for a rate (--rate, workload.rate_per_s), and "
+            "the goal is cost or fewest"
+        )
+    if goals.rate_per_s is None and not goals.at_goodput:
+        if goals.name == "fewest" or goals.has_limits:
+            raise ConfigError(
+                f"{source}: workload.rate_per_s: the goal {goals.name}"
+                f"{f' within {goals.limits}' if goals.has_limits else ''} needs a rate to hold "
+                "(--rate); the highest rate that keeps limits is the goal goodput"
+            )
+
+
+def _machines(
+    config: PlanConfig, source: str, own: Mapping[str, Accelerator]
+) -> tuple[Machine, ...]:
+    prices: dict[str, float] = {}
+    for name, of_it in config.prices.items():
+        try:
+            prices[accelerator(name, own).name] = of_it
+        except ConfigError as error:
+            raise ConfigError(f"{source}: prices: {error}") from error
+    result: list[Machine] = []
+    seen: set[str] = set()
+    key = "offers" if config.offers else "machines"
+    offered = [offer.to_machines() for offer in config.offers]
+    entries: list[MachineConfig] = [*config.machines, *offered]
+    for i, entry in enumerate(entries):
+        try:
+            name = accelerator(entry.accelerator, own).name
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {key}.{i}.accelerator: {error}") from error
+        price = prices.get(name) if entry.price_per_hour_usd is None else entry.price_per_hour_usd
+        for k in range(entry.copies):
+            machine_id = entry.id if entry.copies == 1 else f"{entry.id}-{k}"
+            if machine_id in seen:
+                raise ConfigError(f"{source}: {key}.{i}.id: {machine_id!r} is used twice")
+            seen.add(machine_id)
+            result.append(Machine(machine_id, name, entry.count, price))
+    if config.goal == "cost":
+        lacking = sorted({m.accelerator for m in result if m.price_per_hour_usd is None})
+        if lacking:
+            raise ConfigError(
+                f"{source}: prices: the goal cost needs USD per accelerator-hour of "
+                f"{', '.join(lacking)}"
+            )
+    _check_goals(config, source)
+    return tuple(result)
+
+
+def _profiles(names: Sequence[str], where: str, base_dir: Path) -> list[Profile]:
+    found = []
+    for name in names:
+        try:
+            found.append(load_profile(name, base_dir))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    return found
