@@ -1,18 +1,12 @@
-"""The wire: what the gateway reads from a request and a response, and the errors it makes itself.
+"""What the gateway reads of a request's body, and the errors that it makes itself.
 
 A request's body is passed on byte for byte; only the few fields that scheduling needs are looked
 at, with the prompt left as raw JSON. What an engine's paths and answers mean is in engines/vllm.
 
 What is read is what the engine reads: the last one of equal keys, numbers as pydantic takes them
 (``whole_numbers``), and what Python's ``json`` takes beyond JSON (NaN, lone surrogates, UTF-16).
-Numbers that no engine accepts are refused; what is not read is the engine's to judge.
-
-How long a prompt is (docs/design/scheduling.md, "Prompt length"):
-
-- Token-id prompts are exact: the numbers are counted.
-- Otherwise the raw JSON bytes of messages (or prompt, input, system) and tools are counted, a
-  ``\\uXXXX`` escape as three bytes, and divided by the model's learnt bytes-per-token ratio.
-- Each image, audio clip or video counts ``image_tokens``, and the base64 data none.
+Numbers that no engine accepts are refused; what is not read is the engine's to judge. How long a
+prompt is, ``prompt_length`` says.
 """
 
 from __future__ import annotations
@@ -36,14 +30,9 @@ from hetero_gateway.gateway.wire.folding import (
     Extent,
     Spans,
     Steps,
-    count,
-    count_below,
-    count_byte,
     finish,
     fold,
-    highest,
     place,
-    positions,
 )
 from hetero_gateway.gateway.wire.prompt_keys import (
     head_of,
@@ -51,27 +40,15 @@ from hetero_gateway.gateway.wire.prompt_keys import (
     keys_in_steps,
     keys_of_fields,
 )
+from hetero_gateway.gateway.wire.prompt_length import measure, measure_prompt
 
-_SPACE = rb"[ \t\r\n]*+"
-_MEDIA_PART = re.compile(
-    rb'"type"%b:%b"(?:image_url|image|input_image|input_audio|audio_url|video_url)"'
-    % (_SPACE, _SPACE)
-)
-_BASE64_MARK = b";base64,"
 _MULTIPART_MODEL = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n')
-_JSON_NUMBERS = re.compile(rb"\[%b[\d-]" % _SPACE)
-_JSON_LIST_OF_NUMBERS = re.compile(rb"\[%b\[" % _SPACE)
-_JSON_STRINGS = re.compile(rb'\[%b"' % _SPACE)
-_ABOVE_NUMBERS = b":"[0]
-_QUOTE, _COMMA, _OPENING, _CLOSING = b'",[]'
 # A longer name is not of any model, and an error message would repeat it.
 _MOST_MODEL_BYTES = 4096
 # OpenAI's own limit is 64 characters.
 _MOST_SESSION_BYTES = 512
 # vLLM's own have 21 characters; a client may choose longer ones.
 _MOST_RESPONSE_ID_BYTES = 256
-# Of this many parts the types are looked at, and what follows is taken to be alike.
-_MOST_PARTS = 4096
 # Python's json makes objects of all that it reads: 0.3 ms for so much.
 _MOST_ODD_BYTES = 1 << 14
 
@@ -237,7 +214,7 @@ def _describe(fields: _Body, extent: Callable[[msgspec.Raw], Extent], path: str)
     tokens: int | None = None
     prompts, text_bytes = 1, 0
     if fields.prompt:
-        tokens, prompts, text_bytes = _measure_prompt(*extent(fields.prompt))
+        tokens, prompts, text_bytes = measure_prompt(*extent(fields.prompt))
     media_parts = 0
     for field in (
         fields.messages, fields.input, fields.system, fields.instructions, fields.tools
@@ -245,7 +222,7 @@ def _describe(fields: _Body, extent: Callable[[msgspec.Raw], Extent], path: str)
         if field is _NONE:
             continue
         data, start, end = extent(field)
-        found, size = _measure(data, start, end) if end > start else (0, 0)
+        found, size = measure(data, start, end) if end > start else (0, 0)
         media_parts += found
         text_bytes += size
     salt = b""
@@ -473,96 +450,6 @@ def _texts(value: Any) -> Iterator[str]:
         # A message has content, a part of one has text, an item of /v1/responses either.
         yield from _texts(value.get("content"))
         yield from _texts(value.get("text"))
-
-
-# How long a prompt is
-
-
-def _measure_prompt(data: bytes | bytearray, start: int, end: int) -> tuple[int | None, int, int]:
-    """(exact tokens of all prompts or None, number of prompts, text bytes) of ``prompt``."""
-    if _JSON_NUMBERS.match(data, start):
-        if _only_numbers(data, start + 1, end - 1):
-            return _commas(data, start, end) + 1, 1, 0
-    elif _JSON_LIST_OF_NUMBERS.match(data, start):
-        counted = _measure_lists(data, start, end)
-        if counted is not None:
-            return *counted, 0
-    elif _JSON_STRINGS.match(data, start):
-        return None, max(1, _strings(data, start, end)), _text_bytes(data, start, end)
-    return None, 1, _text_bytes(data, start, end)
-
-
-def _only_numbers(data: bytes | bytearray, start: int, end: int) -> bool:
-    return highest(memoryview(data)[start:end]) < _ABOVE_NUMBERS and data.find(b'"', start, end) < 0
-
-
-def _commas(data: bytes | bytearray, start: int, end: int) -> int:
-    if end - start < LEAST_BYTES:
-        return data.count(b",", start, end)
-    return count_byte(memoryview(data)[start:end], _COMMA)
-
-
-def _measure_lists(data: bytes | bytearray, start: int, end: int) -> tuple[int, int] | None:
-    """(tokens, prompts) of lists of numbers; None: there is something else in them."""
-    view = memoryview(data)[start:end]
-    if any(count(view, pair) for pair in (b"[ ", b"[\n", b"[\r", b"[\t")):
-        data = bytes(data[start:end]).translate(None, b" \t\r\n")
-        start, end = 0, len(data)
-    view = memoryview(data)[start:end]
-    lists, brackets = count_byte(view, _OPENING), count_byte(view, _CLOSING)
-    others = len(view) - count_below(view, _ABOVE_NUMBERS)
-    if others != lists + brackets or data.find(b'"', start, end) >= 0:
-        return None
-    # A list has one number more than it has commas, if any; one comma stands between two lists.
-    return count_byte(view, _COMMA) + 1 - count(view, b"[]"), max(1, lists - 1)
-
-
-def _strings(data: bytes | bytearray, start: int, end: int) -> int:
-    """How many strings there are in a list of strings."""
-    view: Buffer = memoryview(data)[start:end]
-    if data.find(b"\\", start, end) >= 0 and count(view, b"\\\\"):
-        view = bytes(view).replace(b"\\\\", b"")
-    return (count_byte(view, _QUOTE) - count(view, b'\\"')) // 2
-
-
-def _measure(data: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
-    """(media parts, text bytes) of a field that may have both."""
-    if end - start < LEAST_BYTES:
-        found = len(_MEDIA_PART.findall(data, start, end))
-    else:
-        places, looked_to = positions(data, start, end, b'"type"', _MOST_PARTS)
-        match = _MEDIA_PART.match
-        found = sum(match(data, at, end) is not None for at in places)
-        if looked_to < end:
-            found = found * (end - start) // (looked_to - start)
-    text_bytes = _text_bytes(data, start, end)
-    if found:
-        text_bytes -= _base64_bytes(data, start, end)
-    return found, text_bytes
-
-
-def _text_bytes(data: bytes | bytearray, start: int, end: int) -> int:
-    size = end - start
-    # A search for one byte is many times faster than one for two, and long prompts are text.
-    if data.find(b"\\", start, end) < 0:
-        return size
-    if size < LEAST_BYTES:
-        return size - 3 * data.count(b"\\u", start, end)
-    return size - 3 * count(memoryview(data)[start:end], b"\\u")
-
-
-def _base64_bytes(data: bytes | bytearray, start: int, end: int) -> int:
-    """Bytes of base64 data in data URLs; of no more than ``_MOST_PARTS``."""
-    size = 0
-    for _ in range(_MOST_PARTS):
-        start = data.find(_BASE64_MARK, start, end)
-        if start < 0:
-            break
-        stop = data.find(b'"', start, end)
-        stop = end if stop < 0 else stop
-        size += stop - start
-        start = stop
-    return size
 
 
 # Errors
