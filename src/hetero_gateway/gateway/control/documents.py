@@ -1,0 +1,157 @@
+"""Instances, profiles and decisions as the JSON that /admin answers with."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.instances.snapshot import InstanceSnapshot
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.wiring import Gateway
+
+# What finish-time reports of a candidate beside the figures that every policy has.
+_ESTIMATES = (
+    "ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "slo_price_s", "cost_s",
+    "room",
+)  # fmt: skip
+
+
+def describe_decision(decision: Decision) -> list[dict[str, Any]]:
+    """The candidates of a decision as JSON; figures that an excluded one never had are null.
+
+    A policy that estimates (finish-time) adds its estimates; without any profile they are no
+    times, and of them only the cost is told: sequences per weight. ``prefix``: what of the prompt
+    is thought to be cached there, where any instance has some.
+    """
+    estimates, missing = "room" in decision.choice.figures, dict.fromkeys(_ESTIMATES)
+    return [
+        {
+            "instance": row.instance_id,
+            "request_time_s": row.request_time_s,
+            "kv_usage": row.kv_usage if row.excluded is None else None,
+            "workload": row.workload,
+            "load": row.load_s if row.excluded is None else None,
+            "load_after": row.load_after_s,
+            "in_flight": row.in_flight if row.excluded is None else None,
+            "excluded": row.excluded,
+        }
+        | (missing | dict(row.estimates) | {"room": row.room} if estimates else {})
+        | ({} if row.cached is None else {"prefix": row.cached._asdict()})
+        for row in decision.explain()
+    ]
+
+
+def _describe_prefixes(gateway: Gateway, instance: Instance) -> dict[str, Any]:
+    """What the gateway's index has of an instance's prefix cache; null where there is no index."""
+    caches = gateway.fleet.scheduler.caches
+    used, room = (None, None) if caches is None else caches.index.bytes_on(instance.id)
+    return {
+        "prefix_trust": None if caches is None else caches.eta(instance.id),
+        "prefix_bytes": used,
+        "prefix_capacity_bytes": room,
+    }
+
+
+def refusals(gateway: Gateway, model: str) -> list[dict[str, Any]]:
+    """The instances that serve a model when none of them can take a request."""
+    figures = ("request_time_s", "kv_usage", "workload", "load", "load_after", "in_flight")
+    rows = []
+    for spec in gateway.fleet.scheduler.specs():
+        if model in spec.models:
+            why = "the request does not fit"
+            if spec.draining or not spec.available:
+                why = "draining" if spec.draining else spec.absent_reason
+            elif gateway.fleet.ejections[spec.instance_id].ejected:
+                why = "ejected"
+            rows.append({"instance": spec.instance_id, **dict.fromkeys(figures), "excluded": why})
+    return rows
+
+
+def describe_profile(profile: Profile) -> dict[str, Any]:
+    """A profile as JSON, with the keys of a profile file."""
+    source = dict(profile.source)
+    if source.get("date") is not None:
+        source["date"] = str(source["date"])
+    return {
+        "gpu": profile.gpu,
+        "model": profile.model,
+        "tensor_parallel": profile.tensor_parallel,
+        "constants": dataclasses.asdict(profile.constants),
+        "kv_capacity_tokens": profile.kv_capacity_tokens,
+        "max_num_seqs": profile.max_num_seqs,
+        "source": source,
+    }
+
+
+def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
+    """An instance as JSON; never its key."""
+    profile = gateway.fleet.scheduler.spec(instance.id).profile
+    seen = gateway.fleet.scheduler.snapshot(instance.id)
+    return {
+        "id": instance.id,
+        "base_url": instance.config.base_url,
+        "models": sorted(instance.models),
+        "profile": instance.profile_name,
+        "recalibrated": instance.calibrated is not None,
+        "profile_source": profile.source.get("how") if profile else None,
+        "profile_age_s": instance.profile_age_s(),
+        "drift": describe_drift(seen),
+        "max_model_len": instance.max_model_len,
+        "weight": instance.weight,
+        "source": instance.source,
+        "up": instance.up,
+        "draining": instance.draining,
+        "leaving": instance.leaving,
+        "asleep": instance.asleep,
+        "paused": instance.paused,
+        "down_reason": None if instance.up else instance.shown_down_reason,
+        **_describe_outcomes(instance),
+        "scrape_problem": instance.scrape_problem or None,
+        "in_flight": seen.in_flight,
+        "workload": seen.load_s,
+        "kv_tokens": seen.kv_tokens,
+        "kv_capacity_tokens": seen.kv_capacity_tokens,
+        "kv_usage": seen.kv_usage,
+        "engine_kv_usage": instance.engine_kv_usage,
+        "speed_factor": seen.speed_factor,
+        "prefix_caching": instance.engine_prefix_caching,
+        "cached_share": seen.hit_share,
+        "cached_tokens": seen.cached_tokens,
+        **_describe_prefixes(gateway, instance),
+        "learnt_max_num_seqs": seen.learnt_max_num_seqs,
+        "waiting_first_token": seen.waiting_first_token,
+        "connections": gateway.connections_to(instance),
+        "requests": gateway.metrics.decisions[instance.id],
+    }
+
+
+def _describe_outcomes(instance: Instance) -> dict[str, Any]:
+    """What came of its requests, and what follows; see core/instances/outcomes.py."""
+    outcomes, now_s = instance.outcomes, time.monotonic()
+    outcomes.ring.advance(now_s)
+    ejected = outcomes.ejected
+    return {
+        "standing": outcomes.standing.value,
+        "ejected": ejected,
+        "ejected_reason": outcomes.reason if ejected else None,
+        "ejected_for_s": max(0.0, outcomes.until_s - now_s) if outcomes.shut else None,
+        "recent_successes": outcomes.ring.good,
+        "recent_failures": outcomes.ring.failed,
+    }
+
+
+def describe_drift(seen: InstanceSnapshot) -> dict[str, Any] | None:
+    """How far what was seen is from the profile; None: there is no profile."""
+    if not seen.profiled:
+        return None
+    told, since_s = seen.drift, seen.drifted_since_s
+    return {
+        "decode": told.decode,
+        "prefill": told.prefill,
+        "spread": told.spread,
+        "drifted": seen.drifted,
+        "since": None if since_s is None else time.time() - (time.monotonic() - since_s),
+    }
