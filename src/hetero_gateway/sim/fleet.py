@@ -43,16 +43,21 @@ def compile_kernel() -> tuple[Any, ...]:
     functions = [*vars(block_cache).values(), *vars(kernel).values()]
     for function in dict.fromkeys(f for f in functions if isinstance(f, FunctionType)):
         if function not in ENTRIES:
-            register_jitable(function)
-    return tuple(jit(function) for function in ENTRIES)
+            register_jitable(_nrt=False)(function)
+    return tuple(jit(function, allocates=False) for function in ENTRIES)
 
 
 @functools.cache
-def jit(function: Any) -> Any:
-    """A function compiled; numba caches the result on disk."""
+def jit(function: Any, *, allocates: bool = True) -> Any:
+    """A function compiled; numba caches the result on disk.
+
+    ``allocates``: it makes arrays. Without, numba counts no references, which takes much of the
+    time where little is done with each array.
+    """
     import numba
 
-    return numba.njit(cache=True)(function)
+    options: dict[str, Any] = {"cache": True, "_nrt": allocates}
+    return numba.njit(**options)(function)
 
 
 class Fleet:
@@ -116,7 +121,9 @@ class Fleet:
         self._submit, self._change_slowdown, self._advance, self._decoded = (
             compile_kernel() if compiled else ENTRIES
         )
-        self._look_up = jit(block_cache.look_up) if compiled else block_cache.look_up
+        self._look_up = (
+            jit(block_cache.look_up, allocates=False) if compiled else block_cache.look_up
+        )
         self._found = self._vector([0] * (self._most_blocks + 1))
         # Reading single numbers from a memoryview is as fast as from a list.
         self.log: kernel.Row = self._view(self._log)

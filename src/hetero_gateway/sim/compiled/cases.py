@@ -101,7 +101,9 @@ def covered(
             return None
 
         def run_late(compiled: Callable[[Any], Any]) -> None:
-            compiled(late_binding.run_all)(engines_of(fleet), world, slowdowns, fresh.rng)
+            # A slot for each that may be on an instance, so that the loop needs no more.
+            engines = engines_of(fleet, world.p.there.size)
+            compiled(late_binding.run_all)(engines, world, slowdowns, fresh.rng)
 
         return run_late
     rule = _rule(fresh.policy, fresh.pool)
@@ -111,7 +113,7 @@ def covered(
 
     def run(compiled: Callable[[Any], Any]) -> None:
         loop = compiled(placing.place_all)
-        loop(engines_of(fleet), requests, pool, rule, means, slowdowns, fresh.rng)
+        loop(engines_of(fleet, 0), requests, pool, rule, means, slowdowns, fresh.rng)
 
     return run
 
@@ -222,12 +224,16 @@ def _bounded(fresh: Fresh, requests: Requests, means: BucketMeans) -> bool:
 # Arrays of objects
 
 
-def engines_of(fleet: Fleet) -> Engines:
-    """The engines of a fleet, whose tables are arrays; nothing is in them."""
+def engines_of(fleet: Fleet, slots: int) -> Engines:
+    """The engines of a fleet, whose tables are arrays; nothing is in them.
+
+    ``slots``: so many are added to those that it has.
+    """
     q, n, x, c, k, first, log, log_s = fleet.tables()
-    slots = fleet.free_slots()
+    nobodys = [*range(len(q) + slots - 1, len(q) - 1, -1), *fleet.free_slots()]
+    q = np.concatenate((q, np.zeros((slots, q.shape[1]), np.int64)))
     free = np.zeros(len(q) + 1, np.int64)
-    free[0], free[1 : 1 + len(slots)] = len(slots), slots
+    free[0], free[1 : 1 + len(nobodys)] = len(nobodys), nobodys
     count = len(fleet.profiles)
     capacity = np.array([fleet.capacity_tokens(i) for i in range(count)], np.int64)
     request = np.full(len(q), -1, np.int64)

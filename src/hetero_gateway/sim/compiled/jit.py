@@ -42,6 +42,18 @@ _SHARED: tuple[Any, ...] = (
     finish_time.idle_before_drain_s,
 )
 
+# What makes arrays. All else is compiled without numba's counting of references, which would
+# take half of the time: wherever a tuple of arrays is taken apart, each of them is counted. It
+# can neither make an array nor return one that it was not given; numba says so where it would.
+_ALLOCATING: set[Any] = {
+    placing.place_all,
+    placing.new_charges,
+    placing.more_charges,
+    tables.with_room,
+    late_binding.renew_residual,
+    length_estimates.residuals,
+}
+
 
 @functools.cache
 def compiled(loop: Callable[..., Any]) -> Any:
@@ -70,7 +82,7 @@ def _register() -> tuple[FunctionType, ...]:
     functions = list(dict.fromkeys([*functions, *_SHARED]))
     for function in functions:
         if function not in known:
-            register_jitable(function)
+            register_jitable(_nrt=function in _ALLOCATING)(function)
     return tuple(functions)
 
 
@@ -84,6 +96,7 @@ def _digest(functions: Iterable[FunctionType]) -> str:
     parts: list[str] = []
     for function in functions:
         _add_code(parts, function.__code__)
+        parts.append(f"allocates={function in _ALLOCATING}")
         constants = function.__globals__
         for name in function.__code__.co_names:
             if isinstance(constants.get(name), int | float | tuple):

@@ -45,7 +45,6 @@ from hetero_gateway.sim.compiled.tables import (
     Requests,
     Slowdowns,
     request_time_s,
-    with_room,
 )
 from hetero_gateway.sim.kernel import (
     FINISHED,
@@ -174,12 +173,12 @@ def run_all(e: Engines, w: World, slowdowns: Slowdowns, rng: np.random.Generator
             return
         complete = advance(e.q, e.n, e.x, e.c, e.k, e.first, e.log, e.log_s, until_s, queued)
         if e.log[0] > 0:
-            e = _tell(e, w, rng)
+            _tell(e, w, rng)
         if not complete:
             continue
         x[NOW_S] = until_s
         if waking:
-            e = _pump(e, w, rng)
+            _pump(e, w, rng)
         elif fault_s == until_s:
             i, factor = slowdowns.instance[slowed], slowdowns.factor[slowed]
             change_slowdown(e.n, e.x, e.first, i, factor, until_s)
@@ -187,13 +186,13 @@ def run_all(e: Engines, w: World, slowdowns: Slowdowns, rng: np.random.Generator
         elif arrival_s == until_s:
             _arrive(w, arrived)
             arrived += 1
-            e = _pump(e, w, rng)
+            _pump(e, w, rng)
         else:
             ticking = False
             _observe_steps(e, w)
 
 
-def _tell(e: Engines, w: World, rng: np.random.Generator) -> Engines:
+def _tell(e: Engines, w: World, rng: np.random.Generator) -> None:
     """Pass on what the engines have logged."""
     r, n = w.r, w.queue.n
     for at in range(1, 1 + e.log[0]):
@@ -215,8 +214,7 @@ def _tell(e: Engines, w: World, rng: np.random.Generator) -> Engines:
             e.free[e.free[0]] = slot
     if n[TAIL] > n[HEAD]:
         w.queue.x[NOW_S] = e.log_s[e.log[0]]
-        return _pump(e, w, rng)
-    return e
+        _pump(e, w, rng)
 
 
 def _observe_steps(e: Engines, w: World) -> None:
@@ -279,7 +277,7 @@ def _next_wakeup_s(queue: Queue) -> float:
     return soonest_s
 
 
-def _pump(e: Engines, w: World, rng: np.random.Generator) -> Engines:
+def _pump(e: Engines, w: World, rng: np.random.Generator) -> None:
     """Place all that can be placed now, and start it; what is refused makes room for another."""
     n, now_s = w.queue.n, w.queue.x[NOW_S]
     while True:
@@ -297,11 +295,10 @@ def _pump(e: Engines, w: World, rng: np.random.Generator) -> Engines:
             count += 1
         refused = 0
         for at in range(count):
-            e = with_room(e)
             if not _start(e, w, w.queue.placed[at, 0], w.queue.placed[at, 1], now_s):
                 refused += 1
         if refused == 0 or n[HEAD] == n[TAIL]:
-            return e
+            return
 
 
 def _start(e: Engines, w: World, request: int, i: int, now_s: float) -> bool:
@@ -367,8 +364,7 @@ def _refresh(w: World) -> None:
     n, x, typical_s = w.queue.n, w.queue.x, w.queue.typical_s
     if n[UNSEEN] >= REFRESH_EVERY:
         n[UNSEEN] = 0
-        ordered = w.queue.ordered[: min(n[SEEN], HISTORY)]
-        w.queue.residual[:] = residuals(ordered, x[PRIOR_TOKENS], PRIOR_REQUESTS)
+        renew_residual(w.queue)
     prompt, output = x[MEAN_PROMPT], x[MEAN_OUTPUT]
     if (
         abs(prompt - x[TYPICAL_PROMPT]) <= x[TYPICAL_PROMPT] / 20
@@ -379,6 +375,12 @@ def _refresh(w: World) -> None:
         typical_s[i] = max(request_time_s(w.pool, i, prompt, output, False), 1e-9)
     x[TYPICAL_PROMPT] = prompt
     x[TYPICAL_OUTPUT] = output
+
+
+def renew_residual(queue: Queue) -> None:
+    """The table of residual lives, of the lengths that finished lately."""
+    ordered = queue.ordered[: min(queue.n[SEEN], HISTORY)]
+    queue.residual[:] = residuals(ordered, queue.x[PRIOR_TOKENS], PRIOR_REQUESTS)
 
 
 def _choose(

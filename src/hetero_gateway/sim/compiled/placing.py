@@ -22,6 +22,7 @@ from hetero_gateway.sim.compiled.tables import (
     Requests,
     Slowdowns,
     candidates,
+    least,
     request_time_s,
     with_room,
 )
@@ -62,6 +63,13 @@ class Charges(NamedTuple):
     digits: Integers
 
 
+class Scratch(NamedTuple):
+    """``takes``: who can have a request; ``scores``: room for two numbers per instance."""
+
+    takes: Flags
+    scores: FloatArray
+
+
 def place_all(
     e: Engines,
     r: Requests,
@@ -80,11 +88,37 @@ def place_all(
         np.zeros((size, loads.DIGITS), np.int64),
         np.zeros(size),
     )
-    charges = _charges(len(e.q))
-    takes, scores = np.ones(size, np.bool_), np.zeros((2, size))
-    smallest_tokens = pool.kv_limit_tokens.min()
-    slowed = 0
-    for request in range(len(r.arrival_s)):
+    charges = new_charges(len(e.q))
+    scratch = Scratch(np.ones(size, np.bool_), np.zeros((2, size)))
+    request, slowed = 0, 0
+    while True:
+        request, slowed = _place_until_full(
+            e, r, pool, rule, there, charges, scratch, means, slowdowns, request, slowed, rng
+        )
+        if request == len(r.arrival_s):
+            return
+        e = with_room(e)
+        charges = more_charges(charges, len(e.q))
+
+
+def _place_until_full(
+    e: Engines,
+    r: Requests,
+    pool: Pool,
+    rule: Rule,
+    there: Loads,
+    charges: Charges,
+    scratch: Scratch,
+    means: BucketMeans,
+    slowdowns: Slowdowns,
+    first: int,
+    slowed: int,
+    rng: np.random.Generator,
+) -> tuple[int, int]:
+    """Go on from request ``first`` to the end, or to one without a slot: where to go on."""
+    takes, scores = scratch
+    size, smallest_tokens = len(takes), least(pool.kv_limit_tokens)
+    for request in range(first, len(r.arrival_s)):
         now_s = r.arrival_s[request]
         while slowed < len(slowdowns.at_s) and slowdowns.at_s[slowed] <= now_s:
             _slow_down(e, r, there, charges, means, slowdowns, slowed)
@@ -101,9 +135,8 @@ def place_all(
             count = candidates(pool, tokens, takes)
         if count == 0:
             continue
-        e = with_room(e)
-        if len(charges.kv_tokens) < len(e.q):
-            charges = _more(charges, len(e.q))
+        if e.free[0] == 0:
+            return request, slowed
         prompt_tokens = r.prompt_tokens[request]
         i, charge_s = choose(
             pool, rule, there, prompt_tokens, output_tokens, takes, count, scores, rng
@@ -113,14 +146,15 @@ def place_all(
         _slow_down(e, r, there, charges, means, slowdowns, slowed)
         slowed += 1
     _work_until(e, r, there, charges, means, math.inf)
+    return len(r.arrival_s), slowed
 
 
-def _charges(slots: int) -> Charges:
+def new_charges(slots: int) -> Charges:
     return Charges(np.zeros(slots, np.int64), np.zeros((slots, loads.DIGITS), np.int64))
 
 
-def _more(charges: Charges, slots: int) -> Charges:
-    bigger = _charges(slots)
+def more_charges(charges: Charges, slots: int) -> Charges:
+    bigger = new_charges(slots)
     bigger.kv_tokens[: len(charges.kv_tokens)] = charges.kv_tokens
     bigger.digits[: len(charges.digits)] = charges.digits
     return bigger

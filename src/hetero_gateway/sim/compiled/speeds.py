@@ -14,7 +14,7 @@ from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances import speed as core
 from hetero_gateway.core.instances.state import SPEED_BOUNDS
 from hetero_gateway.core.scheduling import probes as core_probes
-from hetero_gateway.sim.compiled.tables import Flags, Integers
+from hetero_gateway.sim.compiled.tables import Flags, Integers, least
 
 # Fields of an estimate.
 FACTOR, SEEN_S, REVISED_S, OBSERVED_S, MODELLED_S = range(5)
@@ -125,7 +125,7 @@ def revise(s: Speeds, now_s: float) -> None:
     s.times_s[_NEXT_S] = now_s + _REVISE_EVERY_S
     s.counts[_DOUBTED] = 0
     s.changed[:] = False
-    best = max(1.0, s.estimates[:, FACTOR].min())
+    best = max(1.0, least(s.estimates[:, FACTOR]))
     for i in range(len(s.doubted)):
         before = s.estimates[i, FACTOR]
         if (before > best or s.doubted[i]) and _revise(s, i, best, now_s):

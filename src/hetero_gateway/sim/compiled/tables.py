@@ -114,10 +114,16 @@ def candidates(pool: Pool, tokens: float, takes: Flags) -> int:
     return count
 
 
+def least(values: FloatArray) -> float:
+    """``values.min()``, for which numba makes an array."""
+    lowest = values[0]
+    for i in range(1, len(values)):
+        lowest = min(lowest, values[i])
+    return float(lowest)
+
+
 def with_room(e: Engines) -> Engines:
-    """The same, with a slot that nobody has."""
-    if e.free[0] > 0:
-        return e
+    """The same, with twice the slots; somebody has each of those that there are."""
     size = len(e.q)
     q = np.zeros((2 * size, e.q.shape[1]), np.int64)
     q[:size] = e.q
