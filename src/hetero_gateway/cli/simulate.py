@@ -76,6 +76,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="A,B",
         help=f"policies to compare (default: {','.join(DEFAULT_POLICIES)})",
     )
+    _add_load(parser)
+    _add_engines(parser)
+    _add_scheduling(parser)
+    _add_limits(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a page with plots")
+    parser.set_defaults(run=run)
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    """What is sent, when, and how often."""
     parser.add_argument(
         "--rate",
         type=_rates,
@@ -124,6 +135,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help=f"runs of each policy at each rate, with seeds 0 to N-1 (default: {DEFAULT_SEEDS})",
     )
+
+
+def _add_engines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scheduling",
         choices=("chunked", "prefill-first"),
@@ -137,6 +151,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="most tokens in one step of an engine (default: 2048)",
     )
+
+
+def _add_scheduling(parser: argparse.ArgumentParser) -> None:
+    """What the gateway knows, and by what it chooses."""
     parser.add_argument(
         "--predictor",
         choices=("auto", "bucket-mean", "constant", "normal", "trained", "oracle"),
@@ -175,6 +193,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="round-robin policies draw at random, as in the paper, instead of taking turns",
     )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """What requests are judged by."""
     parser.add_argument(
         "--slo-ttft",
         type=positive_float,
@@ -200,9 +222,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="print the highest load, too, at which each policy has 90, 95 and 99 %% of the "
         "requests within the limits: some 20 loads more for each",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a page with plots")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

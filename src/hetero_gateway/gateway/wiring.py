@@ -186,6 +186,31 @@ class Gateway:
             self._stack.push_async_callback(self.sharing.stop)
         expiry = tasks.create_task(self.fleet.close_idle_connections())
         self._stack.callback(expiry.cancel)
+        self._make_dataplane(deadlines)
+        self.board = Board(self)
+        self._stack.callback(self.board.close)
+        self.metrics.late_probes = lambda: self.health.late
+        self.metrics.sources = lambda: [
+            (each.config.name, len(each.named), bool(each.problem))
+            for each in self.discovery.followers()
+        ]
+        self._register_settings()
+        self.settings.add(("following",), self._prepare_following)
+        self._prepare_following(self.config).apply()
+        self._stack.callback(self._stop_following)
+        self._stack.callback(self._stop_seeing_off)
+        self.reloader.start(tasks)
+        self._stack.callback(self.reloader.stop)
+        await self.health.start()
+        if self.fleet.instances or not self.config.discovery:  # which has not begun yet
+            self.setup.look()
+        self._stack.callback(tasks.create_task(self.setup.run()).cancel)
+        self.discovery.start(tasks)
+        self._stack.callback(self.discovery.stop)
+        if self._hub_listener is not None:
+            await self._start_hub(self._hub_listener)
+
+    def _make_dataplane(self, deadlines: Deadlines) -> None:
         run = None
         if self._record is not None:
             run = RunFile(self._record, self.config.scheduler.policy)
@@ -208,13 +233,9 @@ class Gateway:
         self.dataplane.write_about(self.config.log, self.access, make_tracing(self.config.traces))
         self._stack.callback(self.dataplane.close)
         self.dataplane.wakes_by(self.engine_calls, self.settings)
-        self.board = Board(self)
-        self._stack.callback(self.board.close)
-        self.metrics.late_probes = lambda: self.health.late
-        self.metrics.sources = lambda: [
-            (each.config.name, len(each.named), bool(each.problem))
-            for each in self.discovery.followers()
-        ]
+
+    def _register_settings(self) -> None:
+        """What can change while serving, and who takes it up."""
         for part in (self.fleet, self.placement, self.health):
             part.settings(self.settings)
         self.dataplane.settings(self.settings, self._base_dir, self.metrics.predictor_failures)
@@ -226,30 +247,20 @@ class Gateway:
                 ("clients.groups", "clients.most_labels"), self._prepare_keys, always=True
             )
             self.settings.files.append(self._keys_files)
-        self.settings.add(("following",), self._prepare_following)
-        self._prepare_following(self.config).apply()
-        self._stack.callback(self._stop_following)
-        self._stack.callback(self._stop_seeing_off)
-        self.reloader.start(tasks)
-        self._stack.callback(self.reloader.stop)
-        await self.health.start()
-        if self.fleet.instances or not self.config.discovery:  # which has not begun yet
-            self.setup.look()
-        self._stack.callback(tasks.create_task(self.setup.run()).cancel)
-        self.discovery.start(tasks)
-        self._stack.callback(self.discovery.stop)
-        if self._hub_listener is not None:
-            self.hub = Hub(
-                self.fleet,
-                self.placement,
-                self.dataplane.dispatcher,
-                self.metrics,
-                self.admission,
-                self._hub_listener,
-                self.drain,
-            )
-            await self.hub.start()
-            self._stack.push_async_callback(self.hub.stop)
+
+    async def _start_hub(self, listener: socket.socket) -> None:
+        """Be the scheduler of the workers that connect."""
+        self.hub = Hub(
+            self.fleet,
+            self.placement,
+            self.dataplane.dispatcher,
+            self.metrics,
+            self.admission,
+            listener,
+            self.drain,
+        )
+        await self.hub.start()
+        self._stack.push_async_callback(self.hub.stop)
 
     def connections_to(self, instance: Instance) -> int:
         """Open connections to an instance, those of workers included."""

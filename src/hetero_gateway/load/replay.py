@@ -76,21 +76,7 @@ async def replay(
             slots.release()
             if talks is not None:
                 talks.finish(index, reply, stream=maker.stream)
-        error, prompt_tokens, output_tokens = judge(reply, stream=maker.stream)
-        counted = tokens_of_events(maker.kind.path, reply.events)  # where there is no usage
-        record = RequestRecord(
-            index=index,
-            due_s=due_s,
-            sent_s=reply.sent_s - start_s,
-            first_s=None if reply.first_s is None else reply.first_s - start_s,
-            end_s=reply.end_s - start_s,
-            input_tokens=request.input_tokens if prompt_tokens is None else prompt_tokens,
-            output_tokens=counted if output_tokens is None else output_tokens,
-            instance=reply.instance,
-            error=error,
-            streamed=maker.stream,
-            cached_tokens=cached_tokens(reply, stream=maker.stream) if error is None else None,
-        )
+        record = _record(index, request, reply, due_s, start_s, maker)
         records.append(record)
         on_record(record)
 
@@ -105,6 +91,27 @@ async def replay(
     finally:
         await client.aclose()
     return sorted(records, key=lambda record: record.index)
+
+
+def _record(
+    index: int, request: LoadRequest, reply: Reply, due_s: float, start_s: float, maker: BodyMaker
+) -> RequestRecord:
+    """What came of one request; ``start_s``: what a record's times count from."""
+    error, prompt_tokens, output_tokens = judge(reply, stream=maker.stream)
+    counted = tokens_of_events(maker.kind.path, reply.events)  # where there is no usage
+    return RequestRecord(
+        index=index,
+        due_s=due_s,
+        sent_s=reply.sent_s - start_s,
+        first_s=None if reply.first_s is None else reply.first_s - start_s,
+        end_s=reply.end_s - start_s,
+        input_tokens=request.input_tokens if prompt_tokens is None else prompt_tokens,
+        output_tokens=counted if output_tokens is None else output_tokens,
+        instance=reply.instance,
+        error=error,
+        streamed=maker.stream,
+        cached_tokens=cached_tokens(reply, stream=maker.stream) if error is None else None,
+    )
 
 
 def raise_file_limit() -> None:

@@ -324,6 +324,20 @@ class Metrics:
         yield from (requests, duration, ttft, tpot, tokens_in, tokens_cached, tokens_out)
 
     def _gateway_families(self) -> Iterator[Metric]:
+        yield from self._prefix_families()
+        yield from self._outcome_families()
+        yield from self._client_families()
+        yield from self._scheduling_families()
+        yield from self._process_families()
+        yield from self._source_families()
+        if self.sharing is not None:
+            yield from sharing_families(self.sharing)
+        yield from self._worker_families()
+        info = GaugeMetricFamily(PREFIX + "build_info", "Always 1.", labels=["version"])
+        info.add_metric([__version__], 1)
+        yield info
+
+    def _prefix_families(self) -> Iterator[Metric]:
         if self.prefix_index is not None:
             keys, memory_bytes = self.prefix_index()
             for name, told, value in (
@@ -333,6 +347,9 @@ class Metrics:
                 family = GaugeMetricFamily(PREFIX + name, told)
                 family.add_metric([], value)
                 yield family
+
+    def _outcome_families(self) -> Iterator[Metric]:
+        """What came of requests, and of their attempts."""
         yield counter("retries", "Attempts after a failed one.", ("reason",),
                       _keyed(dict.fromkeys(_RETRIED, 0) | self.retries))  # fmt: skip
         yield counter("fallbacks", "Requests that went to a fallback, as nothing could take them.",
@@ -343,6 +360,9 @@ class Metrics:
         yield counter("class_requests", "Requests that reached an instance and are over, by the "
                       "class of the queue that they stood in.", ("class", "outcome"),
                       {(DEFAULT_CLASS, "completed"): 0} | self.classes)  # fmt: skip
+
+    def _client_families(self) -> Iterator[Metric]:
+        """Connections of clients, and what ended them."""
         clients = GaugeMetricFamily(
             PREFIX + "client_connections", "Connections of clients that are served."
         )
@@ -354,6 +374,9 @@ class Metrics:
         yield counter("client_refusals", "Requests whose head or framing was refused, and "
                        "connections above the limit (503).", ("status",),
                       _keyed({400: 0, 503: 0} | self.client_refusals))  # fmt: skip
+
+    def _scheduling_families(self) -> Iterator[Metric]:
+        """The queue, how long placing takes, and how right predictions are."""
         depth = GaugeMetricFamily(PREFIX + "queue_depth", "Requests that wait for an instance.")
         depth.add_metric([], self._queued())
         yield depth
@@ -378,6 +401,9 @@ class Metrics:
             "predictor_failures", "What an installed length predictor failed to do.",
             ("reason",), {(k,): v for k, v in self.predictor_failures.items()},
         )  # fmt: skip
+
+    def _process_families(self) -> Iterator[Metric]:
+        """What the process is short of, and how often its configuration was read."""
         tasks = GaugeMetricFamily(
             PREFIX + "event_loop_tasks", "Tasks of the event loop; back where it was when idle."
         )
@@ -388,6 +414,9 @@ class Metrics:
         yield counter("config_reloads", "Looks at the configuration's file, by what came of them.",
                       ("outcome",),
                       _keyed(dict.fromkeys(_RELOAD_OUTCOMES, 0) | self.reloads))  # fmt: skip
+
+    def _source_families(self) -> Iterator[Metric]:
+        """What sources name, and what became of the configuration when it was last read."""
         found = GaugeMetricFamily(
             PREFIX + "source_instances", "Instances that a source has named.", labels=["source"]
         )
@@ -404,8 +433,8 @@ class Metrics:
             family = GaugeMetricFamily(PREFIX + name, told)
             family.add_metric([], float(figure))
             yield family
-        if self.sharing is not None:
-            yield from sharing_families(self.sharing)
+
+    def _worker_families(self) -> Iterator[Metric]:
         if self.workers is not None:
             workers = GaugeMetricFamily(
                 PREFIX + "workers", "Processes that serve clients and are connected."
@@ -417,9 +446,6 @@ class Metrics:
                 "From a worker's question to the answer that places its request at once.", (),
                 {(): self.round_trip_s},
             )  # fmt: skip
-        info = GaugeMetricFamily(PREFIX + "build_info", "Always 1.", labels=["version"])
-        info.add_metric([__version__], 1)
-        yield info
 
     async def exposition(self) -> tuple[bytes, str]:
         """(body, content type) of /metrics.
