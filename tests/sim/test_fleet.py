@@ -207,7 +207,7 @@ def test_finish_time_compiled_estimates_the_same(size):
     for cached in (None, np.full(size, 100.0)) * 10:
         rows = rng.random((table.ROWS, size)) * 100
         kv, max_num_seqs = 1 + rng.random(size) * 1e5, rng.integers(1, 256, size) * 1.0
-        further = rng.random((2, size)) * 1e4
+        further = [*rng.random((2, size)) * 1e4, rng.random(size)]
         times = 0.1 + rng.random((2, size))
         prefill = np.full(size, 600.0)
         args = (rng.random((9, size)) * 1e-4, rows, kv, max_num_seqs, *further, *times, prefill)

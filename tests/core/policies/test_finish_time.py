@@ -508,12 +508,14 @@ def test_estimates_equal_the_pseudo_code_by_walking_every_request(
         step = c.p6 * b + c.p8 + c.p5 * held + c.p7 * held / b
         # Attention: its own, and of those that wait as if all were of their mean length.
         own = c.p1 * 200 + c.p9 * 200**2 / 2
+        # All prompts were sent just now, over the 10 s that ρ is of.
+        left = 1 - min(0.7, c.p1 * sum(d.request.prompt_tokens for d in outstanding) / 10)
         others = c.p1 * ui + c.p9 * ui * (ui / max(len(waiting), 1)) / 2
         if n + 1 <= cap:
-            latency = others + own + c.p2 * (len(waiting) + 1) + c.p4 + 100 * step
+            latency = others + own + c.p2 * (len(waiting) + 1) + c.p4 + 100 * step / left
         else:
             turn = others / max(len(waiting), 1) + c.p2 + (rem + up) / n * step / cap
-            latency = (n + 1 - cap) * turn + own + c.p4 + 100 * step
+            latency = (n + 1 - cap) * turn + own + c.p4 + 100 * step / left
         shared = min(residual, 100) * len(streaming) + min(100, up)
         delay = shared * (c.p6 + c.p5 * 250) + n * (own + c.p2)
         usage = min(1.5, (tok - 250) / kv)
@@ -557,7 +559,9 @@ def test_what_is_cached_changes_the_terms_of_the_prefill_and_weighs_the_first_to
         # All 1000 are there: the step, the usage and the room are those of the whole prompt.
         tokens = 512 * n + 0.5 * 256 * n + 1000 + 50
         step_s = c.p6 * (n + 1) + c.p8 + c.p5 * tokens + c.p7 * tokens / (n + 1)
-        latency_s = ttft_s + 100 * step_s
+        # What was sent there lately takes so much of the 10 s that ρ is of.
+        sent = {"a": 750, "b": 0}[row.instance_id] + 512 * n
+        latency_s = ttft_s + 100 * step_s / (1 - c.p1 * sent / 10)
         shared = min(100, 256 * n)
         delay_s = shared * (c.p6 + c.p5 * 1050) + n * (c.p1 * new + c.p2)
         usage = (tokens - 1050) / machine.kv_capacity_tokens
@@ -571,6 +575,46 @@ def test_what_is_cached_changes_the_terms_of_the_prefill_and_weighs_the_first_to
         assert row.estimates["memory_price_s"] == pytest.approx(price_s, rel=0.06)
         cost_s = sum(row.estimates[k] for k in ("latency_s", "delay_s", "memory_price_s"))
         assert row.estimates["cost_s"] == pytest.approx(cost_s + 2.5 * ttft_s)
+
+
+@pytest.mark.parametrize("small_pool", [0, 16])
+def test_prompts_that_keep_coming_make_an_answer_longer(small_pool: int) -> None:
+    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), small_pool=small_pool)
+    for name in "ab":
+        s.add(spec(name))
+    one = s.place(request(8000, 10.0)._replace(only=InstanceId("a")), 0.0)
+    assert isinstance(one, Ticket)
+    s.settle(one.dispatch, Outcome.COMPLETED, 0.5)
+
+    def latency_s(now_s: float) -> tuple[float, float]:
+        ticket = s.place(request(1, 1000.0), now_s)
+        assert isinstance(ticket, Ticket)
+        assert ticket.decision is not None
+        s.settle(ticket.dispatch, Outcome.COMPLETED, now_s)
+        a, b = ticket.decision.choice.figures.column("latency_s")
+        return a, b
+
+    busy = FAST.constants.p1 * 8000 / 10
+    a_s, b_s = latency_s(1.0)
+    assert a_s == pytest.approx(b_s / (1 - busy * math.exp(-0.1)), rel=1e-3)
+    a_s, b_s = latency_s(200.0)
+    assert a_s == pytest.approx(b_s, rel=1e-3)
+
+
+def test_at_the_end_of_a_batch_no_prompt_is_expected_to_come_in_between() -> None:
+    s = finish_time(spec("a", profile(max_num_seqs=8)))
+    streaming(s, 9)
+    submitted(s, 0.0)
+    dispatch = next(iter(s.outstanding(InstanceId("a"))))
+
+    def latency_s(now_s: float) -> float:
+        figures = chosen(s.choose(request(), now_s=now_s)).choice.figures
+        return float(figures.column("latency_s")[0])
+
+    s.settle(dispatch, Outcome.COMPLETED, 0.0)
+    soon_s = latency_s(0.01)
+    # Nine prompts took a quarter of one of the 10 s.
+    assert latency_s(0.03) == pytest.approx(0.975 * soon_s, rel=0.005)
 
 
 def typical(s: Scheduler, body: Request) -> np.ndarray:  # type: ignore[type-arg]

@@ -81,11 +81,11 @@ def test_what_is_cached_is_not_computed_but_held() -> None:
 def test_explaining_shows_match_trust_and_what_is_left() -> None:
     s = two()
     home = finish(s, placed(s, asking(1, 8)))
-    for _ in range(100):
-        dispatch = placed(s, asking(1, 8)).dispatch
+    for i in range(100):
+        dispatch = placed(s, asking(1, 8), 10.0 * i).dispatch
         assert dispatch is not None
         caches(s).observe(dispatch, dispatch.match_tokens / 2)
-        s.settle(dispatch, Outcome.COMPLETED)
+        s.settle(dispatch, Outcome.COMPLETED, 10.0 * i)
     told = cached_of(s, asking(1, 10))
     other = B if home == "a" else A
     there, elsewhere = told[home], told[other]

@@ -10,10 +10,15 @@ bit.
     tok     context they will hold       tokens
     b_cap   most that run at once        sequences
     step    one decode step              s
+    ρ       machine's time for prompts   –
     lat     latency_s                    s
     ext     delay_s                      s
     price   memory_price_s               s
     late    late_price_s                 s
+
+Steps wait for the prompts that are computed in between, those that come later among them: an answer
+of P tokens takes P·step/(1 − ρ). ρ is what was sent there lately. Each machine has its own: long
+prompts go to some machines and short ones to others.
 
 What several sequences have in common is in the cache once, and each of them reads it: memory goes
 by ``tokens`` less what is shared, steps by all.
@@ -25,14 +30,18 @@ of I and u are known; they are taken for sequences of the mean I and u.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances.dispatch import NO_PEERS
-from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.instances.state import PREFILL_OVER_S, InstanceState
 from hetero_gateway.core.instances.table import (
     CONTEXT,
+    PREFILL_AGE_S,
+    RECENT_PREFILL,
     SEATS,
     SHARED,
     SILENT_S,
@@ -85,6 +94,8 @@ MOST_USAGE = 1.5
 # Where prompts come from caches, an engine's seats (max_num_seqs) can run out before its memory.
 # They have the same price: half of them taken is as dear as a full memory.
 SEATS_USAGE = 2.0
+# More of a machine's time than this is not taken to go on being spent on prompts.
+_MOST_BUSY = 0.7
 
 
 # Of one instance, in this order: T of the request, KV usage, load and requests in flight there, as
@@ -105,6 +116,20 @@ def needed_tokens(request: Request, *, cached: bool) -> float:
     -inf, which fits everywhere, where some of it is ``cached``: those that run may share that.
     """
     return -np.inf if cached else float(request.sequences * request.prompt_tokens)
+
+
+def busy(state: InstanceState, p1: float, now_s: float) -> float:
+    """ρ, the share of an instance's time that prompts take, as of the last seconds; it may be
+    above 1, where more was sent there than it can compute."""
+    recent = state.recent_prefill * math.exp((state.recent_prefill_s - now_s) / PREFILL_OVER_S)
+    return state.speed * p1 * recent / PREFILL_OVER_S
+
+
+def busy_wide(p1: FloatArray, rows: FloatArray) -> FloatArray:
+    """The same, one entry per instance; ``rows`` as in ``Outlook``."""
+    recent = rows[RECENT_PREFILL] * np.exp(-rows[PREFILL_AGE_S] / PREFILL_OVER_S)
+    result: FloatArray = rows[SPEED] * p1 * recent / PREFILL_OVER_S
+    return result
 
 
 def room(
@@ -208,6 +233,7 @@ def estimates(
     max_num_seqs: FloatArray,
     remaining: FloatArray,
     shared: FloatArray,
+    busy: FloatArray,
     request_time_s: FloatArray,
     typical_request_time_s: FloatArray,
     prefill: float | FloatArray,
@@ -223,6 +249,7 @@ def estimates(
         constants, rows, kv, max_num_seqs: as in ``Outlook``.
         remaining: output tokens that those that stream have still to come.
         shared: how many of them come before the request is done.
+        busy: as of ``busy_wide``; 0: no further prompts are to be expected.
         request_time_s, typical_request_time_s: T of the request, and of the typical one.
         prefill: prompt tokens to compute, of all the request's sequences.
         cached: prompt tokens of each sequence that need not be computed; None: none anywhere.
@@ -255,7 +282,7 @@ def estimates(
         turn_s += (remaining + waiting_output) / np.maximum(n, 1) * step_s / batch_cap
         in_turn_s = (joined - batch_cap) * turn_s + f * (p1 * prefill + own_s + p4)
         ttft_s = np.where(queued, in_turn_s, ttft_s)
-    latency_s = ttft_s + output * step_s
+    latency_s = ttft_s + output * step_s / (1.0 - np.minimum(busy, _MOST_BUSY))
     # Each step that they share gets longer by what this sequence adds to it, and its prefill
     # stops them all once.
     shared = shared + np.minimum(n_r * output, waiting_output)
@@ -298,6 +325,7 @@ def estimate(
     residual: list[float],
     typical_request_time_s: float,
     now_s: float,
+    ended: bool,
 ) -> Estimate:
     """The same for one instance, T among it, in plain floats.
 
@@ -306,6 +334,7 @@ def estimate(
         cached: prompt tokens of each sequence that need not be computed; None: none anywhere.
         n_r, prompt_tokens, output: its sequences, and the tokens of each.
         residual: as in ``Backlog``.
+        ended: no further prompts are to be expected.
     """
     p1, p2, p3, p4, p5, p6, p7, p8, p9, kv, kv_limit, max_num_seqs, _, _ = member
     waiting: float = state.waiting
@@ -368,7 +397,10 @@ def estimate(
     else:
         prefill_s = p1 * (waiting_prefill + prefill) + (others_s + own_s)
         ttft_s = f * (prefill_s + p2 * (waiting + n_r) + p4)
-    latency_s = ttft_s + output * step_s
+    rho = 0.0 if ended else busy(state, p1, now_s)
+    if rho > _MOST_BUSY:
+        rho = _MOST_BUSY
+    latency_s = ttft_s + output * step_s / (1.0 - rho)
     own_output = n_r * output
     shared += own_output if own_output < waiting_output else waiting_output
     delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))

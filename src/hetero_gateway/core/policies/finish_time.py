@@ -54,6 +54,7 @@ from hetero_gateway.core.policies.estimates import (
     WORTH_WAITING,
     BoolArray,
     Estimate,
+    busy_wide,
     estimate,
     late_prices_s,
     matched_room_of,
@@ -92,7 +93,7 @@ __all__ = ["MOST_PATIENCE_S", "FinishTime", "idle_before_drain_s"]
 
 
 def idle_before_drain_s(mean_gap_s: float) -> float:
-    """How long nothing must arrive for the drain rule to begin, given the mean gap before."""
+    """How long nothing must arrive for a batch to be at its end, given the mean gap before."""
     low, high = _IDLE_BOUNDS_S
     return min(high, max(low, _GAPS_BEFORE_DRAIN * mean_gap_s))
 
@@ -178,6 +179,7 @@ class FinishTime(PlacesAtOnce):
                 outlook.max_num_seqs,
                 backlog.residual.dot(outlook.stages),
                 np.minimum(backlog.residual, output).dot(outlook.stages),
+                busy_wide(outlook.constants[0], outlook.rows) * (not _has_ended(backlog)),
                 view.request_time_s,
                 backlog.typical_request_time_s,
                 view.demand.prefill_tokens,  # type: ignore[arg-type]  # a View has no lists
@@ -234,9 +236,7 @@ class FinishTime(PlacesAtOnce):
     def _drains(self, backlog: Backlog[Any]) -> bool:
         if backlog.mean_request_times_s is None:
             return False
-        return self.objective == "makespan" or backlog.idle_s >= idle_before_drain_s(
-            backlog.mean_gap_s
-        )
+        return self.objective == "makespan" or _has_ended(backlog)
 
     def _worth_it(
         self, outlook: Outlook, backlog: Backlog[Any], latency_s: FloatArray
@@ -263,6 +263,7 @@ class FinishTime(PlacesAtOnce):
         if not backlog.profiled:
             return self._count_small(view, rooms, rng)
         n_r, prompt_tokens, output = _lengths(view)
+        ended = _has_ended(backlog)
         found: list[Estimate] = []
         latencies: list[float] = []
         ttfts: list[float] = []
@@ -285,6 +286,7 @@ class FinishTime(PlacesAtOnce):
                 backlog.residual,
                 typical_s,
                 now_s,
+                ended,
             )
             found.append(one)
             latencies.append(one[4])
@@ -356,7 +358,8 @@ class FinishTime(PlacesAtOnce):
             peers = state.peers or NO_PEERS
             there = state.waiting + state.streaming + peers.waiting + peers.streaming
             costs.append((there + 1) / member.weight)
-            told.append(estimate(state, member, prefill, cached, *lengths, none, 1.0, view.now_s))
+            one = estimate(state, member, prefill, cached, *lengths, none, 1.0, view.now_s, True)
+            told.append(one)
         latest = self._latest_small(view, min(costs))
         position = _cheapest_small(costs, rooms, costs, latest, rng)
         if position is None:
@@ -440,6 +443,11 @@ def _prefills(
     if isinstance(prefill, float):
         prefill = [prefill] * size
     return prefill, [None] * size if cached is None else cached
+
+
+def _has_ended(backlog: Backlog[Any]) -> bool:
+    """Whether nothing has arrived for so long that no more is to be expected."""
+    return backlog.idle_s >= idle_before_drain_s(backlog.mean_gap_s)
 
 
 def _drain_s(backlog: Backlog[Any], speeds: FloatArray) -> float:

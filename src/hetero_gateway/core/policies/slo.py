@@ -10,7 +10,7 @@ wherever he goes, and who is beyond his limit already is not lost a second time,
 much gathers on few instances. Where every instance is beyond its limits, all prices are equal.
 
     symbol   here            what it is                                                 unit
-    ρ        busy            share of the machine's time that prompts take              –
+    ρ        estimates.busy  share of the machine's time that prompts take              –
     step     step_s          one decode step of all that are there, and of the request  s
     TPOT     step / (1 − ρ)  steps wait for the prompts that are computed in between    s
 
@@ -27,15 +27,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.instances.state import PREFILL_OVER_S, InstanceState
-from hetero_gateway.core.instances.table import (
-    PREFILL_AGE_S,
-    RECENT_PREFILL,
-    SPEED,
-    STREAMING,
-    WAITING,
-)
+from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.instances.table import SPEED, STREAMING, WAITING
 from hetero_gateway.core.policies.base import Member
+from hetero_gateway.core.policies.estimates import busy, busy_wide
 from hetero_gateway.core.types import Request
 
 # More than what a long prompt costs the streams of a fast machine (some 15 s in sum): long prompts
@@ -120,8 +115,7 @@ def violations(
     peers = state.peers
     if peers is not None:
         n += peers.waiting + peers.streaming
-    recent = state.recent_prefill * math.exp((state.recent_prefill_s - now_s) / PREFILL_OVER_S)
-    left = 1.0 - f * p1 * recent / PREFILL_OVER_S
+    left = 1.0 - busy(state, p1, now_s)
     if left < 1.0 - _MOST_BUSY:
         left = 1.0 - _MOST_BUSY
     added_s = f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
@@ -156,8 +150,7 @@ def violations_wide(
     if waited_s >= slo.ttft_s:
         return np.zeros(step_s.size)
     f = rows[SPEED]
-    recent = rows[RECENT_PREFILL] * np.exp(-rows[PREFILL_AGE_S] / PREFILL_OVER_S)
-    left = np.maximum(1.0 - f * constants[0] * recent / PREFILL_OVER_S, 1.0 - _MOST_BUSY)
+    left = np.maximum(1.0 - busy_wide(constants[0], rows), 1.0 - _MOST_BUSY)
     added_s = f * n_r * (constants[5] + constants[4] * (prompt_tokens + output / 2))
     after = _surely_wide(step_s / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
     before = _surely_wide((step_s - added_s) / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)

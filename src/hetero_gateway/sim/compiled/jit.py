@@ -35,6 +35,7 @@ _SHARED: tuple[Any, ...] = (
     cost_model.attended_pairs,
     cost_model.workload,
     length_estimates.residuals,
+    estimates.busy,
     estimates.room_of,
     estimates.estimate,
     slo.violations,

@@ -398,6 +398,7 @@ def _choose(
         there_is_room |= s.room[i]
     if not there_is_room:
         return -1
+    ended = now_s - w.queue.x[LAST_ARRIVAL_S] >= idle_before_drain_s(w.queue.x[MEAN_GAP_S])
     soonest_s, soonest_ttft_s = math.inf, math.inf
     for i in range(first, last):
         one = estimate(
@@ -411,6 +412,7 @@ def _choose(
             w.queue.residual,
             w.queue.typical_s[i],
             now_s,
+            ended,
         )
         s.latency_s[i] = one[4]
         s.cost_s[i] = one[4] + one[5]
@@ -440,15 +442,15 @@ def _choose(
         s.cost_s[i] = s.cost_s[i] + s.price[i] * soonest_s + late_price_s
         if w.rules.has_slo:
             s.cost_s[i] += s.slo_price_s[i]
-    return _cheapest(s, first, last, _latest_s(w, first, last, soonest_s, now_s), rng)
+    latest_s = math.inf
+    if w.rules.always_drains or ended:
+        latest_s = _latest_s(w, first, last, soonest_s)
+    return _cheapest(s, first, last, latest_s, rng)
 
 
-def _latest_s(w: World, first: int, last: int, soonest_s: float, now_s: float) -> float:
+def _latest_s(w: World, first: int, last: int, soonest_s: float) -> float:
     """The drain rule: until when a request may be done."""
     n, x = w.queue.n, w.queue.x
-    idle_s = now_s - x[LAST_ARRIVAL_S]
-    if not (w.rules.always_drains or idle_s >= idle_before_drain_s(x[MEAN_GAP_S])):
-        return math.inf
     waiting = n[TAIL] - n[HEAD]
     prompt, output = n[PROMPTS] / waiting, x[OUTPUTS] / waiting
     rate_per_s = 0.0
