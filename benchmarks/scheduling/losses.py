@@ -1,7 +1,7 @@
 """Where ``finish-time`` loses, and whether it still does: tails, few slots, full caches, batches.
 
     python benchmarks/scheduling/losses.py -o cells.jsonl [--requests NAME=TRACE.csv ...]
-        [--set development|held-out] [--clusters a,b] [--loads 0.9,once] [--seeds 5] [--table]
+        [--set development|held-out] [--clusters a,b] [--loads 0.9,once] [--seeds 5] [--table] [--bound]
         [--policies finish-time,min-max,capacity-weighted,finish-time+shortest]
 
 Every cell is one run: cluster x mix x load x policy x seed. Cells that are in the file already are
@@ -251,6 +251,10 @@ class Setting:
             self._rate_per_s = measure_bound(experiment).rate_per_s(1.0, self._moments)
         return load * self._rate_per_s
 
+    def tokens_per_s(self) -> float:
+        """Output of all instances together, when all are full."""
+        return self.rate_per_s(1.0) * self._moments.mean_output
+
     def workload(self, load: str, seed: int) -> tuple[Workload, int]:
         """The requests, and the clients of a closed loop (0: none)."""
         count, clients = _REQUESTS, 0
@@ -490,6 +494,26 @@ def print_table(cells: Cells, which: str) -> None:
                     print(f"{cluster:<12}{mix:<10}{load:<7}{other:<13.13}{shown}")
 
 
+def print_bounds(cells: Cells, which: str, mixes: dict[str, Lengths]) -> None:
+    """What all instances make together when all are full, over what policies make at once."""
+    logs: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    print(f"{'bound / at once':24}" + "".join(f"{policy:>19}" for policy in POLICIES))
+    for cluster, kinds in CLUSTERS[which].items():
+        for mix, lengths in mixes.items():
+            tokens_per_s = Setting(kinds, lengths).tokens_per_s()
+            shown = ""
+            for policy in POLICIES:
+                key = (which, cluster, mix, "once", policy)
+                made = [row["throughput"] for k, row in cells.items() if k[:5] == key]
+                log = math.log(tokens_per_s) - float(np.mean(np.log(made)))
+                shown += f"{math.exp(log):19.2f}"
+                if cluster != "few-slots":
+                    logs[policy].append(log)
+            print(f"{cluster:<12}{mix:<12}{shown}")
+    means = "".join(f"{math.exp(float(np.mean(found))):19.2f}" for found in logs.values())
+    print(f"{'mean without few slots':24}{means}")
+
+
 def named_trace(text: str) -> tuple[str, Path]:
     name, separator, path = text.partition("=")
     if not separator:
@@ -512,6 +536,7 @@ def main(make: MakeScheduler = make_scheduler) -> int:
     parser.add_argument("-o", type=Path, required=True, help="cells, as JSON lines; added to")
     parser.add_argument("--again", default="", help="drop this policy's cells from the file first")
     parser.add_argument("--table", action="store_true", help="print every cell's ratios, too")
+    parser.add_argument("--bound", action="store_true", help="print what could be made at once, too")
     args = parser.parse_args()
     cells = read_cells(args.o)
     if args.again:
@@ -535,6 +560,8 @@ def main(make: MakeScheduler = make_scheduler) -> int:
                             print(json.dumps(row), file=out, flush=True)
     if args.table:
         print_table(cells, args.set)
+    if args.bound:
+        print_bounds(cells, args.set, mixes)
     return 0 if print_goals(cells, args.set) else 1
 
 
