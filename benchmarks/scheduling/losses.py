@@ -1,8 +1,8 @@
 """Where ``finish-time`` loses, and whether it still does: tails, few slots, full caches, batches.
 
     python benchmarks/scheduling/losses.py -o cells.jsonl [--requests NAME=TRACE.csv ...]
-        [--set development|held-out] [--clusters a,b] [--loads 0.9,once] [--seeds 5] [--table] [--bound]
-        [--policies finish-time,min-max,capacity-weighted,finish-time+shortest]
+        [--set development|held-out] [--clusters a,b] [--loads 0.9,once] [--seeds 5] [--table]
+        [--bound] [--policies finish-time,min-max,capacity-weighted,finish-time+shortest]
 
 Every cell is one run: cluster x mix x load x policy x seed. Cells that are in the file already are
 not run again, but for those of the policy that ``--again`` names. The table of goals is of all
@@ -536,7 +536,9 @@ def main(make: MakeScheduler = make_scheduler) -> int:
     parser.add_argument("-o", type=Path, required=True, help="cells, as JSON lines; added to")
     parser.add_argument("--again", default="", help="drop this policy's cells from the file first")
     parser.add_argument("--table", action="store_true", help="print every cell's ratios, too")
-    parser.add_argument("--bound", action="store_true", help="print what could be made at once, too")
+    parser.add_argument(
+        "--bound", action="store_true", help="print what could be made at once, too"
+    )
     args = parser.parse_args()
     cells = read_cells(args.o)
     if args.again:
