@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -54,6 +55,12 @@ def chat(model: str, **more: Any) -> dict[str, Any]:
 # The body
 
 
+def alike(one: bytes, other: bytes) -> int:
+    """Bytes that both begin with."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -72,12 +79,8 @@ def test_a_body_is_rewritten_in_its_model_alone(body: bytes, name: str) -> None:
     assert after == before | {"model": name}
     assert parse_body(fresh, b"application/json").model == name
     # Byte for byte: what is left when the name is cut out is the same.
-    common = 0
-    while body[: common + 1] == fresh[: common + 1] and common < len(body):
-        common += 1
-    tail = 0
-    while body[-tail - 1 :] == fresh[-tail - 1 :] and tail < len(body) - common:
-        tail += 1
+    common = alike(body, fresh)
+    tail = alike(body[common:][::-1], fresh[common:][::-1])
     assert len(fresh) - common - tail <= len(json.dumps(name)) + 2
 
 

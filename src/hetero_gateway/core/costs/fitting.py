@@ -195,7 +195,7 @@ def fit_robustly(
         residuals = terms @ constants / seconds - 1
         soft = 1 / np.sqrt(1 + (residuals / SOFT_L1_SCALE) ** 2)
         before, constants = constants, fit_rows(terms, seconds, weights * soft)
-        if np.allclose(before, constants, rtol=1e-4, atol=0):
+        if (np.abs(constants - before) <= 1e-4 * constants).all():
             break
     return constants
 
