@@ -48,10 +48,16 @@ TOGETHER = {
     "tests/gateway/test_leaving_clients.py": "leaving clients",
     "tests/gateway/dataplane/test_predictor.py": "installed predictors",
     "tests/reports/test_plan_table.py": "plan table",
-    # numba compiles once, and caches on disk.
+    # numba takes a minute and more for finish-time's loop: once, as the others read it from disk.
+    "tests/sim/compiled/test_late_binding.py::test_compiled": "compiled",
+    "tests/sim/compiled/test_placing.py::test_compiled": "compiled",
+    "tests/sim/test_block_cache.py::test_the_compiled": "compiled",
     "tests/sim/test_cluster.py::test_compiled": "compiled",
     "tests/sim/test_fleet.py": "compiled",
+    "tests/sim/test_prefixes.py::test_compiled": "compiled",
 }
+# What takes longest, or what others wait for.
+FIRST = ("compiled", "containers")
 
 
 def group_of(nodeid: str) -> str:
@@ -62,7 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """In several processes the longest come first, so that nobody waits for them at the end."""
     if hasattr(config, "workerinput"):
         slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: group_of(item.nodeid) not in slow)
+        ranks = dict.fromkeys(slow, len(FIRST)) | {group: i for i, group in enumerate(FIRST)}
+        items.sort(key=lambda item: ranks.get(group_of(item.nodeid), len(FIRST) + 1))
 
 
 @pytest.hookimpl(optionalhook=True)
