@@ -363,7 +363,8 @@ def test_with_no_profile_at_all_requests_are_shared_by_observed_speed(scale: flo
         shares.append((records.instance[late] == 1).mean())
         latencies.append((records.finish_s - load.arrival_s)[late].mean())
     assert shares[1] == pytest.approx(shares[0], abs=0.06)
-    assert latencies[1] < 1.1 * latencies[0]
+    # How long prompts keep answers waiting is reckoned with only where it is known.
+    assert latencies[1] < 1.15 * latencies[0]
     assert shares[1] > 0.7
 
 

@@ -434,8 +434,11 @@ class InstanceState:
             self._peer_loads.pop(peer, None)
         else:
             self._peer_loads[peer] = load
+            # What waits was sent just now, by a peer that is new here or had nothing left.
+            sent = load.waiting_prefill
             if before is not None:
-                self._note_prefill(max(0.0, load.prompt_tokens - before.prompt_tokens), now_s)
+                sent += load.prompt_tokens - before.prompt_tokens - before.waiting_prefill
+            self._note_prefill(max(0.0, sent), now_s)
             if before is not None and self.streaming > 0:
                 # A peer that has begun to count anew has fewer.
                 interval = self._interval

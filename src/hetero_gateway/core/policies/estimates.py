@@ -249,7 +249,7 @@ def estimates(
         constants, rows, kv, max_num_seqs: as in ``Outlook``.
         remaining: output tokens that those that stream have still to come.
         shared: how many of them come before the request is done.
-        busy: as of ``busy_wide``; 0: no further prompts are to be expected.
+        busy: as of ``busy_wide``; 0: no further prompts are to be reckoned with.
         request_time_s, typical_request_time_s: T of the request, and of the typical one.
         prefill: prompt tokens to compute, of all the request's sequences.
         cached: prompt tokens of each sequence that need not be computed; None: none anywhere.
@@ -325,7 +325,7 @@ def estimate(
     residual: list[float],
     typical_request_time_s: float,
     now_s: float,
-    ended: bool,
+    expects_prompts: bool,
 ) -> Estimate:
     """The same for one instance, T among it, in plain floats.
 
@@ -334,7 +334,7 @@ def estimate(
         cached: prompt tokens of each sequence that need not be computed; None: none anywhere.
         n_r, prompt_tokens, output: its sequences, and the tokens of each.
         residual: as in ``Backlog``.
-        ended: no further prompts are to be expected.
+        expects_prompts: further ones are to be reckoned with.
     """
     p1, p2, p3, p4, p5, p6, p7, p8, p9, kv, kv_limit, max_num_seqs, _, _ = member
     waiting: float = state.waiting
@@ -397,7 +397,7 @@ def estimate(
     else:
         prefill_s = p1 * (waiting_prefill + prefill) + (others_s + own_s)
         ttft_s = f * (prefill_s + p2 * (waiting + n_r) + p4)
-    rho = 0.0 if ended else busy(state, p1, now_s)
+    rho = busy(state, p1, now_s) if expects_prompts else 0.0
     if rho > _MOST_BUSY:
         rho = _MOST_BUSY
     latency_s = ttft_s + output * step_s / (1.0 - rho)

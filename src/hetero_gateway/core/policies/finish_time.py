@@ -179,7 +179,7 @@ class FinishTime(PlacesAtOnce):
                 outlook.max_num_seqs,
                 backlog.residual.dot(outlook.stages),
                 np.minimum(backlog.residual, output).dot(outlook.stages),
-                busy_wide(outlook.constants[0], outlook.rows) * (not _has_ended(backlog)),
+                busy_wide(outlook.constants[0], outlook.rows) * _expects_prompts(backlog),
                 view.request_time_s,
                 backlog.typical_request_time_s,
                 view.demand.prefill_tokens,  # type: ignore[arg-type]  # a View has no lists
@@ -263,7 +263,7 @@ class FinishTime(PlacesAtOnce):
         if not backlog.profiled:
             return self._count_small(view, rooms, rng)
         n_r, prompt_tokens, output = _lengths(view)
-        ended = _has_ended(backlog)
+        expects_prompts = _expects_prompts(backlog)
         found: list[Estimate] = []
         latencies: list[float] = []
         ttfts: list[float] = []
@@ -286,7 +286,7 @@ class FinishTime(PlacesAtOnce):
                 backlog.residual,
                 typical_s,
                 now_s,
-                ended,
+                expects_prompts,
             )
             found.append(one)
             latencies.append(one[4])
@@ -358,7 +358,7 @@ class FinishTime(PlacesAtOnce):
             peers = state.peers or NO_PEERS
             there = state.waiting + state.streaming + peers.waiting + peers.streaming
             costs.append((there + 1) / member.weight)
-            one = estimate(state, member, prefill, cached, *lengths, none, 1.0, view.now_s, True)
+            one = estimate(state, member, prefill, cached, *lengths, none, 1.0, view.now_s, False)
             told.append(one)
         latest = self._latest_small(view, min(costs))
         position = _cheapest_small(costs, rooms, costs, latest, rng)
@@ -448,6 +448,12 @@ def _prefills(
 def _has_ended(backlog: Backlog[Any]) -> bool:
     """Whether nothing has arrived for so long that no more is to be expected."""
     return backlog.idle_s >= idle_before_drain_s(backlog.mean_gap_s)
+
+
+def _expects_prompts(backlog: Backlog[Any]) -> bool:
+    """Whether ρ is known and will go on. How long prompts take by themselves nobody has seen of an
+    instance whose constants are not its own."""
+    return not (backlog.stands_in or _has_ended(backlog))
 
 
 def _drain_s(backlog: Backlog[Any], speeds: FloatArray) -> float:

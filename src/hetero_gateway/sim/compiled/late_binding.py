@@ -412,7 +412,7 @@ def _choose(
             w.queue.residual,
             w.queue.typical_s[i],
             now_s,
-            ended,
+            not ended,
         )
         s.latency_s[i] = one[4]
         s.cost_s[i] = one[4] + one[5]
