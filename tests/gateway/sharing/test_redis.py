@@ -117,14 +117,15 @@ async def test_a_trace_gets_the_picks_of_one_scheduler(server: RedisServer, coun
             else:
                 gateway = made[i % count]
                 # Equal requests: the memory price takes the mean of what each gateway has met.
-                request = Request("m", 64, 80.0)
+                # Short prompts: when one was sent is known as of its message, and this clock is not
+                # the messages'.
+                request = Request("m", 4, 80.0)
                 dispatch = gateway.place(request, now_s)
                 ticket = one.scheduler.place(request, now_s)
                 assert not isinstance(ticket, Reject)
                 assert ticket.dispatch is not None
                 picks.append((dispatch.instance_id, ticket.dispatch.instance_id))
                 outstanding.append((gateway, dispatch, ticket.dispatch))
-                # When a prompt was sent is known as of its message, and the clock here runs ahead.
                 assert _costs(gateway.fleet, now_s) == pytest.approx(_costs(one, now_s), rel=1e-3)
             want = len(outstanding)
             for each in made:
