@@ -121,13 +121,15 @@ def needed_tokens(request: Request, *, cached: bool) -> float:
 def busy(state: InstanceState, p1: float, now_s: float) -> float:
     """ρ, the share of an instance's time that prompts take, as of the last seconds; it may be
     above 1, where more was sent there than it can compute."""
-    recent = state.recent_prefill * math.exp((state.recent_prefill_s - now_s) / PREFILL_OVER_S)
+    recent, since_s = state.recent_prefill, state.recent_prefill_s - now_s
+    if since_s < 0.0:  # or else a caller's clock is behind
+        recent *= math.exp(since_s / PREFILL_OVER_S)
     return state.speed * p1 * recent / PREFILL_OVER_S
 
 
 def busy_wide(p1: FloatArray, rows: FloatArray) -> FloatArray:
     """The same, one entry per instance; ``rows`` as in ``Outlook``."""
-    recent = rows[RECENT_PREFILL] * np.exp(-rows[PREFILL_AGE_S] / PREFILL_OVER_S)
+    recent = rows[RECENT_PREFILL] * np.exp(np.minimum(-rows[PREFILL_AGE_S], 0.0) / PREFILL_OVER_S)
     result: FloatArray = rows[SPEED] * p1 * recent / PREFILL_OVER_S
     return result
 
