@@ -435,15 +435,16 @@ class InstanceState:
         else:
             self._peer_loads[peer] = load
             # What waits was sent just now, by a peer that is new here or had nothing left.
-            sent = load.waiting_prefill
+            sent, done = load.waiting_prefill, 0.0
             if before is not None:
-                sent += load.prompt_tokens - before.prompt_tokens - before.waiting_prefill
+                done = load.prompt_tokens - before.prompt_tokens
+                sent += done - before.waiting_prefill
             self._note_prefill(max(0.0, sent), now_s)
             if before is not None and self.streaming > 0:
                 # A peer that has begun to count anew has fewer.
                 interval = self._interval
                 interval.prompts += max(0.0, load.prompts - before.prompts)
-                more = max(0.0, load.prompt_tokens - before.prompt_tokens)
+                more = max(0.0, done)
                 interval.prompt_tokens += more
                 if more > 0 and self.prefix.caching is not False:
                     interval.add_untold(more, more)
