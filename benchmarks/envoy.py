@@ -13,6 +13,9 @@ import yaml
 
 CONFIGURATION = Path(__file__).parents[1] / "docker" / "envoy" / "envoy.yaml"
 EXT_PROC = "envoy.filters.http.ext_proc"
+HEADER_MUTATION = "envoy.filters.http.header_mutation"
+GUARD = "hetero_gateway.guard"
+KEYS_FILE = "/etc/envoy/hetero-gateway.keys"
 
 
 def binary() -> str:
@@ -37,10 +40,30 @@ def manager(document: dict[str, Any]) -> dict[str, Any]:
     return listener["filter_chains"][0]["filters"][0]["typed_config"]
 
 
-def ext_proc(document: dict[str, Any]) -> dict[str, Any]:
-    """The filter's own settings."""
-    (found,) = (f for f in manager(document)["http_filters"] if f["name"] == EXT_PROC)
+def http_filter(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """A filter's own settings."""
+    (found,) = (f for f in manager(document)["http_filters"] if f["name"] == name)
     return found["typed_config"]
+
+
+def ext_proc(document: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the filter that asks the picker."""
+    return http_filter(document, EXT_PROC)
+
+
+def with_keys_file(document: dict[str, Any], path: Path) -> None:
+    """Let the guard read its keys here."""
+    source = http_filter(document, GUARD)["default_source_code"]
+    assert source["inline_string"].count(KEYS_FILE) == 1
+    source["inline_string"] = source["inline_string"].replace(KEYS_FILE, str(path))
+
+
+def without_guard(document: dict[str, Any]) -> None:
+    """As an Envoy that asks the picker, and has nothing of its own."""
+    filters = manager(document)["http_filters"]
+    filters[:] = [each for each in filters if each["name"] != GUARD]
+    for route in manager(document)["route_config"]["virtual_hosts"][0]["routes"]:
+        route.get("typed_per_filter_config", {}).pop(GUARD, None)
 
 
 def without_reports(document: dict[str, Any]) -> None:

@@ -216,7 +216,7 @@ def metric_families() -> list[Metric]:
     metrics.prefix_index = lambda: (0, 0)
     key = KeyConfig.model_validate({"name": "a", "hash": "sha256:" + "0" * 64})
     admission = Admission(None, KeysFile(keys=[key]))
-    metrics.clients = lambda: client_families(admission, 1)
+    metrics.clients = lambda: client_families(admission, 1, metrics.models)
     metrics.following = lambda: following_families((), 0)
     found = {family.name: family for part in metrics.parts() for family in part}
     return sorted(found.values(), key=lambda family: family.name)

@@ -7,6 +7,8 @@ import certifi
 import hypothesis
 import pytest
 
+from tests.fakes.admin_key import send_keys
+
 # A busy machine must not fail a law, and a failure must come back when the test is run again.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")
@@ -33,6 +35,15 @@ def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     path.write_text(first + end + "\n", "ascii")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(path))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _keys_of_gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The keys that gateways make for /admin lie in a folder of the tests, which send them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        send_keys(patch)
         yield
 
 

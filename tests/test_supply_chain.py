@@ -61,9 +61,7 @@ def test_the_locks_have_what_the_package_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     wanted = {name_of(each) for each in project["project"]["dependencies"]}
     extras = project["project"]["optional-dependencies"]
-    wanted |= {
-        name_of(each) for extra in ("picker", "redis", "dns", "otel") for each in extras[extra]
-    }
+    wanted |= {name_of(each) for extra in ("picker", "dns", "otel") for each in extras[extra]}
     assert wanted <= locked("run").keys(), "run scripts/lock"
     wanted |= {name_of(each) for extra in ("dev", "tokenizers") for each in extras[extra]}
     assert wanted <= locked("dev").keys(), "run scripts/lock"

@@ -11,6 +11,7 @@ difference that is. Exit code 1: off by more than 10 %.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.ports import free_port
+from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.load.admin import fetch_document
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 0.10
@@ -61,7 +63,7 @@ def write_plan(config: Path, directory: Path, time_scale: float) -> dict[str, An
     return document
 
 
-@contextmanager
+@contextlib.contextmanager
 def started(directory: Path) -> Iterator[str]:
     """The directory's start.sh, running; yields the gateway's address."""
     binaries = directory.parent / "bin"
@@ -108,7 +110,9 @@ def started(directory: Path) -> Iterator[str]:
 def _wait_until_up(url: str) -> None:
     deadline_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline_s:
-        instances = httpx.get(f"{url}/admin/instances").json()["instances"]
+        instances: list[dict[str, Any]] = []
+        with contextlib.suppress(HeteroGatewayError):  # it does not serve yet
+            instances = fetch_document(url, None, "/admin/instances", {})["instances"]
         if instances and all(instance["up"] for instance in instances):
             return
         time.sleep(0.1)
@@ -118,7 +122,7 @@ def _wait_until_up(url: str) -> None:
 def lost_s(url: str) -> float:
     """Wall seconds by which the emulated clocks gave way to an overloaded machine, summed."""
     total_s = 0.0
-    for instance in httpx.get(f"{url}/admin/instances").json()["instances"]:
+    for instance in fetch_document(url, None, "/admin/instances", {})["instances"]:
         for line in httpx.get(f"{instance['base_url']}/metrics").text.splitlines():
             if line.startswith(_LOST):
                 total_s += float(line.rsplit(" ", 1)[1])

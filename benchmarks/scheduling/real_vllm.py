@@ -33,6 +33,7 @@ import yaml
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.trace import LoadRequest
+from hetero_gateway.load.admin import fetch_document
 from hetero_gateway.load.children import Children
 from hetero_gateway.load.client import parse_target
 from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
@@ -127,10 +128,10 @@ async def run(
 
 async def wait_up(url: str) -> None:
     """Until the gateway sees every instance up. TimeoutError: it does not."""
-    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(UP_TIMEOUT_S):
+    async with asyncio.timeout(UP_TIMEOUT_S):
         while True:
-            listed = (await client.get("/admin/instances")).json()["instances"]
-            if all(instance["up"] for instance in listed):
+            seen = await asyncio.to_thread(fetch_document, url, None, "/admin/instances", {})
+            if all(instance["up"] for instance in seen["instances"]):
                 return
             await asyncio.sleep(0.1)
 

@@ -58,13 +58,13 @@ from benchmarks.ports import free_port
 from benchmarks.tables import Column, report
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.files.trace import LengthMix, LoadRequest, schedule, synthetic_trace
+from hetero_gateway.load.admin import fetch_document
 from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
 from hetero_gateway.load.client import parse_target
 from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance
 from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.load.replay import ReplayOptions, replay
 from hetero_gateway.load.result import RequestRecord, summarise
-from hetero_gateway.plain_httpx import httpx
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 
 REPLICAS = 4
@@ -230,10 +230,10 @@ class Rig:
             self.pids[group] = [gateway.process.pid for gateway in gateways]
         self.pids["instances"] = self.cluster.emulator_pids
         self.pids["load"] = [os.getpid()]
-        async with httpx.AsyncClient() as client, asyncio.timeout(START_TIMEOUT_S):
+        async with asyncio.timeout(START_TIMEOUT_S):
             for group, urls in self.urls.items():
                 for url in urls:
-                    while not await self._ready(client, group, url):
+                    while not await self._ready(group, url):
                         self._children.check()
                         await asyncio.sleep(0.1)
 
@@ -242,19 +242,18 @@ class Rig:
             name, *("serve", "-c", str(path), "--port", "0", "--log-level", "warning")
         )
 
-    async def _ready(self, client: httpx.AsyncClient, group: str, url: str) -> bool:
-        told = (await client.get(f"{url}/admin/instances")).raise_for_status().json()
+    async def _ready(self, group: str, url: str) -> bool:
+        told = await _instances(url)
         others = REPLICAS - 1 if group == "shared" else None
         known = (told["sharing"] or {}).get("other_replicas")
         return all(i["up"] for i in told["instances"]) and known == others
 
     async def idle(self) -> None:
         """Wait until nothing is on any instance."""
-        async with httpx.AsyncClient() as client, asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(TIMEOUT_S):
             for url in (u for urls in self.urls.values() for u in urls):
                 while True:
-                    told = (await client.get(f"{url}/admin/instances")).json()["instances"]
-                    if not any(i["in_flight"] for i in told):
+                    if not any(i["in_flight"] for i in (await _instances(url))["instances"]):
                         break
                     await asyncio.sleep(0.1)
         await asyncio.sleep(0.5)
@@ -290,6 +289,11 @@ class Rig:
         }
         lost_s = await self.cluster.lost_s() - before_s
         return Run(load, way, seed, [records[i] for i in sorted(records)], lost_s, cpu)
+
+
+async def _instances(url: str) -> dict[str, Any]:
+    """What a gateway shows of its instances."""
+    return await asyncio.to_thread(fetch_document, url, None, "/admin/instances", {})
 
 
 async def quiet_run(rig: Rig, load: str, way: str, seed: int, requests: list[LoadRequest]) -> Run:

@@ -39,7 +39,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -93,7 +92,6 @@ TOLERATED_LATE_S = 0.2
 # Of the mean latency: what is sent all at once takes a while to send.
 TOLERATED_LATE_SHARE = 0.05
 SAMPLE_S = 1.0
-_ADMIN_KEY_ENV = "HETERO_GATEWAY_BENCHMARK_ADMIN_KEY"
 # What is compared: (name, unit of the table). By the first one policies are put in order.
 FIGURES = (
     ("latency_mean_s", "latency, mean, s"),
@@ -187,7 +185,6 @@ class Rig:
             children,
             instance_options=INSTANCE_OPTIONS,
             gateway_config=_clients_config(folder) if experiment.batch_share else None,
-            admin_key_env=_ADMIN_KEY_ENV if experiment.batch_share else None,
         )
         self._scheduler = _scheduler_config(moments)
 
@@ -307,8 +304,7 @@ def _key_of(request_class: str) -> str:
 
 
 def _clients_config(folder: Path) -> dict[str, Any]:
-    """A key for each class; and one for /admin, which is else off where clients have keys."""
-    os.environ.setdefault(_ADMIN_KEY_ENV, _key_of("admin"))
+    """A key for each class."""
     keys = [{"name": one, "hash": hash_of(_key_of(one)), "class": one} for one in CLASSES]
     path = folder / "keys.yaml"
     path.write_text(yaml.safe_dump({"keys": keys}), encoding="utf-8")

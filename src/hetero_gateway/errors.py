@@ -3,6 +3,7 @@
     HeteroGatewayError
     ├── ConfigError      the operator's: a file, a key, a flag           exit code 2
     ├── ProfileError     constants that cannot be right                  exit code 2
+    ├── OutputError      standard output cannot be written              exit code 1
     ├── Refusal          whoever's it is, the gateway answers with an OpenAI error body, 4xx or 5xx
     └── InstanceError    an instance's: connect, time-out, broken stream (gateway/failures.py)
 
@@ -28,6 +29,10 @@ class ConfigError(HeteroGatewayError):
 
 class ProfileError(HeteroGatewayError):
     """A profile with missing, negative or meaningless constants."""
+
+
+class OutputError(HeteroGatewayError):
+    """What a command prints cannot be written."""
 
 
 class Refusal(HeteroGatewayError):

@@ -14,6 +14,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from hetero_gateway.files.admin_key import find
+from hetero_gateway.load.admin import bearer
+
 _READY_WITHIN_S = 120.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -58,7 +61,11 @@ class GatewayProcess(Process):
         self.url = url
         self.port = int(url.rsplit(":", 1)[1])
         self.log = log
-        self._client = httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False)
+        made = find(url)
+        headers = {} if made is None else bearer(made.key)
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=30.0, trust_env=False
+        )
 
     @classmethod
     async def start(cls, config: Path, log: Path, workers: int = 1) -> GatewayProcess:

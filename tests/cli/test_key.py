@@ -1,5 +1,6 @@
 """``key``: printed once, kept as a hash, and let in by the gateway that reads the file."""
 
+import hmac
 import io
 import json
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from hetero_gateway.cli import main
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.client_keys import read_clients
+from hetero_gateway.files.client_keys import hash_of, read_clients
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.gateway.admission.clients import Admission
 
@@ -68,3 +69,51 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
     assert main(["key", "new", "a", "-c", str(config_in(tmp_path)), *flags]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "keys.yaml").exists()
+
+
+def test_envoy_gets_hashes_and_expiry_times_and_no_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEPPER_9", "pepper")
+    monkeypatch.setenv("SHARED_9", "of-everybody")
+    instance = {"id": "a", "base_url": "http://127.0.0.1:1", "api_key_env": "SHARED_9"}
+    path = config_in(tmp_path, hash_key_env="PEPPER_9")
+    document = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(document | {"server": {"api_key_env": "SHARED_9"}, "instances": [instance]})
+    )
+    keys = {}
+    for name, *flags in (
+        ("alice",),
+        ("bob", "--expires", "2027-01-01", "--requests-per-minute", "60"),
+        ("carol", "--models", "m"),
+    ):
+        assert main(["key", "new", name, "-c", str(path), *flags]) == 0
+        keys[name] = capsys.readouterr().out.strip()
+    output = tmp_path / "envoy.keys"
+    assert main(["key", "envoy", "-c", str(path), "-o", str(output)]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "carol" in said.err
+    assert said.err.count("in its environment") == 2
+    assert output.stat().st_mode & 0o777 == 0o600
+    text = output.read_text()
+
+    def line(key: str, until: str, most: str = "any") -> str:
+        return f"key {hash_of(key, 'pepper').replace(':', ' ')} {until} {most}"
+
+    shared = hmac.digest(b"pepper", b"of-everybody", "sha256").hex()
+    assert text.splitlines()[1:] == [
+        f"key hmac-sha256 {shared} never any",
+        line(keys["alice"], "never"),
+        line(keys["bob"], "1798761600", "60"),
+        *("hash-secret PEPPER_9", "instance-key SHARED_9", "end"),
+    ]
+    assert not any(secret in text for secret in (*keys.values(), "of-everybody", "pepper\n"))
+    # A file that is there keeps its mode: Envoy's user may have to read it.
+    output.chmod(0o640)
+    assert main(["key", "envoy", "-c", str(path), "-o", str(output), "--any-model"]) == 0
+    assert output.stat().st_mode & 0o777 == 0o640
+    assert line(keys["carol"], "never") in output.read_text().splitlines()
+    assert main(["key", "envoy", "-c", str(path), "-o", str(tmp_path / "no" / "x")]) == 2
+    assert "cannot be written" in capsys.readouterr().err

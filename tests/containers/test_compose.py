@@ -80,8 +80,11 @@ def eventually(check: Callable[[], Any], within_s: float = 60.0) -> Any:
         time.sleep(0.3)
 
 
-def rows(client: httpx.Client, admin: str = ADMIN) -> dict[str, dict[str, Any]]:
-    page = client.get(f"{admin}/admin/instances").raise_for_status().json()
+def rows(
+    client: httpx.Client, admin: str = ADMIN, key: str | None = None
+) -> dict[str, dict[str, Any]]:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    page = client.get(f"{admin}/admin/instances", headers=headers).raise_for_status().json()
     return {row["id"]: row for row in page["instances"]}
 
 
@@ -226,13 +229,16 @@ def test_what_init_writes_starts_in_front_of_servers_on_the_host(
     project = started(folder / "compose.yaml")
     assert set(project.services) == {"gateway", "prometheus"}  # and Grafana, which is left out
     eventually(lambda: client.get(f"{GATEWAY}/readyz").status_code == 200)
-    assert all(row["up"] for row in rows(client, GATEWAY).values())
+    assert client.get(f"{GATEWAY}/admin/instances").status_code == 401
+    # As compose.yaml says: the key that the gateway made at its start.
+    gateway = project.container("gateway")
+    key = podman.run("exec", gateway, "hetero-gateway", "key", "admin", GATEWAY).strip()
+    assert all(row["up"] for row in rows(client, GATEWAY, key).values())
     used = {complete(client, "llama-3-8b", stream=i % 2 == 1) for i in range(8)}
-    assert used <= set(rows(client, GATEWAY))
+    assert used <= set(rows(client, GATEWAY, key))
     assert "<title>" in client.get(f"{GATEWAY}/dashboard").raise_for_status().text
     targets = eventually(lambda: targets_up(client))
     assert len(targets) == len(servers) + 1
-    gateway = project.container("gateway")
     podman.run("healthcheck", "run", gateway)
     podman.run("healthcheck", "run", project.container("prometheus"))
     assert podman.run("exec", gateway, "id", "-u") == "10001"

@@ -17,6 +17,8 @@ from benchmarks.envoy import command
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.picker.server import PickerServer
+from tests.fakes.admin_key import kept
+from tests.fakes.processes import Process
 
 START_S = 30.0
 
@@ -44,12 +46,17 @@ async def running_envoy(document: dict[str, Any], folder: Path) -> AsyncIterator
             url, admin_url = await _addresses(process, admin, log)
         yield Envoy(url, admin_url, process)
     finally:
-        process.terminate()
-        try:
-            await asyncio.to_thread(process.wait, 10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        await end(process)
+
+
+async def end(process: subprocess.Popen[bytes]) -> None:
+    """Have a process end, by force if it must be."""
+    process.terminate()
+    try:
+        await asyncio.to_thread(process.wait, 10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _start(
@@ -85,13 +92,13 @@ async def _addresses(process: subprocess.Popen[bytes], admin: Path, log: Path) -
 
 
 async def until_picked(envoy: Envoy, pickers: int = 1) -> None:
-    """Wait until Envoy has found so many pickers healthy."""
+    """Wait until Envoy has found so many pickers healthy; 0: until it has found that none is."""
     async with asyncio.timeout(START_S):
-        healthy = 0
-        while healthy < pickers:
+        healthy = -1
+        while healthy < pickers or healthy > 0 == pickers:
             await asyncio.sleep(0.02)
             name = "cluster.picker.membership_healthy"
-            healthy = (await envoy.stats(f"^{name}$")).get(name, 0)
+            healthy = (await envoy.stats(f"^{name}$")).get(name, -1)
 
 
 @dataclass
@@ -124,6 +131,18 @@ class RunningPicker:
         )
 
 
+class PickerProcess(Process):
+    """``hetero-gateway picker`` as a process of its own."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("picker", "-c", str(path), "--port", "0", "--http-port", "0")
+
+    async def ports(self) -> tuple[int, int]:
+        url = await asyncio.to_thread(self.wait_ready)
+        (line,) = (line for line in self.lines if line.startswith("hetero-gateway: picking"))
+        return int(line.split(", serving")[0].rsplit(":", 1)[1]), int(url.rsplit(":", 1)[1])
+
+
 @contextlib.asynccontextmanager
 async def running_picker(
     config: GatewayConfig, config_path: Path | None = None
@@ -138,7 +157,9 @@ async def running_picker(
         if task in done:
             task.result()
             raise RuntimeError("the picker stopped before it was ready")
-        yield RunningPicker(server, *ready.result())
+        address, url = ready.result()
+        with kept(server.made_admin_key, url):
+            yield RunningPicker(server, address, url)
     finally:
         server.should_exit = True
         await task

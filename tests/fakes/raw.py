@@ -34,6 +34,7 @@ class RawInstance:
         }
         self.requests = 0
         self.connections = 0
+        self.probes: list[float] = []  # when /health was asked for
         self.written_bytes = 0  # in answer to POSTs
         self.pause_s = 0.0  # between pieces
         self.port = 0
@@ -75,6 +76,8 @@ class RawInstance:
                 await reader.readexactly(int(line.split(b":")[1]))
         pieces = self.posts
         if head.startswith(b"GET "):
+            if head.startswith(b"GET /health "):
+                self.probes.append(asyncio.get_running_loop().time())
             pieces = self.answers.get(head.split(b" ")[1].decode(), [plain(b"", b"404 Not Found")])
         else:
             self.requests += 1
@@ -91,9 +94,9 @@ class RawInstance:
 
 
 @contextlib.asynccontextmanager
-async def raw_instance() -> AsyncIterator[RawInstance]:
+async def raw_instance(instance: RawInstance | None = None) -> AsyncIterator[RawInstance]:
     """One that runs until the block ends."""
-    instance = RawInstance()
+    instance = instance or RawInstance()
     await instance.start()
     try:
         yield instance

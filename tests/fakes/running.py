@@ -8,6 +8,7 @@ import dataclasses
 import os
 import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from unittest.mock import patch
 
 import httpx
 
+from hetero_gateway.cli.made_key import dashboard_address
 from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.admission.clients import describe_clients
 from hetero_gateway.gateway.app import App, create_app
 from hetero_gateway.gateway.server import GatewayServer, Served
 from hetero_gateway.gateway.wire.cycle import Service
@@ -24,6 +27,7 @@ from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, listen
 from hetero_gateway.gateway.workers.supervisor import listen_together
 from hetero_gateway.gateway.workers.worker import Worker
+from tests.fakes.admin_key import kept
 from tests.fakes.vllm import FakeInstance
 
 FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"
@@ -47,6 +51,12 @@ class RunningGateway:
     @property
     def gateway(self) -> Gateway:
         return self.app.gateway
+
+    @property
+    def dashboard(self) -> str:
+        """The link that ``serve`` prints on a terminal, of a gateway that made a key."""
+        assert self.gateway.made_admin_key is not None
+        return dashboard_address(self.url, self.gateway.made_admin_key)
 
     def processes(self) -> list[Gateway | Worker]:
         """What would be processes: the gateway, and its workers."""
@@ -77,6 +87,12 @@ class RunningGateway:
             and all(worker.remote.idle for worker in self.workers)
             and (self.gateway.hub is None or self.gateway.hub.requests == 0)
         )
+
+    async def used_by(self, client: str) -> dict[str, Any]:
+        """What a client has used, as /admin/clients shows it."""
+        self.gateway.metrics.catch_up()
+        described = describe_clients(self.gateway.admission, time.monotonic())
+        return {row["name"]: row["usage"] async for row in described}[client]
 
     async def metrics(self) -> str:
         async with httpx.AsyncClient() as client:
@@ -120,7 +136,8 @@ async def running_gateway(
     if workers == 1:
         app = create_app(config, config_path, record=record)
         async with serving(app, app.gateway) as (server, url):
-            yield RunningGateway(url, app, server, ports=[_port_of(url)])
+            with kept(app.gateway.made_admin_key, url):
+                yield RunningGateway(url, app, server, ports=[_port_of(url)])
         return
     # Their supervisor would see to it that all make the same keys of a prompt.
     secret = patch.dict(os.environ, {SECRET_ENV: "11" * 32})
@@ -140,7 +157,8 @@ async def running_gateway(
                 (await stack.enter_async_context(serving(worker, worker, listener)))[1]
                 for worker, listener in zip(many, listeners, strict=True)
             ]
-            yield RunningGateway(urls[0], app, server, many, [_port_of(url) for url in urls])
+            with kept(app.gateway.made_admin_key, *urls):
+                yield RunningGateway(urls[0], app, server, many, [_port_of(url) for url in urls])
 
 
 @contextlib.asynccontextmanager

@@ -12,13 +12,14 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import h11
 
 from hetero_gateway.engines.vllm import work_of_path
+from hetero_gateway.files.gateway_config import GatewayConfig
 from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
 from tests.fuzz.mutation import mutated_bytes, mutated_head, mutated_json
 from tests.fuzz.sink import Sink, sink
@@ -43,7 +44,7 @@ class Findings:
         self.violations.append((text, data))
 
 
-class _Errors(logging.Handler):
+class Errors(logging.Handler):
     """Keeps what is logged as an error, or with a traceback."""
 
     def __init__(self) -> None:
@@ -55,32 +56,51 @@ class _Errors(logging.Handler):
             self.seen.append(self.format(record)[:2000])
 
 
+@contextlib.contextmanager
+def errors_found(findings: Findings, but: str | None = None) -> Iterator[None]:
+    """What is logged as an error within the block is a violation, unless it says ``but``."""
+    errors = Errors()
+    logging.getLogger().addHandler(errors)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(errors)
+    for text in [each for each in errors.seen if but is None or but not in each][:5]:
+        findings.add("in the log: " + text, b"")
+
+
+async def note_unless_settled(running: RunningGateway, findings: Findings) -> None:
+    """Wait for all loads to end at 0."""
+    try:
+        await eventually(running.settled, within_s=30)
+    except TimeoutError:
+        loads = f"{running.loads()}, {running.progress()}"
+        findings.add(f"not settled: {loads}, metrics {await running.metrics()}", b"")
+
+
+@contextlib.asynccontextmanager
+async def _gateway(config: GatewayConfig, findings: Findings) -> AsyncIterator[RunningGateway]:
+    """A gateway of which nothing is left at the end, and that logs no error."""
+    with errors_found(findings):
+        async with running_gateway(config) as running:
+            await eventually(lambda: "m" in running.gateway.fleet.models())
+            yield running
+            await note_unless_settled(running, findings)
+
+
 @contextlib.asynccontextmanager
 async def _target(findings: Findings) -> AsyncIterator[tuple[RunningGateway, Sink]]:
     """A gateway over one strict instance; what must hold at the end is looked at."""
-    errors = _Errors()
-    logging.getLogger().addHandler(errors)
-    try:
-        async with sink() as instance:
-            config = config_for([instance], profiles=(None,))  # type: ignore[list-item]
-            async with running_gateway(config) as running:
-                await eventually(lambda: "m" in running.gateway.fleet.models())
-                yield running, instance
-                try:
-                    await eventually(running.settled, within_s=30)
-                except TimeoutError:
-                    loads = f"{running.loads()}, {running.progress()}"
-                    findings.add(f"not settled: {loads}, metrics {await running.metrics()}", b"")
-            for complaint in instance.complaints[:5]:
-                findings.add("the instance got: " + complaint, b"")
-            for target in instance.targets:
-                path = target.partition(b"?")[0].decode("latin-1")
-                if work_of_path(path) is None:
-                    findings.add(f"the instance got {target!r}", b"")
-    finally:
-        logging.getLogger().removeHandler(errors)
-    for text in errors.seen[:5]:
-        findings.add("in the log: " + text, b"")
+    async with sink() as instance:
+        config = config_for([instance], profiles=(None,))  # type: ignore[list-item]
+        async with _gateway(config, findings) as running:
+            yield running, instance
+        for complaint in instance.complaints[:5]:
+            findings.add("the instance got: " + complaint, b"")
+        for target in instance.targets:
+            path = target.partition(b"?")[0].decode("latin-1")
+            if work_of_path(path) is None:
+                findings.add(f"the instance got {target!r}", b"")
 
 
 def bodies_of(seed: int) -> Callable[[], tuple[str, bytes]]:
@@ -160,8 +180,19 @@ async def _good_one(port: int, findings: Findings) -> None:
         findings.add(f"a good request gets {statuses}", b"")
 
 
-async def _exchange(port: int, data: bytes, findings: Findings, *, patience_s: float) -> list[int]:
-    """Send, read until an answer is whole or nobody answers; the final statuses."""
+async def _exchange(
+    port: int,
+    data: bytes,
+    findings: Findings,
+    *,
+    patience_s: float,
+    allowed: Container[int] = _ALLOWED,
+    ends: bool = False,
+) -> list[int]:
+    """Send, read until an answer is whole or nobody answers; the final statuses.
+
+    ``ends``: an answer is to end, well or with its connection, before the patience does.
+    """
     findings.sent += 1
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     http = h11.Connection(h11.CLIENT)
@@ -176,7 +207,10 @@ async def _exchange(port: int, data: bytes, findings: Findings, *, patience_s: f
                 http.receive_data(received)
                 if _read(http, method, statuses) or not received:
                     break
-    except (TimeoutError, ConnectionError):
+    except TimeoutError:
+        if ends:
+            findings.add(f"no end of the answer in {patience_s:g} s", data)
+    except ConnectionError:
         pass
     except h11.RemoteProtocolError as error:
         # A connection that is closed without a word is one way to refuse what is not HTTP.
@@ -186,7 +220,7 @@ async def _exchange(port: int, data: bytes, findings: Findings, *, patience_s: f
         writer.transport.abort()
     for status in statuses:
         findings.statuses[status] += 1
-        if status not in _ALLOWED:
+        if status not in allowed:
             findings.add(f"answered {status}", data)
     if not statuses:
         findings.statuses[0] += 1

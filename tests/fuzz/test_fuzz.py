@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from hetero_gateway.gateway.dataplane.realtime_events import ClientEvent, ClientEvents
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fuzz.fuzzing import Findings, bodies_of, fuzz_bodies, fuzz_heads
+from tests.fuzz.key_files import fuzz_keys
+from tests.fuzz.picking import frames_of, fuzz_grpc, fuzz_http2, messages_of
+from tests.fuzz.redis_rows import fuzz_redis
 from tests.fuzz.sink import sink
+from tests.fuzz.websockets import fuzz_websocket
 
 
 def assert_none(findings: Findings) -> None:
@@ -34,8 +39,80 @@ async def test_no_head_gets_through_that_an_instance_could_misread() -> None:
     assert findings.statuses[400] > 100
 
 
-def test_one_seed_draws_the_same_bodies() -> None:
-    draws = [bodies_of(seed) for seed in (1, 1, 2)]
+async def test_no_frame_or_handshake_of_a_websocket_hurts_another_session() -> None:
+    findings = await fuzz_websocket(seed=1, count=200)
+    assert_none(findings)
+    assert findings.statuses[101] > 80
+
+
+async def test_the_websocket_fuzzer_notices_a_session_that_may_say_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def blind(_: object, message: str | bytes) -> ClientEvent:
+        return ClientEvent(message, 0, 0)
+
+    monkeypatch.setattr(ClientEvents, "read", blind)
+    findings = await fuzz_websocket(seed=1, count=60)
+    assert any("may not pass" in text for text, _ in findings.violations)
+
+
+async def test_no_frames_of_a_peer_hurt_another_ones_call() -> None:
+    findings = await fuzz_http2(seed=1, count=150)
+    assert_none(findings)
+    assert findings.statuses[1] > 10
+    assert sum(count for status, count in findings.statuses.items() if status > 100) > 10
+
+
+async def test_no_messages_of_a_peer_hurt_another_ones_call() -> None:
+    findings = await fuzz_grpc(seed=1, count=100)
+    assert_none(findings)
+    assert findings.statuses[1] > 30
+
+
+@pytest.mark.parametrize("fuzz", [fuzz_http2, fuzz_grpc])
+async def test_the_fuzzers_notice_a_picker_that_breaks(
+    fuzz: Callable[[int, int], Awaitable[Findings]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ArithmeticError("spoilt on purpose")
+
+    monkeypatch.setattr("hetero_gateway.picker.stream.inbound_of", broken)
+    findings = await fuzz(1, 20)
+    assert any("in the log" in text for text, _ in findings.violations)
+
+
+async def test_no_file_of_keys_is_anything_but_read_or_refused_in_words() -> None:
+    findings = await fuzz_keys(seed=1, count=300)
+    assert_none(findings)
+    assert findings.statuses[200] > 5
+    assert findings.statuses[400] > 200
+
+
+async def test_no_reply_or_row_of_redis_costs_more_than_the_view_of_others() -> None:
+    findings = await fuzz_redis(seed=1, count=400)
+    assert_none(findings)
+    assert min(findings.statuses[each] for each in (200, 400, 503)) > 10
+
+
+async def test_the_fuzzers_notice_a_traceback_and_rows_that_are_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ArithmeticError("spoilt on purpose")
+
+    monkeypatch.setattr("hetero_gateway.files.client_keys.KeyConfig.digest", property(broken))
+    findings = await fuzz_keys(1, 100)
+    assert any("ArithmeticError" in text for text, _ in findings.violations)
+    monkeypatch.setattr(
+        "hetero_gateway.core.sharing.belief.Belief.believed", lambda _, rows, doubted: rows
+    )
+    findings = await fuzz_redis(1, 200)
+    assert any("more than two engines hold" in text for text, _ in findings.violations)
+
+
+@pytest.mark.parametrize("drawn_of", [bodies_of, frames_of, messages_of])
+def test_one_seed_draws_the_same(drawn_of: Callable[[int], Callable[[], object]]) -> None:
+    draws = [drawn_of(seed) for seed in (1, 1, 2)]
     first, again, other = ([draw() for _ in range(50)] for draw in draws)
     assert first == again
     assert first != other

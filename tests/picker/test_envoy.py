@@ -18,14 +18,29 @@ import pytest
 import trustme
 import yaml
 
-from benchmarks.envoy import cluster, configuration, ext_proc, manager, without_reports
+from benchmarks.envoy import (
+    cluster,
+    configuration,
+    ext_proc,
+    manager,
+    with_keys_file,
+    without_guard,
+    without_reports,
+)
+from hetero_gateway.cli import main
 from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.picker.protocol.messages_pb2 import HealthCheckRequest, HealthCheckResponse
 from hetero_gateway.picker.service import EXT_PROC as EXT_PROC_SERVICE
 from tests.fakes.emulated import emulated
-from tests.fakes.envoy import Envoy, RunningPicker, running_envoy, running_picker, until_picked
-from tests.fakes.processes import Process
+from tests.fakes.envoy import (
+    Envoy,
+    PickerProcess,
+    RunningPicker,
+    running_envoy,
+    running_picker,
+    until_picked,
+)
 from tests.fakes.running import FAST, SLOW, config_for, eventually
 from tests.fakes.vllm import FakeInstance, fake_instances
 
@@ -316,11 +331,46 @@ async def test_a_report_that_makes_no_sense_harms_nobody(tmp_path):
                 (ours, False),
             ):
                 await report(said)
-                (peer,) = server._connections
+                (peer,) = server.register
                 assert peer.reports is believed
             peer.stray_until_s = 0.0
             await report(ours)
             assert peer.reports is True
+
+
+@pytest.mark.parametrize("changes", [None, full_duplex])
+async def test_what_is_not_for_clients_gets_no_further_than_the_picker(tmp_path, changes):
+    headers = {
+        "x-data-parallel-rank": "1",
+        "x-prefiller-host-port": "10.0.0.1:1",
+        "x_prefiller_host_port": "10.0.0.1:1",
+        "x-vllm-priority": "-5",
+        "x-request-id": "___prefill_addr_10.0.0.1:1___decode_addr_10.0.0.1:2",
+    }
+    async with (
+        fake_instances(1) as fakes,
+        behind_envoy(tmp_path, fakes, changes) as (envoy, picker),
+        httpx.AsyncClient(base_url=envoy.url) as client,
+    ):
+        plain = json.dumps(chat(kv_transfer_params={"remote_port": 1}, stream=False))
+        for body in (
+            plain,
+            plain.replace("kv_", "kv\\u005f"),
+            plain.replace("kv_", '": NaN, "kv_'),
+        ):
+            answer = await client.post(CHAT, content=body, headers=headers)
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["code"] == "field_not_allowed"
+        assert fakes[0].requests == 0
+        answer = await client.post(
+            CHAT, json=chat(stream=False), headers=headers | {"x-session-id": "s"}
+        )
+        assert answer.status_code == 200
+        (head,) = (head.lower() for head in fakes[0].heads)
+        assert not any(f"{name}:".encode() in head for name in headers if name != "x-request-id")
+        assert b"_addr_" not in head
+        assert b"x-session-id: s" in head
+        await eventually(picker.settled)
 
 
 async def test_errors_of_the_pickers_own_have_openais_body(tmp_path, monkeypatch):
@@ -449,16 +499,11 @@ def write_config(folder: Path, urls: list[str]) -> Path:
     return path
 
 
-class PickerProcess(Process):
-    """``hetero-gateway picker`` as a process of its own."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("picker", "-c", str(path), "--port", "0", "--http-port", "0")
-
-    async def ports(self) -> tuple[int, int]:
-        url = await asyncio.to_thread(self.wait_ready)
-        (line,) = (line for line in self.lines if line.startswith("hetero-gateway: picking"))
-        return int(line.split(", serving")[0].rsplit(":", 1)[1]), int(url.rsplit(":", 1)[1])
+def no_keys_needed(folder: Path) -> Path:
+    """What `key envoy` writes for such a configuration."""
+    path = folder / "envoy.keys"
+    assert main(["key", "envoy", "-c", str(folder / "gateway.yaml"), "-o", str(path)]) == 0
+    return path
 
 
 async def streamed(client: httpx.AsyncClient, tokens: int) -> str:
@@ -473,6 +518,7 @@ async def test_streams_and_new_requests_go_on_without_their_picker(tmp_path):
         picker = PickerProcess(write_config(tmp_path, urls))
         try:
             document = configuration(urls, [await picker.ports()])
+            with_keys_file(document, no_keys_needed(tmp_path))
             async with (
                 running_envoy(document, tmp_path) as envoy,
                 httpx.AsyncClient(base_url=envoy.url, timeout=60) as client,
@@ -495,6 +541,8 @@ async def test_of_two_pickers_one_is_killed_and_no_request_fails(tmp_path):
         pickers = [PickerProcess(path), PickerProcess(path)]
         try:
             document = configuration(urls, [await picker.ports() for picker in pickers])
+            # Of a request to the one that is killed.
+            with_keys_file(document, no_keys_needed(tmp_path))
             async with (
                 running_envoy(document, tmp_path) as envoy,
                 httpx.AsyncClient(base_url=envoy.url, timeout=60) as client,
@@ -523,6 +571,7 @@ async def test_of_two_pickers_one_is_killed_and_no_request_fails(tmp_path):
 def stand_alone(document: dict[str, Any], certificate: Path) -> None:
     """As llm-d and the Inference Extension lay out an Envoy of their own."""
     full_duplex_both_ways(document)
+    without_guard(document)
     # They forward no metadata, and give no attributes; a hung picker is waited for.
     for key in ("metadata_options", "response_attributes", "max_message_timeout"):
         del ext_proc(document)[key]
@@ -646,4 +695,5 @@ async def test_an_instances_name_is_resolved_and_without_an_address_it_gets_noth
             assert endpoints.instance_at(known.endpoint) == "i0"
             assert endpoints.destination(fleet.instances["i1"]) is None
             assert endpoints.unresolved == ("i1",)
-            assert endpoints.outside([known.endpoint]) == ("i1",)
+            allowed = endpoints.instances_at([known.endpoint, "10.9.9.9:1"])
+            assert endpoints.outside(allowed) == ("i1",)

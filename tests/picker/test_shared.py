@@ -12,10 +12,10 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.envoy import cluster, configuration
-from tests.fakes.envoy import running_envoy, until_picked
+from benchmarks.envoy import cluster, configuration, with_keys_file
+from tests.fakes.envoy import PickerProcess, running_envoy, until_picked
 from tests.fakes.redis import redis_server
-from tests.picker.test_envoy import PickerProcess, streamed, two_emulated, write_config
+from tests.picker.test_envoy import no_keys_needed, streamed, two_emulated, write_config
 
 pytestmark = pytest.mark.system
 
@@ -54,6 +54,7 @@ async def test_two_active_pickers_know_each_others_load_and_one_may_be_killed(tm
 async def _killed_under_load(folder: Path, urls: list[str], pickers: list[PickerProcess]) -> None:
     envoys = configuration(urls, [await picker.ports() for picker in pickers])
     all_active(envoys)
+    with_keys_file(envoys, no_keys_needed(folder))
     doomed, other = pickers
     async with (
         running_envoy(envoys, folder) as envoy,

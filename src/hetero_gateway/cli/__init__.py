@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 from hetero_gateway import __version__
-from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
+from hetero_gateway.cli import standard_streams
+from hetero_gateway.errors import ConfigError, HeteroGatewayError, OutputError, ProfileError
 
 # The module of a command has its name.
 COMMANDS = (
@@ -25,24 +25,52 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse ``argv`` (default: the process's own) and run one command; returns the exit code."""
+    if argv is None:
+        standard_streams.prepare()
+    try:
+        code = _run(argv)
+    except SystemExit:  # of --help and of usage errors
+        if code := _write_out():
+            return code
+        raise
+    return _write_out() or code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         args = _parse(argv)
-        exit_code: int = args.run(args)
-        sys.stdout.flush()
+        code: int = args.run(args)
     except HeteroGatewayError as error:
-        for line in error.lines if isinstance(error, ConfigError) else (str(error),):
-            # One line, whatever a key or a file name has in it.
-            text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
-            print(f"hetero-gateway: {text}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | ProfileError) else 1
+        return _report(error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read the output has left, as `| head` does; the interpreter's own flush at the end
-        # must find something to write to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read the output has left, as `| head` does.
+        standard_streams.discard_output()
         return 141
-    return exit_code
+    return code
+
+
+def _report(error: HeteroGatewayError) -> int:
+    for line in error.lines if isinstance(error, ConfigError) else (str(error),):
+        # One line, whatever a key or a file name has in it.
+        text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
+        print(f"hetero-gateway: {text}", file=sys.stderr)
+    if isinstance(error, OutputError):
+        standard_streams.discard_output()
+    return 2 if isinstance(error, ConfigError | ProfileError) else 1
+
+
+def _write_out() -> int:
+    """What is printed, to the end; returns the exit code if that is not possible, else 0."""
+    try:
+        sys.stdout.flush()
+    except OutputError as error:
+        return _report(error)
+    except BrokenPipeError:
+        standard_streams.discard_output()
+        return 141
+    return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

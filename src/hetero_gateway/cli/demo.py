@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_gateway.cli.made_key import dashboard_link
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -236,17 +238,20 @@ class _Demo:
         from hetero_gateway.load.client import parse_target
         from hetero_gateway.load.replay import ReplayOptions, replay
 
+        stream = sys.stderr if as_json else sys.stdout
+        url = self._cluster.url
+        dashboard = dashboard_link(url, self._cluster.admin_key, stream)
         body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]})
         print(
             f"Serving until Ctrl-C, policy {POLICIES[-1]}, under light load:\n"
-            f"  dashboard        {self._cluster.url}/dashboard\n"
-            f"  OpenAI base_url  {self._cluster.url}/v1   (model {MODEL}, any API key)\n"
-            f"  try              curl -s {self._cluster.url}/v1/chat/completions "
+            f"  dashboard        {dashboard}\n"
+            f"  OpenAI base_url  {url}/v1   (model {MODEL}, any API key)\n"
+            f"  try              curl -s {url}/v1/chat/completions "
             f"-H 'Content-Type: application/json' -d '{body}'",
-            file=sys.stderr if as_json else sys.stdout,
+            file=stream,
             flush=True,
         )
-        target = parse_target(self._cluster.url)
+        target = parse_target(url)
         options = ReplayOptions(timeout_s=_REQUEST_TIMEOUT_S)
         seed = self._seed
         while True:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetero_gateway.cli import standard_streams
+
 if TYPE_CHECKING:
     from hetero_gateway.emulator.lengths import OutputLengths
     from hetero_gateway.emulator.settings import Settings
@@ -118,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
     from hetero_gateway.emulator.app import EmulatedVLLM
     from hetero_gateway.emulator.server import Server, listen
 
+    standard_streams.tolerate_output()
     settings = settings_of(args)
     emulated = EmulatedVLLM(settings)
     listener = listen(args.host, args.port)

@@ -1,4 +1,4 @@
-"""``key``: make clients' keys, list them, and hash those that there are already."""
+"""``key``: make, list and hash clients' keys; print a gateway's own; write Envoy's hashes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
+from hetero_gateway.cli.made_key import dashboard_address
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.admin_key import find
 from hetero_gateway.files.client_keys import (
     ClientsConfig,
     KeyConfig,
@@ -18,7 +20,10 @@ from hetero_gateway.files.client_keys import (
     new_key,
     read_keys,
 )
+from hetero_gateway.files.envoy_keys import envoy_keys
+from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.secrets import secret
+from hetero_gateway.files.whole_file import write_whole
 from hetero_gateway.files.yaml_file import parse_model, read_yaml
 
 _DEFAULT_FILE = Path("keys.yaml")
@@ -65,6 +70,38 @@ def add_parser(subparsers: Any) -> None:
     _add_place(shown)
     shown.add_argument("--json", action="store_true", help="print one JSON document")
     shown.set_defaults(run=run_list)
+    admin = actions.add_parser(
+        "admin",
+        help="print the key of /admin that a gateway on this machine made at its start",
+        description="Print the key of /admin that a gateway on this machine made at its start: "
+        "one that you run, listens on loopback, and has neither server.admin_key_env nor "
+        "server.admin_listen.",
+        epilog="example: hetero-gateway key admin http://127.0.0.1:8000",
+    )
+    admin.add_argument("url", metavar="URL", help="the gateway, as http://127.0.0.1:PORT")
+    admin.add_argument(
+        "--link", action="store_true", help="print the dashboard's address with the key in it"
+    )
+    admin.set_defaults(run=run_admin)
+    envoy = actions.add_parser(
+        "envoy",
+        help="write the hashes by which Envoy knows keys while no picker answers",
+        description="Write the file by which docker/envoy/envoy.yaml knows clients' keys while no "
+        "picker answers: hashes and expiry times of all keys of a gateway's configuration, and no "
+        "key. Run it again when keys change; Envoy looks at the file again by itself.",
+        epilog="example: hetero-gateway key envoy -c gateway.yaml "
+        "-o /etc/envoy/hetero-gateway.keys",
+    )
+    envoy.add_argument("-c", "--config", type=Path, required=True, metavar="FILE",
+                       help="the picker's configuration")  # fmt: skip
+    envoy.add_argument("-o", "--output", type=Path, metavar="FILE", help="of Envoy; default: "
+                       "standard output. A new one is its owner's alone")  # fmt: skip
+    envoy.add_argument(
+        "--any-model",
+        action="store_true",
+        help="also keys with `models`: without a picker nothing keeps them to these",
+    )
+    envoy.set_defaults(run=run_envoy)
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +170,33 @@ def run_list(args: argparse.Namespace) -> int:
     for row in rows:
         limits = ", ".join(f"{name} {value}" for name, value in row.items() if name != "name")
         print(f"{row['name']}: {limits or 'no limits'}")
+    return 0
+
+
+def run_admin(args: argparse.Namespace) -> int:
+    if (found := find(args.url)) is None:
+        raise ConfigError(
+            f"{args.url}: no gateway that you run on this machine has made a key for this address; "
+            "URL is as `serve` prints it"
+        )
+    print(dashboard_address(found.url, found.key) if args.link else found.key)
+    return 0
+
+
+def run_envoy(args: argparse.Namespace) -> int:
+    config = load_gateway_config(args.config)
+    text, notes = envoy_keys(config, args.config.parent, any_model=args.any_model)
+    if args.output is None:
+        print(text, end="")
+    else:
+        path: Path = args.output
+        try:
+            mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+            write_whole(path, text, mode=mode)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    for note in notes:
+        print(f"hetero-gateway: {note}", file=sys.stderr)
     return 0
 
 

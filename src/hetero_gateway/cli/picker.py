@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from hetero_gateway.cli import standard_streams
 from hetero_gateway.cli.arguments import add_log_level, start_logging
+from hetero_gateway.cli.made_key import MadeKey
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import load_gateway_config
@@ -41,6 +44,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    standard_streams.tolerate_output()
     flags = {
         "picker.host": args.host,
         "picker.port": args.port,
@@ -52,6 +56,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.config}: scheduler.isolate_clients: the picker cannot add a cache_salt to what "
             "Envoy sends; use serve, or have each client send a salt of its own"
+        )
+    if config.scheduler.engine_priorities:
+        raise ConfigError(
+            f"{args.config}: scheduler.engine_priorities: the picker cannot write a priority into "
+            "what Envoy sends; use serve"
         )
     start_logging(args.log_level, as_json=config.log.format == "json")
     try:
@@ -65,10 +74,12 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"hetero-gateway: picking for Envoy on {address}, serving on {url} (policy "
             f"{config.scheduler.policy}, {len(config.instances)} instances, dashboard "
-            f"{url}/dashboard)",
+            f"{key.dashboard(url, sys.stderr)})",
             file=sys.stderr,
             flush=True,
         )
 
-    server.run(config, args.config, announce, flags)
+    picker = server.make_server(config, args.config, announce, flags)
+    with closing(MadeKey(picker.made_admin_key)) as key:
+        server.run(picker)
     return 0

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from hetero_gateway.cli import standard_streams
 from hetero_gateway.cli.arguments import add_log_level, start_logging
+from hetero_gateway.cli.made_key import MadeKey
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
@@ -58,6 +62,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    standard_streams.tolerate_output()
     # Nobody is to be ended by it who only starts, and will reload at it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     flags = {
@@ -72,31 +77,35 @@ def run(args: argparse.Namespace) -> int:
     config = load_gateway_config(args.config, flags)
     start_logging(args.log_level, as_json=config.log.format == "json")
 
-    def announce(url: str) -> None:
-        workers, admin = config.server.workers, config.server.admin_listen
-        dashboard = f"dashboard {url}/dashboard"
-        if admin is not None:
-            dashboard = f"/admin and the dashboard on {admin}"
-        print(
-            f"hetero-gateway: serving on {url} (policy {config.scheduler.policy}, "
-            f"{len(config.instances)} instances, "
-            f"{f'{workers} workers, ' if workers > 1 else ''}{dashboard})",
-            file=sys.stderr,
-            flush=True,
-        )
-
     if args.record is not None:
         _check_new(args.record)
     if config.server.workers > 1:
-        return _run_workers(args, config, announce)
+        return _run_workers(args, config)
     # Imported late: validate and --help need no server.
     from hetero_gateway.gateway import server
     from hetero_gateway.gateway.app import create_app
 
     app = create_app(config, args.config, record=args.record, flags=flags)
-    with _access_log(config) as app.gateway.access:
-        server.run(app, app.gateway, announce)
+    with (
+        closing(MadeKey(app.gateway.made_admin_key)) as key,
+        _access_log(config) as app.gateway.access,
+    ):
+        server.run(app, app.gateway, functools.partial(_announce, config, key))
     return 0
+
+
+def _announce(config: GatewayConfig, key: MadeKey, url: str) -> None:
+    workers, admin = config.server.workers, config.server.admin_listen
+    dashboard = f"dashboard {key.dashboard(url, sys.stderr)}"
+    if admin is not None:
+        dashboard = f"/admin and the dashboard on {admin}"
+    print(
+        f"hetero-gateway: serving on {url} (policy {config.scheduler.policy}, "
+        f"{len(config.instances)} instances, "
+        f"{f'{workers} workers, ' if workers > 1 else ''}{dashboard})",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @contextmanager
@@ -126,9 +135,8 @@ def _check_new(record: Path) -> None:
         raise ConfigError(f"--record {record}: there is no such folder")
 
 
-def _run_workers(
-    args: argparse.Namespace, config: GatewayConfig, announce: Callable[[str], None]
-) -> int:
+def _run_workers(args: argparse.Namespace, config: GatewayConfig) -> int:
+    from hetero_gateway.files.admin_key import made_admin_key
     from hetero_gateway.gateway.app import create_app
     from hetero_gateway.gateway.workers.supervisor import Supervisor
 
@@ -139,15 +147,20 @@ def _run_workers(
     for name in ("host", "port", "policy", "workers", "record"):
         if (value := getattr(args, name)) is not None:
             command += [f"--{name}", str(value)]
-    return asyncio.run(Supervisor(config, [*command, "--role"], announce).run())
+    secret = secrets.token_hex(32)
+    with closing(MadeKey(made_admin_key(config.server, secret))) as key:
+        announce = functools.partial(_announce, config, key)
+        return asyncio.run(Supervisor(config, [*command, "--role"], announce, secret).run())
 
 
 def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     """One process of several: the scheduler's, or a worker."""
     import msgspec
 
+    from hetero_gateway.files.admin_key import forget
     from hetero_gateway.gateway import server
     from hetero_gateway.gateway.app import create_app
+    from hetero_gateway.gateway.workers.heartbeat import Heartbeat
     from hetero_gateway.gateway.workers.supervisor import Role
     from hetero_gateway.gateway.workers.worker import Worker
 
@@ -156,16 +169,20 @@ def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     config = role.config()
     start_logging(args.log_level, as_json=config.log.format == "json")
 
+    heartbeat = Heartbeat(role.heart)
+
     def ready(_: str) -> None:
-        role.serves()
+        """The supervisor says where it serves."""
 
     if role.worker is None:
         hub, control = role.sockets()
         app = create_app(config, args.config, hub, args.record, flags)
         app.gateway.keep_config = role.keep_config
-        server.run(app, app.gateway, ready, control)
+        server.run(app, app.gateway, ready, control, heartbeat)
+        if role.supervisor_gone() and app.gateway.made_admin_key is not None:
+            forget(app.gateway.made_admin_key)  # which the supervisor had kept
     else:
         (clients,) = role.sockets()
         worker = Worker(config, args.config, role.worker, role.hub_path, role.control_path)
         with _access_log(config) as worker.access:
-            server.run(worker, worker, ready, clients)
+            server.run(worker, worker, ready, clients, heartbeat)

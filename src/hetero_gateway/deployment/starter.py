@@ -47,7 +47,7 @@ server:
   host: 127.0.0.1   # 0.0.0.0: to be reached from other machines; then set api_key_env
   port: @PORT@
   # api_key_env: GATEWAY_API_KEY       # clients must send this variable's value as their key
-  # admin_key_env: GATEWAY_ADMIN_KEY   # /admin, where host is not loopback
+  # admin_key_env: GATEWAY_ADMIN_KEY   # of /admin; none: made at each start, on loopback
   # watch_files_s: 5                   # reload when this file changes; SIGHUP reloads at once
 
 scheduler:
@@ -256,7 +256,8 @@ def _compose_text(port: int, api_key_env: str | None) -> str:
 #
 #   docker compose up -d --build
 #
-#   http://127.0.0.1:{port}/dashboard   the gateway's own page
+#   http://127.0.0.1:{port}/dashboard   the gateway's own page; the key that it asks for:
+#     docker compose exec gateway hetero-gateway key admin http://127.0.0.1:{port}
 #   http://127.0.0.1:9090             Prometheus
 #   http://127.0.0.1:3000             Grafana, open for reading
 #

@@ -153,6 +153,8 @@ class _ResponsesBody(Body):
     instructions: str | None = None
     max_output_tokens: int | None = None
     previous_response_id: str | None = None
+    previous_input_messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     stream: bool | None = False
     ignore_eos: bool = False
 
@@ -173,7 +175,20 @@ class _CountBody(Body):
     tools: list[dict[str, Any]] | None = None
 
 
-class _EmbeddingBody(Body):
+class PoolingBody(Body):
+    """``truncate_prompt_tokens``: each prompt is cut to so many; -1: to the context."""
+
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+
+    def cut(self, prompts: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """Its prompts as they are computed."""
+        most = self.truncate_prompt_tokens
+        if most is None or most < 0:
+            return prompts
+        return tuple(prompt[: most * BYTES_PER_TOKEN] for prompt in prompts)
+
+
+class _EmbeddingBody(PoolingBody):
     input: str | list[int] | list[str] | list[list[int]]
     encoding_format: Literal["float", "base64"] = "float"
 
@@ -257,6 +272,8 @@ def responses_ask(
         messages = role_texts(request.input, model)
     if request.previous_response_id is not None:
         messages = before(request.previous_response_id) + messages
+    if request.previous_input_messages:
+        messages = role_texts(request.previous_input_messages, model) + messages
     if request.instructions:
         messages.insert(0, ("system", request.instructions))
     limit = request.max_output_tokens
@@ -265,7 +282,7 @@ def responses_ask(
             f"max_output_tokens must be at least 1, got {limit}.", "max_output_tokens", limit
         )
     ask = Ask(
-        prompts=(chat_tokens(messages),),
+        prompts=(chat_tokens(messages, request.tools),),
         cache_salt=request.cache_salt,
         max_tokens=limit,
         max_tokens_name="max_output_tokens",
@@ -322,7 +339,7 @@ def embedding_ask(body: Json) -> tuple[Ask, bool]:
     """/v1/embeddings: one prefill per input; and whether base64 is wanted. Raises ApiError."""
     request = validate(_EmbeddingBody, body)
     prompts, are_ids = _prompts(request.input)
-    ask = Ask(prompts=prompts, prompts_are_ids=are_ids, max_tokens=1, ignore_eos=True)
+    ask = Ask(prompts=request.cut(prompts), prompts_are_ids=are_ids, max_tokens=1, ignore_eos=True)
     return ask, request.encoding_format == "base64"
 
 

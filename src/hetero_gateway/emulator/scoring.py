@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from pydantic import AliasChoices, Field
 
-from hetero_gateway.emulator.bodies import Ask, Body
+from hetero_gateway.emulator.bodies import Ask, Body, PoolingBody
 from hetero_gateway.emulator.errors import ApiError, validate
 from hetero_gateway.emulator.prefixes import text_tokens
 from hetero_gateway.emulator.reply import Reply
@@ -17,7 +17,7 @@ from hetero_gateway.emulator.text import Json
 Pair = tuple[str, str]
 
 
-class _ScoreBody(Body):
+class _ScoreBody(PoolingBody):
     text_1: str | list[str] = Field(
         validation_alias=AliasChoices("text_1", "data_1", "queries", "query")
     )
@@ -30,7 +30,7 @@ class _Document(Body):
     text: str
 
 
-class _RerankBody(Body):
+class _RerankBody(PoolingBody):
     query: str
     documents: list[str | _Document]
     top_n: int = Field(0, ge=0)
@@ -50,7 +50,7 @@ def score_ask(body: Json) -> tuple[Ask, list[Pair]]:
     if not first or not second:
         raise ApiError("At least one text_pair element must be given")
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
-    return _ask(pairs), pairs
+    return _ask(request, pairs), pairs
 
 
 def rerank_ask(body: Json) -> tuple[Ask, list[Pair], int]:
@@ -63,11 +63,11 @@ def rerank_ask(body: Json) -> tuple[Ask, list[Pair], int]:
     if not texts:
         raise ApiError("At least one text_pair element must be given")
     pairs = [(request.query, text) for text in texts]
-    return _ask(pairs), pairs, request.top_n or len(pairs)
+    return _ask(request, pairs), pairs, request.top_n or len(pairs)
 
 
-def _ask(pairs: list[Pair]) -> Ask:
-    prompts = tuple(text_tokens(f"{one} {other}") for one, other in pairs)
+def _ask(request: PoolingBody, pairs: list[Pair]) -> Ask:
+    prompts = request.cut(tuple(text_tokens(f"{one} {other}") for one, other in pairs))
     return Ask(prompts=prompts, max_tokens=1, ignore_eos=True)
 
 

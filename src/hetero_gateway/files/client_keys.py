@@ -30,8 +30,9 @@ from pydantic import Field, field_validator, model_validator
 
 from hetero_gateway.core.limits.accounts import Limits
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.whole_file import write_whole
-from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
+from hetero_gateway.files.yaml_file import StrictModel, parse_model, parse_yaml, read_yaml
 
 # What may stand in a metric's label without surprise.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}")
@@ -56,7 +57,7 @@ def _check_name(value: str) -> str:
 class ClientLimits(StrictModel):
     """What a key, or all keys of a group together, may do."""
 
-    models: list[str] | None = Field(
+    models: list[ModelName] | None = Field(
         None, description="Names of the models that may be asked for; none: all."
     )
     requests_per_minute: int | None = Field(
@@ -206,13 +207,7 @@ def read_keys(path: Path) -> KeysFile:
 
 def parse_keys(text: str, source: str) -> KeysFile:
     """The keys in a text, YAML or JSON. Raises ConfigError, which does not quote it."""
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: it is no YAML") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{source}: must be a mapping with keys and groups")
-    return parse_model(KeysFile, data, source)
+    return parse_model(KeysFile, parse_yaml(text, source, expands=False, quotes=False), source)
 
 
 def new_key() -> str:

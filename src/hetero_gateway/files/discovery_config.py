@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from hetero_gateway.files.model_names import ModelName, ServedNames
 from hetero_gateway.files.yaml_file import StrictModel
 
 # Which fields a kind of source has beside those of all; the first ones it needs.
@@ -24,7 +25,7 @@ class ProfileRule(StrictModel):
     labels: dict[str, str] = Field(
         default_factory=dict, description="All of them must be among the instance's."
     )
-    model: str | None = Field(None, description="What the engine says that it serves.")
+    model: ModelName | None = Field(None, description="What the engine says that it serves.")
 
 
 class SourceConfig(StrictModel):
@@ -62,7 +63,7 @@ class SourceConfig(StrictModel):
         description="dns: the longest time between two look-ups; file: between two looks; "
         "kubernetes: between two full lists.",
     )
-    model: str | list[str] | None = Field(None, description="As of an instance.")
+    model: ServedNames = Field(None, description="As of an instance.")
     profile: str | None = Field(None, description="Where no rule fits; none: unprofiled.")
     profiles: list[ProfileRule] = Field(
         default_factory=list, description="The first rule that fits gives the profile."

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.instance_config import ModelName
+from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel
 

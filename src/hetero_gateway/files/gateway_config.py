@@ -22,10 +22,11 @@ from hetero_gateway.files.following_config import FollowingConfig, followed_prof
 from hetero_gateway.files.instance_config import (
     InstanceConfig,
     ModelConfig,
-    ModelName,
     check_reachable,
 )
 from hetero_gateway.files.log_config import LogConfig, TracesConfig
+from hetero_gateway.files.model_names import ModelName
+from hetero_gateway.files.own_address import check_not_own
 from hetero_gateway.files.prerequisites import missing_prerequisites
 from hetero_gateway.files.problems import Key, Misfits, Problems
 from hetero_gateway.files.scheduler_config import SchedulerConfig
@@ -92,6 +93,11 @@ class PickerConfig(StrictModel):
         None, description="Certificate chain (PEM) of ext_proc; none: without TLS."
     )
     key_file: Path | None = Field(None, description="The certificate's private key (PEM).")
+    client_ca_file: Path | None = Field(
+        None,
+        description="CA certificates (PEM): whoever asks must show one of theirs; none: anybody "
+        "who reaches the port may ask.",
+    )
     resolve_interval_s: float = Field(
         5.0, gt=0, le=3600, description="Between two look-ups of an instance's host name."
     )
@@ -107,6 +113,8 @@ class PickerConfig(StrictModel):
     def _check_pair(self) -> PickerConfig:
         if (self.certificate_file is None) != (self.key_file is None):
             raise ValueError("certificate_file and key_file: one needs the other")
+        if self.client_ca_file is not None and self.certificate_file is None:
+            raise ValueError("client_ca_file: needs certificate_file")
         return self
 
 
@@ -147,6 +155,21 @@ class GatewayConfig(StrictModel):
             for fallback in each.fallbacks:
                 if fallback.base_url is not None and not self.server.link_local_instances:
                     check_reachable(fallback.base_url)
+        return self
+
+    @model_validator(mode="after")
+    def _check_priorities(self) -> GatewayConfig:
+        allowed = {*self.server.allow_engine_fields, *self.server.allow_engine_headers}
+        if self.scheduler.engine_priorities and allowed & {"priority", "x-vllm-priority"}:
+            raise Misfits(
+                [
+                    (
+                        ("scheduler", "engine_priorities"),
+                        "a priority is either its class's or, by server.allow_engine_fields and "
+                        "allow_engine_headers, the client's",
+                    )
+                ]
+            )
         return self
 
     @model_validator(mode="after")
@@ -216,8 +239,23 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
             read(variable, "")
         except ConfigError as error:
             problems.add(key, str(error).removeprefix(": "))
+    for key, base_url in _base_urls(config):
+        try:
+            check_not_own(base_url, config.server)
+        except ValueError as error:
+            problems.add(key, str(error).removeprefix("base_url: "))
     problems.raise_any()
     return config
+
+
+def _base_urls(config: GatewayConfig) -> Iterator[tuple[Key, str]]:
+    """Where requests are sent."""
+    for i, instance in enumerate(config.instances):
+        yield ("instances", i, "base_url"), instance.base_url
+    for name, each in config.models.items():
+        for i, fallback in enumerate(each.fallbacks):
+            if fallback.base_url is not None:
+                yield ("models", name, "fallbacks", i, "base_url"), fallback.base_url
 
 
 def _named_secrets(

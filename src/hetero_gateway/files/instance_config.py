@@ -10,16 +10,19 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.engines.vllm.answers import is_model_name
 from hetero_gateway.files.link_local import is_link_local
+from hetero_gateway.files.model_names import ModelName, ServedNames
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel
 
+_LONGEST_URL = 2048
 # What may stand in a header and in a metric's label without surprise.
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def _check_base_url(value: str) -> str:
+    if len(value) > _LONGEST_URL:
+        raise ValueError(f"must have at most {_LONGEST_URL} characters")
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("must be http://HOST[:PORT] or https://HOST[:PORT]")
@@ -44,7 +47,7 @@ class InstanceConfig(StrictModel):
     base_url: Annotated[str, AfterValidator(_check_base_url)] = Field(
         description="Where it listens, without /v1."
     )
-    model: str | list[str] | None = Field(
+    model: ServedNames = Field(
         None, description="Name or names it serves; asked of its /v1/models when absent."
     )
     profile: str | None = Field(
@@ -83,28 +86,11 @@ class InstanceConfig(StrictModel):
             )
         return value
 
-    @field_validator("model")
-    @classmethod
-    def _check_model(cls, value: str | list[str] | None) -> str | list[str] | None:
-        names = [value] if isinstance(value, str) else value
-        if names is not None and not (names and all(names)):
-            raise ValueError("must be a name or a list of names; leave it out to ask the instance")
-        return value
-
     @property
     def models(self) -> frozenset[str]:
         if self.model is None:
             return frozenset()
         return frozenset([self.model] if isinstance(self.model, str) else self.model)
-
-
-def _check_model_name(value: str) -> str:
-    if not is_model_name(value):
-        raise ValueError("must be printable, and of 1 to 256 characters")
-    return value
-
-
-ModelName = Annotated[str, AfterValidator(_check_model_name)]
 
 
 class FallbackConfig(StrictModel):

@@ -51,8 +51,6 @@ def _packages(config: GatewayConfig) -> Iterator[tuple[Key, str, str]]:
         yield ("traces", "endpoint"), "opentelemetry.exporter.otlp.proto.http", "otel"
     if scheduler.tokens.tokenizer_file is not None:
         yield ("scheduler", "tokens", "tokenizer_file"), "tokenizers", "tokenizers"
-    if scheduler.shared is not None:
-        yield ("scheduler", "shared"), "redis", "redis"
     for i, source in enumerate(config.discovery):
         if source.kind == "dns":
             yield ("discovery", i, "kind"), "dns", "dns"

@@ -20,6 +20,7 @@ Key = tuple[str | int, ...]
 
 # The rest of a file with a hundred errors is reported once these are mended.
 _MOST = 20
+_LONGEST_SHOWN = 200  # characters of what a file calls something
 
 _WORDS: Mapping[str, str] = {
     "missing": "required, but missing",
@@ -75,6 +76,12 @@ def _child(node: yaml.Node, part: str | int) -> tuple[yaml.Node, int] | None:
     return None
 
 
+def shown(text: str) -> str:
+    """What stood in a file, for one line of a message: printable, and not long."""
+    text = "".join(c if c.isprintable() else "?" for c in text[: _LONGEST_SHOWN + 1])
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+
+
 class Misfits(ValueError):
     """What does not fit together in a model, for a validator to raise: all of it, by key."""
 
@@ -102,7 +109,7 @@ class Problems:
     def add(self, key: Key, text: str) -> None:
         line = self._line(key)
         where = f"{self._source}:{line}" if line else self._source
-        name = ".".join(map(str, key))
+        name = shown(".".join(map(str, key)))
         self._said[line or 0, f"{where}: {name + ': ' if key else ''}{text}"] = None
 
     def add_all(self, model: type[BaseModel], error: ValidationError) -> None:

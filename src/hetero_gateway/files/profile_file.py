@@ -106,7 +106,7 @@ def load_profile(name_or_file: str, base_dir: Path | None = None) -> Profile:
         return profiles[name_or_file]
     near = nearest_names(name_or_file, profiles, least=0.3)
     hint = f"; the nearest built-in ones: {', '.join(near)}" if near else ""
-    raise ConfigError(f"no profile is named {name_or_file!r} (a file ends in .yaml){hint}")
+    raise ConfigError(f"no profile is named {name_or_file[:200]!r} (a file ends in .yaml){hint}")
 
 
 def profile_document(

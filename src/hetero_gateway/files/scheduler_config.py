@@ -15,6 +15,7 @@ from hetero_gateway.core.scheduling.disciplines import (
     DEFAULT_RESERVE,
     DisciplineName,
 )
+from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.yaml_file import StrictModel
 
 PolicyName = Literal[
@@ -87,6 +88,13 @@ class TokensConfig(StrictModel):
     )
     image_tokens: int = Field(
         576, ge=0, description="Tokens counted for one image, audio clip or video in a prompt."
+    )
+    speech_tokens_per_s: float = Field(
+        100.0,
+        ge=0,
+        le=10_000,
+        description="Tokens counted for a second of an uploaded recording; 100 of Whisper, 12.5 of "
+        "Voxtral.",
     )
     tokenizer_file: Path | None = Field(
         None,
@@ -230,7 +238,7 @@ class SloLimits(StrictModel):
 class SloConfig(SloLimits):
     """Limits that ``finish-time`` keeps as many requests within as it can."""
 
-    models: dict[str, SloLimits] = Field(
+    models: dict[ModelName, SloLimits] = Field(
         default_factory=dict,
         max_length=256,
         description="By model, in place of those above.",
@@ -301,10 +309,15 @@ class SchedulerConfig(StrictModel):
         False,
         description="Wake an instance that sleeps (level 1) for a request that no other can take.",
     )
+    engine_priorities: dict[str, Annotated[int, Field(ge=-(2**31), lt=2**31)]] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="For engines with --scheduling-policy priority: class of requests to the "
+        "priority that is written into theirs; lower is sooner, 0 where it is not named.",
+    )
     shared: Annotated[str, AfterValidator(_check_shared)] | None = Field(
         None,
-        description="Redis or Valkey through which several gateways see each other's load; needs "
-        "the `redis` extra.",
+        description="Redis or Valkey through which several gateways see each other's load.",
     )
     sharing: SharingConfig = Field(default_factory=SharingConfig)
     queue: QueueConfig = Field(default_factory=QueueConfig)

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from hetero_gateway.engines.vllm import GUARDED_FIELDS, GUARDED_HEADERS, is_guarded_header
 from hetero_gateway.files.yaml_file import StrictModel
 
 # Who may ask for a path: everybody, who has a client's key, who may use /admin, nobody.
@@ -60,6 +61,21 @@ class CorsConfig(StrictModel):
     )
 
 
+def _check_engine_field(value: str) -> str:
+    if value not in GUARDED_FIELDS:
+        raise ValueError(f"{value!r} is none of {', '.join(GUARDED_FIELDS)}")
+    return value
+
+
+def _check_engine_header(value: str) -> str:
+    if not is_guarded_header(value.lower().encode()):
+        raise ValueError(
+            f"{value!r} is passed on anyway; withheld are those that begin with "
+            + ", ".join(GUARDED_HEADERS)
+        )
+    return value.lower()
+
+
 class ServerConfig(StrictModel):
     """Where the gateway listens, and what it accepts."""
 
@@ -72,11 +88,18 @@ class ServerConfig(StrictModel):
         description="Processes that serve clients, with one scheduler process between them; 1: one "
         "process does all.",
     )
+    worker_timeout_s: float = Field(
+        30.0,
+        ge=5,
+        le=3600,
+        description="With several processes: one that gives no sign of life for so long is killed "
+        "and started again. One that is stopped by a signal is after two seconds.",
+    )
     max_body_bytes: int = Field(
         64 * 2**20, ge=1024, description="Largest request body; a larger one gets 413."
     )
     max_buffered_bytes: int = Field(
-        512 * 2**20,
+        256 * 2**20,
         ge=1024,
         description="Most bytes of request bodies above 64 KiB that are held at a time, over all "
         "requests; one more gets 503.",
@@ -91,10 +114,24 @@ class ServerConfig(StrictModel):
         None, description="Environment variable with the key that clients must send; none: open."
     )
     admin_key_env: str | None = Field(
-        None, description="Environment variable with the key of /admin."
+        None,
+        description="Environment variable with the key of /admin; none, and no admin_listen: on "
+        "loopback one is made at each start, elsewhere /admin is off.",
     )
     admin_listen: Annotated[str, AfterValidator(_check_listen)] | None = Field(
         None, description="A listener for /admin alone: unix:PATH or HOST:PORT."
+    )
+    allow_engine_fields: list[Annotated[str, AfterValidator(_check_engine_field)]] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Fields for an engine's machinery that clients may set in bodies all the same: "
+        + ", ".join(GUARDED_FIELDS)
+        + ".",
+    )
+    allow_engine_headers: list[Annotated[str, AfterValidator(_check_engine_header)]] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Headers for an engine's machinery that are passed on all the same, by name.",
     )
     expose: ExposeConfig = Field(default_factory=ExposeConfig)
     cors: CorsConfig = Field(default_factory=CorsConfig)

@@ -18,6 +18,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.problems import Document, Key, Problems
 
+# Far above 100 000 keys, and read in minutes at worst.
+_MOST_BYTES = 1 << 25
+# Values of a file, each as often as an alias repeats it: ten lines of aliases are a billion.
+_MOST_VALUES = 1_000_000
+# What PyYAML raises beside its own errors, for a tag whose value does not fit (``!!bool maybe``).
+_UNFIT = (ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError)
 _ENV_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -48,11 +54,24 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 def read_yaml(path: Path) -> Document:
     """A YAML mapping with ``${NAME}`` expanded. Raises ConfigError with file and line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         not_text = isinstance(error, UnicodeDecodeError)
         reason = "it is not UTF-8 text" if not_text else getattr(error, "strerror", error)
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
+    if len(text) > _MOST_BYTES:
+        raise ConfigError(f"{path}: longer than {_MOST_BYTES} characters")
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, source: str, *, expands: bool = True, quotes: bool = True) -> Document:
+    """The YAML mapping in a text. Raises ConfigError, which quotes nothing unless it may.
+
+    Args:
+        source: the file's name, or what else was read.
+        expands: ``${NAME}`` is replaced from the environment.
+    """
     try:
         loader = _Loader(text)
         try:
@@ -61,31 +80,51 @@ def read_yaml(path: Path) -> Document:
         finally:
             loader.dispose()
         if root is None or not isinstance(data, dict):
-            raise ConfigError(f"{path}: must be a mapping of keys, not {type(data).__name__}")
+            raise ConfigError(f"{source}: must be a mapping of keys, not {type(data).__name__}")
         document = Document(data, root)
-        problems = Problems(str(path), document)
+        problems = Problems(source, document)
+        values = _Values(problems, expands=expands)
         for name, value in data.items():
-            document[name] = _expand(value, (name,), problems)
+            document[name] = values.expand(value, (name,))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{mark.line + 1}:" if mark else ""
-        problem = getattr(error, "problem", None) or "broken YAML"
-        raise ConfigError(f"{path}:{where} {problem}") from error
-    except ValueError as error:  # a date or number that PyYAML takes for one and cannot build
-        raise ConfigError(f"{path}: {error}") from error
+        problem = (quotes and getattr(error, "problem", None)) or "broken YAML"
+        raise ConfigError(f"{source}:{where} {problem}") from error
+    except _UNFIT as error:  # a date or number that PyYAML takes for one and cannot build
+        what = error if quotes and isinstance(error, ValueError) else "a value does not fit its tag"
+        raise ConfigError(f"{source}: {what}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path}: nested too deeply, or an alias of itself") from error
+        raise ConfigError(f"{source}: nested too deeply, or an alias of itself") from error
     problems.raise_any()
     return document
 
 
-def _expand(value: Any, key: Key, problems: Problems) -> Any:
-    if isinstance(value, dict):
-        return {name: _expand(inner, (*key, name), problems) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_expand(inner, (*key, number), problems) for number, inner in enumerate(value)]
-    if not isinstance(value, str):
-        return value
+class _Values:
+    """Copies what was read, with its references to the environment replaced."""
+
+    def __init__(self, problems: Problems, *, expands: bool) -> None:
+        self._problems = problems
+        self._expands = expands
+        self._left = _MOST_VALUES
+
+    def expand(self, value: Any, key: Key) -> Any:
+        """Raises ValueError: there are too many."""
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(
+                f"more than {_MOST_VALUES} values, each alias counted as what it is of"
+            )
+        if isinstance(value, dict):
+            return {name: self.expand(inner, (*key, name)) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self.expand(inner, (*key, number)) for number, inner in enumerate(value)]
+        if not isinstance(value, str) or not self._expands:
+            return value
+        return _expanded(value, key, self._problems)
+
+
+def _expanded(value: str, key: Key, problems: Problems) -> str:
 
     def replace(match: re.Match[str]) -> str:
         name = match.group(1)

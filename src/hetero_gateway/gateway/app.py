@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Lifespan
 
 from hetero_gateway import __version__
 from hetero_gateway.engines.vllm import (
     ENGINE_CALLS,
     REALTIME,
-    ModelCard,
     Work,
     asked_at,
     work_of_path,
@@ -33,10 +33,10 @@ from hetero_gateway.engines.vllm import (
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.server_config import Exposure
-from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.control import admin
 from hetero_gateway.gateway.control.access import check_exposed
 from hetero_gateway.gateway.control.docs_page import docs_page
+from hetero_gateway.gateway.control.public import Public, add_public_paths
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.realtime import Realtime
 from hetero_gateway.gateway.wire.bodies import BodyLimits
@@ -47,7 +47,7 @@ from hetero_gateway.gateway.wire.downstream import (
     Scope,
     Send,
 )
-from hetero_gateway.gateway.wire.headers import Headers
+from hetero_gateway.gateway.wire.headers import HOPS, Headers
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import error_body
 from hetero_gateway.gateway.wiring import Gateway
@@ -75,9 +75,11 @@ _PAGE_FILES = {
 }
 
 
-# Of the gateway's own paths only a model's name may be escaped: it may have a slash.
+# Of the gateway's own paths only a model's name may be escaped: it may have a slash. No path fits
+# in two ways, or one that nearly fits would be tried in all of them.
+_PART = r"[0-9A-Za-z._~!$&'()*+,=:@-]+"
 _PATH = re.compile(
-    r"/(?:v1|admin)/models/[0-9A-Za-z._~!$&'()*+,=:@/%-]+|/(?:[0-9A-Za-z._~!$&'()*+,=:@-]+(?:/(?!$))?)*"
+    rf"/(?:v1|admin)/models/[0-9A-Za-z._~!$&'()*+,=:@/%-]+|/(?:{_PART}(?:/{_PART})*)?"
 )
 # What no other site's page may ask for, however it is configured.
 _NO_PAGES = re.compile(r"/(?:admin|dashboard|docs|openapi\.json|metrics)(?:/|\Z)")
@@ -119,6 +121,13 @@ async def route(
 ) -> None:
     """A request of an ASGI server: to the data plane, to ``control``, or to nothing."""
     method, path = scope["method"], _path_of(scope)
+    came_through = next((value for name, value in scope["headers"] if name == HOPS), b"")
+    if came_through:
+        try:
+            dataplane.rooms.hops.check(came_through)
+        except Refusal as loop:
+            await _error(loop, path)(scope, receive, send)
+            return
     cors = dataplane.rooms.cors
     if cors is not None and not _NO_PAGES.match(path):
         if method == "OPTIONS" and (told := cors.preflight(scope["headers"])) is not None:
@@ -179,6 +188,20 @@ def create_app(
         finally:
             await gateway.stop()
 
+    control = _control_app(gateway, lifespan)
+    control.state.gateway = gateway
+    control.include_router(admin.router)
+    _add_control_paths(control, gateway)
+    return App(gateway, control)
+
+
+def worker_paths(worker: Public) -> FastAPI:
+    """What a worker answers itself of the paths that are no engine's."""
+    return _control_app(worker, None)
+
+
+def _control_app(gateway: Public, lifespan: Lifespan[FastAPI] | None) -> FastAPI:
+    """The public paths alone, and errors with OpenAI's body."""
     control = FastAPI(
         title="hetero-gateway",
         version=__version__,
@@ -190,13 +213,11 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    control.state.gateway = gateway
     control.add_exception_handler(Refusal, _render_error)
     control.add_exception_handler(HTTPException, _render_http_error)
     control.add_exception_handler(Exception, _render_bug)
-    control.include_router(admin.router)
-    _add_control_paths(control, gateway)
-    return App(gateway, control)
+    add_public_paths(control, gateway)
+    return control
 
 
 async def _render_error(request: Request, error: Exception) -> Response:
@@ -293,51 +314,12 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
         page = docs_page(control.openapi())
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
 
-    @control.get("/health", tags=["health"])
-    @control.get("/livez", tags=["health"])
-    @control.get("/ping", include_in_schema=False)
-    @control.post("/ping", include_in_schema=False)
-    async def live() -> dict[str, str]:
-        """The process is alive; says nothing of the instances."""
-        return {"status": "ok"}
-
-    @control.get("/readyz", tags=["health"])
-    async def ready() -> Response:
-        """200 while an instance can take requests, 503 while none can or while draining."""
-        if gateway.draining:
-            return unready()
-        if not gateway.fleet.ready():
-            return JSONResponse({"status": "no healthy instance"}, 503)
-        return JSONResponse({"status": "ok"})
-
-    @control.get("/version", tags=["health"])
-    async def version() -> dict[str, str]:
-        """The gateway's own version."""
-        return {"version": __version__}
-
     @control.get("/metrics", tags=["health"])
     async def metrics(request: Request) -> Response:
         """Prometheus exposition."""
         named: Exposure = "admin" if gateway.admission.keys is not None else "open"
         await check_exposed(request, expose.metrics or named)
-        body, content_type = await gateway.metrics.exposition()
-        return Response(body, media_type=content_type)
-
-    @control.get("/v1/models", tags=["openai"])
-    async def models(request: Request) -> dict[str, Any]:
-        """Every name that a live instance serves."""
-        return model_list(gateway, gateway.admission.client_of(request.headers.raw))
-
-    @control.get("/v1/models/{model:path}", tags=["openai"])
-    async def model(request: Request, model: str) -> dict[str, Any]:
-        """One of these names."""
-        client = gateway.admission.client_of(request.headers.raw)
-        served = _served(gateway)
-        client.check_model(model)
-        if model not in served:
-            message = f"The model `{model}` does not exist."
-            raise Refusal(404, "model_not_found", message, param="model")
-        return _card(model, served[model])
+        return StreamingResponse(gateway.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     @control.get("/dashboard", tags=["dashboard"], response_class=HTMLResponse)
     async def dashboard(request: Request) -> Response:
@@ -354,44 +336,8 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
         return _page_file(name)
 
 
-def unready() -> Response:
-    """What /readyz answers from SIGTERM on."""
-    return JSONResponse({"status": "draining"}, 503)
-
-
 def _page_file(name: str) -> Response:
     content = (
         resources.files("hetero_gateway.gateway.control").joinpath("dashboard", name).read_bytes()
     )
     return Response(content, headers=_PAGE_HEADERS, media_type=_PAGE_FILES[name])
-
-
-def model_list(gateway: Gateway, client: Client) -> dict[str, Any]:
-    """What /v1/models answers: the models that the client may ask for."""
-    wanted = client.models
-    served = _served(gateway).items()
-    cards = [_card(*m) for m in served if wanted is None or m[0] in wanted]
-    return {"object": "list", "data": cards}
-
-
-def _served(gateway: Gateway) -> dict[str, ModelCard]:
-    """The models of live instances, and names that stand for any of them."""
-    served = gateway.fleet.models()
-    for name, model in list(gateway.dataplane.intake.routes.aliases(served.__contains__)):
-        card = served[model]
-        served.setdefault(name, card._replace(owned_by=None, root=card.root or model))
-    return served
-
-
-def _card(model: str, card: ModelCard) -> dict[str, Any]:
-    """As its engine shows it: a base and its adapters can be distinguished."""
-    return {
-        "id": model,
-        "object": "model",
-        "created": card.created or 0,
-        "owned_by": card.owned_by or "hetero-gateway",
-        "root": card.root or model,
-        "parent": card.parent,
-        "max_model_len": card.max_model_len,
-        "permission": card.permission,
-    }

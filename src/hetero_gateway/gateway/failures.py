@@ -46,6 +46,8 @@ class Failure(enum.Enum):
     # Closed before the response was complete.
     RESET = "reset", 502, "upstream_error", True, Suspicion.PROBE, Blame.FAULT
     PROTOCOL = "protocol", 502, "upstream_error", True, Suspicion.NONE, Blame.FAULT
+    # It is a gateway, and leads back to one that the request has come through.
+    LOOP = "loop", 508, "loop_detected", False, Suspicion.PROBE, Blame.FAULT
     # All of the gateway's connections to the instance are in use.
     POOL = "pool", 503, "no_free_connection", True, Suspicion.NONE, Blame.NONE
     # The gateway's own: it has no descriptor, port or memory left for a connection.

@@ -21,7 +21,6 @@ from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control.access import ADDRESS, ADMIN_LISTENER, UNIX
 from hetero_gateway.gateway.control.metrics import Metrics
-from hetero_gateway.gateway.dataplane.realtime import MOST_MESSAGE_BYTES
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.clients import (
     Watch,
@@ -32,7 +31,8 @@ from hetero_gateway.gateway.wire.clients import (
 from hetero_gateway.gateway.wire.cycle import Service
 from hetero_gateway.gateway.wire.protocol import engine_protocol
 from hetero_gateway.gateway.wire.tls import ServerTls
-from hetero_gateway.gateway.wire.websocket import ClientWebSocket
+from hetero_gateway.gateway.wire.websocket import MOST_MESSAGE_BYTES, ClientWebSocket
+from hetero_gateway.gateway.workers.heartbeat import Heartbeat
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +180,8 @@ class ProtocolServer(DrainingServer):
         self, service: Service, gateway: Served, listener: socket.socket | None = None
     ) -> None:
         metrics = gateway.metrics
+        # What accepts at the listeners of others, by their numbers.
+        self._covering: dict[int, asyncio.Task[asyncio.Server | None]] = {}
         self.admin_url = ""  # of its listener, where it has one
         self.watch = Watch(
             client_limits(gateway.config), metrics.client_timeouts, metrics.client_refusals
@@ -213,23 +215,67 @@ class ProtocolServer(DrainingServer):
             return
         loop = asyncio.get_running_loop()
         kind = UNIX if admin.family == socket.AF_UNIX else ADDRESS
-        state = {**self.lifespan.state, ADMIN_LISTENER: kind}
-
-        def connection() -> asyncio.Protocol:
-            make: Any = self.config.http_protocol_class
-            protocol: asyncio.Protocol = make(
-                config=self.config, server_state=self.server_state, app_state=state
-            )
-            return protocol
-
+        connection = self._connections({ADMIN_LISTENER: kind})
         create = loop.create_unix_server if admin.family == socket.AF_UNIX else loop.create_server
         self.servers.append(await create(connection, sock=admin))
         self.admin_url = url_of(admin)
         _log.info("/admin is on %s", self.admin_url)
 
+    def _connections(self, state: dict[str, Any]) -> Callable[[], asyncio.Protocol]:
+        """Makes connections as uvicorn does for its own listener."""
+        app_state = {**self.lifespan.state, **state}
+
+        def connection() -> asyncio.Protocol:
+            make: Any = self.config.http_protocol_class
+            protocol: asyncio.Protocol = make(
+                config=self.config, server_state=self.server_state, app_state=app_state
+            )
+            return protocol
+
+        return connection
+
+    def cover(self, number: int, listener: socket.socket) -> None:
+        """Accept what comes in at another process's listener as well, until ``leave``."""
+        assert self._loop is not None
+        self.leave(number)
+        self._covering[number] = self._loop.create_task(self._cover(listener))
+
+    async def _cover(self, listener: socket.socket) -> asyncio.Server | None:
+        if self.should_exit or self._loop is None:
+            listener.close()
+            return None
+        try:
+            server = await self._loop.create_server(
+                self._connections({}), sock=listener, ssl=self.config.ssl, backlog=BACKLOG
+            )
+        except OSError as error:
+            _log.error("cannot accept what comes in for another worker: %s", error)
+            listener.close()
+            return None
+        if self.should_exit:
+            server.close()
+            return None
+        self.servers.append(server)  # whoever shuts down closes it with the others
+        return server
+
+    def leave(self, number: int) -> None:
+        """Leave another process's listener to it."""
+        covering = self._covering.pop(number, None)
+        if covering is not None:
+            covering.add_done_callback(self._uncover)
+
+    def _uncover(self, covering: asyncio.Task[asyncio.Server | None]) -> None:
+        server = covering.result()
+        if server is not None and server in self.servers:
+            self.servers.remove(server)
+            server.close()
+
 
 class GatewayServer(ProtocolServer):
-    """The gateway's; ``on_ready`` is called with its URL once it serves."""
+    """The gateway's; ``on_ready`` is called with its URL once it serves.
+
+    ``heartbeat``: of a process that has a supervisor.
+    """
 
     def __init__(
         self,
@@ -237,14 +283,25 @@ class GatewayServer(ProtocolServer):
         gateway: Served,
         on_ready: Callable[[str], None],
         listener: socket.socket | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         super().__init__(service, gateway, listener)
         self._on_ready = on_ready
+        self._heartbeat = heartbeat
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_ready(self.url)
+            if self._heartbeat is not None:
+                self._heartbeat.start(self)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().serve(sockets)
+        finally:
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
 
 
 def _bound(where: str) -> socket.socket:
@@ -320,6 +377,7 @@ def run(
     gateway: Served,
     on_ready: Callable[[str], None],
     listener: socket.socket | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; see ``GatewayServer``.
 
@@ -337,4 +395,4 @@ def run(
             "server.max_connections is %d, and descriptors are enough for %d clients and their "
             "instances' connections: raise the process's limit (ulimit -n)", most, allowed,
         )  # fmt: skip
-    GatewayServer(service, gateway, ready, listener).serve_until_signal()
+    GatewayServer(service, gateway, ready, listener, heartbeat).serve_until_signal()

@@ -15,6 +15,7 @@ from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_t
 from hetero_gateway.core.lengths.predictors import LengthFeatures
 from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.files.admin_key import made_admin_key
 from hetero_gateway.files.client_keys import changes, read_clients
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import InstanceConfig
@@ -24,6 +25,7 @@ from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.control.board import Board
 from hetero_gateway.gateway.control.client_metrics import client_families
 from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.control.public import Listing
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.ended import Tracing
 from hetero_gateway.gateway.dataplane.placement import Placement
@@ -39,6 +41,7 @@ from hetero_gateway.gateway.fleet.sources.discovery import Discovery
 from hetero_gateway.gateway.reload import Reloader
 from hetero_gateway.gateway.settings import Change, Prepared, Settings
 from hetero_gateway.gateway.sharing.peers import make_sharing
+from hetero_gateway.gateway.wire.hops import Hops
 from hetero_gateway.gateway.wire.tls import server_tls
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, Hub
@@ -55,6 +58,11 @@ def prefix_secret(config: GatewayConfig) -> bytes | None:
     named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env")
     named = named or os.environ.get(SECRET_ENV)
     return named.encode() if named else None
+
+
+def make_hops() -> Hops:
+    """The id of this gateway, the same in all of its processes."""
+    return Hops(os.environ.get(SECRET_ENV))
 
 
 def _key_names(config: GatewayConfig) -> set[str | None]:
@@ -123,18 +131,21 @@ class Gateway:
         # None is one of them: an instance without a key.
         self.known_key_names = _key_names(config)
         self.known_tls_files = _tls_files(config)
-        self.admin_key = secret(config.server.admin_key_env, "server.admin_key_env")
+        # What this start made, where the configuration leaves it to the gateway.
+        self.made_admin_key = made_admin_key(config.server, os.environ.get(SECRET_ENV))
+        named = secret(config.server.admin_key_env, "server.admin_key_env")
+        self.admin_key = named or self.made_admin_key
         base_dir = self._base_dir = config_path.parent if config_path else Path()
         self.admission = make_admission(config, base_dir)
         self.tls = server_tls(config.server, base_dir)
         self._prefix_secret = prefix_secret(config)
-        self.fleet = Fleet(config, base_dir)
+        self.fleet = Fleet(config, base_dir, make_hops())
         self.setup = SetupWatch(self.fleet)
         self._share_out()
         scheduler = self.fleet.scheduler
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
         self.metrics.clients = lambda: client_families(
-            self.admission, self.config.clients.most_labels
+            self.admission, self.config.clients.most_labels, self.metrics.models
         )
         self.sharing = make_sharing(config.scheduler, self.fleet, base_dir, self.admission.accounts)
         self.metrics.sharing = self.sharing
@@ -162,6 +173,11 @@ class Gateway:
     def config(self) -> GatewayConfig:
         """The configuration in effect."""
         return self.settings.config
+
+    @property
+    def listing(self) -> Listing:
+        """What /readyz and /v1/models answer by."""
+        return self.fleet
 
     async def start(self) -> None:
         """Probe the instances, and keep doing so in the background until ``stop``."""
@@ -279,9 +295,10 @@ class Gateway:
         keys, before = read_clients(fresh.clients, self._base_dir), self.admission.keys
         assert before is not None
         names = changes(before, keys)
+        take_up = self.admission.prepare_keys(keys)
 
         def apply() -> None:
-            self.admission.set_keys(keys)
+            take_up()
             self._share_out()
             if self.hub is not None:
                 self.hub.tell_keys()

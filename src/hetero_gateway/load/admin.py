@@ -39,21 +39,30 @@ def fetch_csv(url: str, admin_key_env: str | None, path: str) -> str:
 
 def _get(url: str, admin_key_env: str | None, path: str, params: dict[str, Any]) -> httpx.Response:
     # Imported here so that --help stays quick.
+    from hetero_gateway.files.admin_key import find
     from hetero_gateway.files.secrets import secret
     from hetero_gateway.plain_httpx import httpx
 
     if not _is_address(url):
         raise ConfigError("URL: must be http://HOST:PORT or https://HOST:PORT, and hold no key")
-    key = secret(admin_key_env, "--admin-key-env")
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    address, headers = url, {}
+    if (key := secret(admin_key_env, "--admin-key-env")) is not None:
+        headers = bearer(key)
+    elif (found := find(url)) is not None:
+        address, headers = found.url, bearer(found.key)
     try:
         # trust_env: a proxy of the environment would get the key.
         with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
-            return client.get(url.rstrip("/") + path, params=params, headers=headers)
+            return client.get(address.rstrip("/") + path, params=params, headers=headers)
     except httpx.LocalProtocolError:
         raise ConfigError(f"--admin-key-env: {admin_key_env} is no valid key") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise HeteroGatewayError(f"{url}: the gateway does not answer: {error}") from error
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header fields that send a key."""
+    return {"authorization": f"Bearer {key}"}
 
 
 def _document(response: httpx.Response) -> Any:
@@ -77,7 +86,10 @@ def _refusal(response: httpx.Response, document: Any) -> str:
         return f"answered {response.status_code}, which is not a gateway's answer"
     message = printable(str(error.get("message")))
     if response.status_code == 401:
-        message += " Name its variable with --admin-key-env."
+        message += (
+            " Name its variable with --admin-key-env. (A key that the gateway made at its start is "
+            "found only by its own user on its own machine.)"
+        )
     return message
 
 

@@ -8,7 +8,6 @@ stay as they are: at a scale of 6 a patience of 1 s lasts 6 s of the hardware.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,9 @@ import yaml
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.engines.vllm import paths
 from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.files.admin_key import find
 from hetero_gateway.files.profile_file import load_profile, profile_document, write_profile_file
+from hetero_gateway.load.admin import bearer
 from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
 from hetero_gateway.plain_httpx import httpx
 
@@ -49,8 +50,6 @@ class EmulatedCluster:
         instance_options: further options of ``emulate``, the same for all.
         gateway_config: what the gateway's configuration has beside its instances.
         described: the gateway is given profiles and the model's name; or else addresses alone.
-        admin_key_env: environment variable with the gateway's admin key, which its configuration
-            names; needed where clients have keys.
         prefix_caching: of the instances. Without: who sends the same requests again, to compare
             what serves them, finds nothing cached.
     """
@@ -67,7 +66,6 @@ class EmulatedCluster:
         instance_options: Sequence[str] = (),
         gateway_config: Mapping[str, Any] | None = None,
         described: bool = True,
-        admin_key_env: str | None = None,
         prefix_caching: bool = False,
     ) -> None:
         self._instances = tuple(instances)
@@ -81,7 +79,6 @@ class EmulatedCluster:
         self._instance_options = (caching, *instance_options)
         self._gateway_config = dict(gateway_config or {})
         self._described = described
-        self._admin_key_env = admin_key_env
         self.instance_urls: dict[str, str] = {}
         self._emulators: list[Child] = []
         self._gateway: Child | None = None
@@ -141,12 +138,16 @@ class EmulatedCluster:
                 f"the gateway does not see the instances: {error!r}"
             ) from error
 
+    @property
+    def admin_key(self) -> str:
+        """Of the gateway that was started last. Raises HeteroGatewayError."""
+        if (found := find(self._url)) is None:
+            raise HeteroGatewayError(f"{self._url}: the gateway's admin key cannot be read")
+        return found.key
+
     async def instances(self) -> list[dict[str, Any]]:
         """What the gateway's /admin/instances says now."""
-        headers = {}
-        if self._admin_key_env is not None:
-            headers["authorization"] = f"Bearer {os.environ[self._admin_key_env]}"
-        async with httpx.AsyncClient(headers=headers) as client:
+        async with httpx.AsyncClient(headers=bearer(self.admin_key)) as client:
             answer = await client.get(f"{self.url}/admin/instances")
         listed: list[dict[str, Any]] = answer.raise_for_status().json()["instances"]
         return listed
@@ -180,15 +181,12 @@ class EmulatedCluster:
                 write_profile(profile, self._folder / name, speed=self._time_scale)
                 entry |= {"model": self._model, "profile": name}
             instances.append(entry)
-        server: dict[str, Any] = {"shutdown_timeout_s": 1}
-        if self._admin_key_env is not None:
-            server["admin_key_env"] = self._admin_key_env
         config = {
             # An emulated instance that takes long to answer is on a busy machine, and not down.
             "health": {"probe_timeout_s": _PROBE_TIMEOUT_S},
             **self._gateway_config,
             **({} if scheduler is None else {"scheduler": dict(scheduler)}),
-            "server": server,
+            "server": {"shutdown_timeout_s": 1},
             "instances": instances,
         }
         (self._folder / "gateway.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")

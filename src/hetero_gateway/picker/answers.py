@@ -6,7 +6,7 @@ request serialises nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.wire.headers import CREDENTIALS
@@ -110,7 +110,15 @@ def with_path(answer: bytes, path: bytes) -> bytes:
     return _message(changed)
 
 
-def streamed(body: bytes, *, ends: bool, of_request: bool) -> Iterable[bytes]:
+def without(answer: bytes, names: Iterable[str]) -> bytes:
+    """A destination's answer that has some of the request's header fields removed, too."""
+    changed = ProcessingResponse.FromString(answer[MESSAGE_HEAD_BYTES:])
+    part = getattr(changed, changed.WhichOneof("response") or "")
+    part.response.header_mutation.remove_headers.extend(names)
+    return _message(changed)
+
+
+def streamed(body: bytes, *, ends: bool, of_request: bool) -> Iterator[bytes]:
     """A body given back piece by piece, as FULL_DUPLEX_STREAMED wants it.
 
     Args:

@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from hetero_gateway.core.types import InstanceId
@@ -71,9 +72,13 @@ class Endpoints:
         """Whose address this is."""
         return self._by_endpoint.get(endpoint)
 
-    def outside(self, endpoints: list[str]) -> tuple[InstanceId, ...]:
-        """The instances that have none of these addresses."""
-        allowed = {self._by_endpoint.get(endpoint) for endpoint in endpoints}
+    def instances_at(self, endpoints: Iterable[str]) -> frozenset[InstanceId]:
+        """The instances that have one of these addresses, however many there are of others."""
+        found = (self._by_endpoint.get(endpoint) for endpoint in endpoints)
+        return frozenset(each for each in found if each is not None)
+
+    def outside(self, allowed: frozenset[InstanceId]) -> tuple[InstanceId, ...]:
+        """The other instances."""
         return tuple(i for i in self._fleet.instances if i not in allowed)
 
     async def follow(self) -> None:

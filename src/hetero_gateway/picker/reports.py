@@ -9,8 +9,9 @@ one at a response's end, by a unary call of ``hetero_gateway.Reports/Report``:
 in ASCII, padded with spaces. TICKET names the request: the picker gave it with its answer, in the
 dynamic metadata ``hetero_gateway``. PROMPT, OUTPUT and CACHED are the usage in tokens, "-" for what
 it does not say; EVENTS is how many server-sent events went by. The calls come on the connection of
-the request's own stream, before its end. Reports on requests that are over are ignored; what
-the others say is bounded like everything that an engine says (``dataplane/records``).
+the request's own stream, or on another one from the same address, before its end. Reports on
+requests that are over are ignored, and on those that came from another address; what the others say
+is bounded like everything that an engine says (``dataplane/records``).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ReportCall:
             # Of another picker: some of this one's will go there.
             peer.reports, peer.stray_until_s = False, now_s + _STRAY_S
         stream = self._picker.tickets.get(found[1])
-        if stream is not None:
+        if stream is not None and stream.address == peer.address:
             if found[5] is None:
                 stream.first_bytes()
             else:

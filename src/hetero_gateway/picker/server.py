@@ -67,6 +67,7 @@ class PickerServer(ProtocolServer):
         app = create_app(config, config_path, flags=flags)
         super().__init__(ControlApp(app.gateway, app.control), app.gateway)
         base_dir = config_path.parent if config_path else Path()
+        self.made_admin_key = app.gateway.made_admin_key
         self.picker = Picker(app.gateway, config.picker, base_dir)
         self._grpc_host = config.picker.host
         self._on_ready = on_ready
@@ -84,17 +85,22 @@ class PickerServer(ProtocolServer):
         await super().shutdown(sockets)
 
 
-def run(
+def make_server(
     config: GatewayConfig,
     config_path: Path | None,
     on_ready: Callable[[str, str], None],
     flags: Mapping[str, Any] | None = None,
-) -> None:
-    """Serve until SIGINT or SIGTERM. Raises HeteroGatewayError when an address is taken."""
+) -> PickerServer:
+    """A process's only one; see ``PickerServer``. Raises ConfigError."""
 
     def ready(address: str, url: str) -> None:
         freeze_what_start_made()
         on_ready(address, url)
 
+    return PickerServer(config, config_path, ready, flags)
+
+
+def run(server: PickerServer) -> None:
+    """Serve until SIGINT or SIGTERM. Raises HeteroGatewayError when an address is taken."""
     raise_descriptor_limit()
-    PickerServer(config, config_path, ready, flags).serve_until_signal()
+    server.serve_until_signal()

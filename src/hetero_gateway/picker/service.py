@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import logging
+import math
+import os
 import secrets
-import ssl
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from google.protobuf.message import DecodeError
 
-from hetero_gateway.errors import ConfigError, Refusal
+from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import PickerConfig
 from hetero_gateway.gateway.admission.clients import Admission
-from hetero_gateway.gateway.app import model_list
 from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.control.public import model_list
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
+from hetero_gateway.gateway.wire.headers import Withheld
+from hetero_gateway.gateway.wire.tls import ServerTls
 from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.picker import answers
 from hetero_gateway.picker.endpoints import Endpoints
@@ -39,10 +43,16 @@ REPORTS = "hetero_gateway.Reports"
 _ALIVE = ("", "liveness")
 # The last one is what earlier endpoint pickers are asked for.
 _READY = ("readiness", EXT_PROC, "inference-extension")
+_OTHER = "unknown"
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 _WATCH_S = 0.5
+_LOG_EVERY_S = 10.0
+# For the gateway's own limit of a request to be the first.
+_GRACE_S = 10
 # Of a message, besides the body in it.
 _MESSAGE_MARGIN_BYTES = 2**20
+
+_log = logging.getLogger(__name__)
 
 
 class Rooms(NamedTuple):
@@ -67,7 +77,7 @@ class Picker:
     def __init__(self, gateway: Gateway, config: PickerConfig, base_dir: Path = Path()) -> None:
         self._gateway = gateway
         self._config = config
-        self._tls = _tls(config, base_dir)
+        self._tls = _tls(config, base_dir)  # of ext_proc
         self._servers: list[Server] = []
         self._following: asyncio.Task[None] | None = None
         self._serving = False
@@ -78,7 +88,10 @@ class Picker:
         self.tickets: dict[bytes, Stream] = {}
         # Envoy may ask several pickers in turn: what is of another one must be known as such.
         self.ticket_prefix = b"%010d" % secrets.randbelow(10**10)
-        self._numbers = itertools.count()
+        self._logged_s: dict[str, float] = {}  # when each misconfiguration was logged last
+        self._watchers: set[HealthCall] = set()
+        self._watching: asyncio.TimerHandle | None = None
+        self._was_ready = False
         self.open = 0
         self.port = 0
 
@@ -86,6 +99,11 @@ class Picker:
     def ready(self) -> bool:
         """Whether requests may be sent here. Without an instance, too: it says so itself."""
         return self._serving and not self._gateway.draining
+
+    @property
+    def guarded(self) -> Withheld:
+        """The header fields that are not for clients, as they are configured now."""
+        return self._gateway.dataplane.rooms.fields.guarded
 
     @property
     def queue_timeout_s(self) -> float:
@@ -102,6 +120,7 @@ class Picker:
             dataplane.rooms.total_timeout_s,
             dataplane.rooms.reading,
         )
+        self.total_timeout_s = math.ceil(self.rooms.total_timeout_s) + _GRACE_S
         self.name = dataplane.name
         self.body_limits = dataplane.body_limits
         await self.endpoints.look()
@@ -115,7 +134,9 @@ class Picker:
             f"/{REPORTS}/Report": lambda call: ReportCall(self, call),
         }
         main = self._server({**requests, **health})
-        self.port = await main.listen(config.host, config.port, self._tls)
+        self.port = await main.listen(
+            config.host, config.port, None if self._tls is None else self._tls.context
+        )
         if config.health_port is not None:
             await self._server(health).listen(config.host, config.health_port)
         self._serving = True
@@ -135,15 +156,29 @@ class Picker:
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         if self._following is not None:
             self._following.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
 
     def issue_ticket(self, stream: Stream) -> bytes:
         """A name for a request's response, by which the data plane may report on it."""
-        ticket = b"%b%010d" % (self.ticket_prefix, next(self._numbers) % 10**10)
-        self.tickets[ticket] = stream
-        return ticket
+        while True:
+            # At random: who has one must not know others', nor say what became of them.
+            number = int.from_bytes(os.urandom(8), "big") % 10**10
+            ticket = b"%b%010d" % (self.ticket_prefix, number)
+            if ticket not in self.tickets:
+                self.tickets[ticket] = stream
+                return ticket
 
     def count_bug(self) -> None:
         self.rooms.metrics.counts("", "").outcomes["internal_error"] += 1
+
+    def misconfigured(self, what: str) -> Refusal:
+        """The data plane does not send what the picker needs."""
+        now_s = time.monotonic()
+        if now_s - self._logged_s.get(what, -_LOG_EVERY_S) >= _LOG_EVERY_S:
+            self._logged_s[what] = now_s
+            _log.error("the data plane's ext_proc filter is misconfigured: %s", what)
+        return Refusal(500, "misconfigured_data_plane", f"ext_proc: {what}.", kind="server_error")
 
     def other_request(self, method_and_path: str, head: HttpHeaders) -> bytes:
         """The answer to what is no POST on an engine's path."""
@@ -164,6 +199,25 @@ class Picker:
             return _SERVING if self.ready else _NOT_SERVING
         return _UNKNOWN
 
+    def watch(self, watcher: HealthCall) -> None:
+        """Let it look whenever the health has changed: one timer, however many they are."""
+        self._watchers.add(watcher)
+        if self._watching is None:
+            self._was_ready = self.ready
+            self._watching = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
+
+    def unwatch(self, watcher: HealthCall) -> None:
+        self._watchers.discard(watcher)
+
+    def _look(self) -> None:
+        if self.ready != self._was_ready:
+            self._was_ready = self.ready
+            for watcher in list(self._watchers):
+                watcher.look()
+        self._watching = (
+            asyncio.get_running_loop().call_later(_WATCH_S, self._look) if self._watchers else None
+        )
+
 
 class HealthCall:
     """Check and Watch of grpc.health.v1.Health: a ``Receiver``."""
@@ -174,18 +228,20 @@ class HealthCall:
         self._watches = watches
         self._service: str | None = None
         self._last: int | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     def message(self, data: bytes) -> None:
         if self._service is not None:
             return
         try:
-            self._service = HealthCheckRequest.FromString(data).service
+            service = HealthCheckRequest.FromString(data).service
         except DecodeError:
             self._call.finish(Status.INVALID_ARGUMENT, "this is no HealthCheckRequest")
             return
+        # No name that it does not know is kept.
+        self._service = service if service in (*_ALIVE, *_READY) else _OTHER
         if self._watches:
-            self._look(self._service)
+            self.look()
+            self._picker.watch(self)
             return
         status = self._picker.health(self._service)
         if status == _UNKNOWN:
@@ -194,12 +250,13 @@ class HealthCall:
             self._say(status)
             self._call.finish()
 
-    def _look(self, service: str) -> None:
-        status = self._picker.health(service)
+    def look(self) -> None:
+        """Say how it is, where that is news."""
+        assert self._service is not None
+        status = self._picker.health(self._service)
         if status != self._last:
             self._last = status
             self._say(status)
-        self._timer = asyncio.get_running_loop().call_later(_WATCH_S, self._look, service)
 
     def _say(self, status: int) -> None:
         self._call.send(message(HealthCheckResponse(status=status).SerializeToString()))
@@ -212,18 +269,17 @@ class HealthCall:
             self._call.finish(Status.INVALID_ARGUMENT, "there was no message")
 
     def lost(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._picker.unwatch(self)
 
 
-def _tls(config: PickerConfig, base_dir: Path) -> ssl.SSLContext | None:
+def _tls(config: PickerConfig, base_dir: Path) -> ServerTls | None:
     if config.certificate_file is None or config.key_file is None:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2"])
-    try:
-        context.load_cert_chain(base_dir / config.certificate_file, base_dir / config.key_file)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise ConfigError(f"picker.certificate_file, picker.key_file: {error}") from error
-    return context
+    clients = config.client_ca_file
+    return ServerTls(
+        base_dir / config.certificate_file,
+        base_dir / config.key_file,
+        None if clients is None else base_dir / clients,
+        section="picker",
+        protocol="h2",
+    )

@@ -31,6 +31,7 @@ import asyncio
 import enum
 import logging
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -48,13 +49,14 @@ from hetero_gateway.gateway.wire.bodies import BodyBuffer
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.picker import answers
-from hetero_gateway.picker.http2.calls import Call
+from hetero_gateway.picker.http2.calls import LINGER_S, Call
 from hetero_gateway.picker.http2.frames import Status
 from hetero_gateway.picker.protocol.messages_pb2 import HttpBody, ProcessingRequest
 from hetero_gateway.picker.questions import (
+    MOST_PLAIN_BYTES,
     failure_of,
     inbound_of,
-    misconfigured,
+    read_long,
     served_of,
     status_of,
     subset_of,
@@ -71,6 +73,13 @@ _FULL_DUPLEX = 4
 
 # What the data plane is given beyond the queue's own limit.
 _GRACE_S = 10.0
+# Between two messages of a body, as a client may take between two reads of it (timeouts.body_s),
+# and Envoy to send what it has.
+_BODY_PART_S = 60
+# What is kept of a body while its response passes: a prompt of 2000 tokens is kept whole.
+_KEPT_BODY_BYTES = 8192
+# Of a head and of a body, what is counted as a part of every call (CALL_BYTES).
+_USUAL_BYTES = 2048
 
 
 class _State(enum.Enum):
@@ -98,6 +107,7 @@ class SeenAnswer(NamedTuple):
     complete: bool = False
     empty: bool = False
     congested: bool = False
+    body_bytes: int = 0
 
     def usage(self) -> Usage:
         return self.told
@@ -110,16 +120,18 @@ class Stream(Understanding):
         "_body_mode",
         "_buffer",
         "_call",
-        "_client",
         "_ended",
         "_error",
         "_events",
         "_first_s",
+        "_gives_back",
         "_has_body",
+        "_head_bytes",
         "_inbound",
         "_job",
         "_picker",
         "_placed",
+        "_removed",
         "_response_mode",
         "_state",
         "_status",
@@ -136,10 +148,13 @@ class Stream(Understanding):
         self._call = call
         self._state = _HEAD
         self._inbound: Inbound | None = None
+        self._removed: tuple[str, ...] = ()  # of its header fields
         self._client: Client | None = None
         self._buffer: BodyBuffer | None = None
-        self._subset: list[str] | None = None
+        self._subset: frozenset[InstanceId] | None = None
+        self._head_bytes = 0  # of its message, if that is a long one
         self._has_body = True
+        self._gives_back = False  # the body, at present
         self._ended = True  # the body; no trailers follow
         self._job: Job | None = None
         self._placed: Placed | None = None  # and not settled
@@ -161,9 +176,17 @@ class Stream(Understanding):
         where = self._placed and self._placed.instance.id
         return f"<Stream {self._inbound!r}: {self._state.value} on {where}>"
 
+    @property
+    def address(self) -> str:
+        """Of the data plane that asks."""
+        return self._call.peer.address
+
     # A Receiver
 
     def message(self, data: bytes) -> None:
+        if len(data) > MOST_PLAIN_BYTES:
+            self._hear_long(data)
+            return
         try:
             message = ProcessingRequest.FromString(data)
         except DecodeError:
@@ -172,13 +195,18 @@ class Stream(Understanding):
             return
         kind = message.WhichOneof("request")
         state = self._state
+        if state is _HEAD and kind == "response_headers":
+            # The data plane has refused the request itself, before it asked.
+            self._state = state = _ANSWERING
         if state is _ANSWERING:
             self._attend(kind, message)
             return
         try:
             if state is _HEAD:
                 if kind != "request_headers":
-                    raise misconfigured("request_header_mode must be SEND")
+                    raise self._picker.misconfigured("request_header_mode must be SEND")
+                if len(data) > _USUAL_BYTES:
+                    self._head_bytes = len(data)
                 self._begin(message)
             elif state is _BODY:
                 if kind == "request_body":
@@ -192,6 +220,10 @@ class Stream(Understanding):
     def refuse(self, refusal: Refusal) -> None:
         if self._state is _BODY:
             self._refuse(refusal)
+            return
+        self.lost()
+        late = refusal.status == 408
+        self._call.finish(Status.DEADLINE_EXCEEDED if late else Status.RESOURCE_EXHAUSTED)
 
     def half_closed(self) -> None:
         self.lost()
@@ -210,17 +242,23 @@ class Stream(Understanding):
             self._body_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
         head = message.request_headers
-        method, inbound = inbound_of(head)
         picker = self._picker
+        method, inbound, self._removed = inbound_of(head, picker.guarded)
         if inbound is None:
             self._state = _ANSWERING
+            self._call.expect(LINGER_S)
             self._call.send(picker.other_request(method, head))
             return
         self._inbound = inbound
         picker.name(inbound)
         rooms = picker.rooms
-        self._subset = subset_of(message.metadata_context)
+        subset = subset_of(message.metadata_context)
+        if subset is not None:
+            self._subset = picker.endpoints.instances_at(subset)
         self._client = rooms.admission.admit(inbound)
+        if self._head_bytes:
+            self._call.hold(self._head_bytes)
+        self._call.at_work = True
         rooms.intake.check_size(inbound.content_length)
         if head.end_of_stream:
             self._has_body = False
@@ -229,20 +267,48 @@ class Stream(Understanding):
         if self._body_mode == _BUFFERED:
             self._call.send(answers.GO_ON_TO_BODY)
         elif self._body_mode != _FULL_DUPLEX:
-            raise misconfigured("request_body_mode must be BUFFERED or FULL_DUPLEX_STREAMED")
-        self._buffer = BodyBuffer(picker.body_limits)
+            raise picker.misconfigured("request_body_mode must be BUFFERED or FULL_DUPLEX_STREAMED")
+        self._buffer = BodyBuffer(self._call.peer.share)
         self._state = _BODY
+        self._call.expect(_BODY_PART_S)
 
-    def _take_body(self, part: HttpBody) -> None:
-        assert self._buffer is not None
-        self._buffer.add(part.body)
+    def _hear_long(self, data: bytes) -> None:
+        """A message of which nearly all is a body: that is taken out before the rest is read."""
+        try:
+            message, body = read_long(data)
+        except DecodeError:
+            self._call.finish(Status.INVALID_ARGUMENT, "this is no ProcessingRequest")
+            self.lost()
+            return
+        kind = message.WhichOneof("request")
+        try:
+            if self._state is _BODY and kind == "request_body":
+                self._take_body(message.request_body, body)
+            elif self._state is _ANSWERING and kind == "response_body":
+                message.response_body.body = body
+                self._attend(kind, message)
+        except Refusal as refusal:
+            self._refuse(refusal)
+
+    def _take_body(self, part: HttpBody, long: bytes = b"") -> None:
+        """A part of the body, or all of it. Raises Refusal."""
+        buffer, body = self._buffer, long or part.body
+        assert buffer is not None
+        buffer.add(body)
+        if buffer.holds:
+            self._call.let_go(self._head_bytes)
+        elif buffer.size_bytes > _USUAL_BYTES:
+            self._call.hold(len(body))
         # What is buffered comes whole; trailers that follow it are a message of their own.
         if part.end_of_stream or self._body_mode == _BUFFERED:
             self._take_whole()
+        else:
+            self._call.expect(_BODY_PART_S)
 
     def _take_whole(self) -> None:
         """The body is here, if there is one. Raises Refusal."""
         self._state = _PLACING
+        self._call.expect(self._picker.total_timeout_s)
         inbound = self._inbound
         assert inbound is not None
         if self._buffer is not None:
@@ -343,25 +409,36 @@ class Stream(Understanding):
         answer = destination.in_body if buffered else destination.in_headers
         if prefix := picker.endpoints.path_prefix(instance):
             answer = answers.with_path(answer, prefix + inbound.target)
+        if self._removed:
+            answer = answers.without(answer, self._removed)
         overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
         rooms.metrics.overhead_s.observe(overhead_s)
         self._ticket = picker.issue_ticket(self)
         call.send(answers.with_ticket(answer, self._ticket))
         if self._has_body and not buffered:
-            for piece in answers.streamed(inbound.body, ends=self._ended, of_request=True):
-                call.send(piece)
+            self._gives_back = True
+            call.send_each(self._given_back(inbound.body), self._has_given_back)
             if not self._ended:
                 call.send(answers.REQUEST_TRAILERS)
         self._let_go_of_body()
 
+    def _given_back(self, body: bytes) -> Iterator[bytes]:
+        return answers.streamed(body, ends=self._ended, of_request=True)
+
+    def _has_given_back(self) -> None:
+        self._gives_back = False
+        self._let_go_of_body()
+
     def _let_go_of_body(self) -> None:
         """A long one: the data plane has it. What is left is enough to tell it from others."""
-        buffer, inbound, job = self._buffer, self._inbound, self._job
-        self._buffer = None
-        if buffer is None or inbound is None or not buffer.holds:
+        buffer, inbound = self._buffer, self._inbound
+        if buffer is None or inbound is None or self._gives_back:
             return
-        shorten_body(inbound, job)
-        buffer.release()
+        self._buffer = None
+        if len(inbound.body) > _KEPT_BODY_BYTES or buffer.holds:
+            shorten_body(inbound, self._job)
+            buffer.release()
+            self._call.let_go(self._head_bytes + len(inbound.body))
 
     def _refuse(self, refusal: Refusal) -> None:
         """An ImmediateResponse in place of any instance's."""
@@ -371,6 +448,9 @@ class Stream(Understanding):
         if inbound is not None:
             path, request_id = inbound.path, inbound.request_id
         self._state = _ANSWERING
+        self._call.at_work = False
+        # The data plane ends the stream as soon as it has that.
+        self._call.expect(LINGER_S)
         self._call.send(answers.refused(refusal, path, request_id))
         self._let_go_of_body()
 
@@ -462,6 +542,7 @@ class Stream(Understanding):
             return
         self._state = _OVER
         self._picker.open -= 1
+        self._call.at_work = False
         self._picker.tickets.pop(self._ticket, None)
         self._let_go_of_body()
         if self._placed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 
 import numpy as np
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions
+from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, View
+from hetero_gateway.core.policies.base import Choice
+from hetero_gateway.core.policies.rotation import RoundRobin
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
@@ -458,6 +461,54 @@ def test_explaining_in_between_changes_no_decision(name: str, randomised: bool) 
         return result
 
     assert decisions(explain=True) == decisions(explain=False)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_explaining_and_adopting_copy_neither_policy_nor_generator(name: str) -> None:
+    s = scheduler(spec("a"), spec("b", SLOW), policy=name)
+    s.policy.held = threading.Lock()  # type: ignore[attr-defined] - whatever copies it, fails
+    assert chosen(s.explain(request())).instance_id in "ab"
+    decision, dispatch = s.adopt(request(), InstanceId("b"), 1.0)
+    assert decision.instance_id == "b"
+    assert s.settle(dispatch, Outcome.COMPLETED, 2.0)
+
+
+@pytest.mark.parametrize("name", ["round-robin", "weighted-round-robin"])
+def test_adopting_in_between_takes_no_turn(name: str) -> None:
+    def decisions(adopts: bool) -> list[str]:
+        specs = [spec(f"i{i}", FAST if i % 2 else SLOW, weight=1.0 + i) for i in range(5)]
+        s = scheduler(*specs, policy=name)
+        result = []
+        for i in range(40):
+            if i == 20:
+                s.add(spec("late"))
+            if adopts:
+                instance_id = InstanceId("late" if i >= 20 else f"i{i % 5}")
+                _, dispatch = s.adopt(request(100), instance_id, float(i))
+                s.settle(dispatch, Outcome.CLIENT_DISCONNECTED, float(i))
+            result.append(chosen(s.choose(request(1 + 97 * i % 3000), (), float(i))).instance_id)
+        return result
+
+    assert decisions(adopts=True) == decisions(adopts=False)
+
+
+def test_an_explanation_that_fails_takes_no_turn_and_no_draw() -> None:
+    class Failing(RoundRobin):
+        def would_choose(self, view: View, rng: np.random.Generator) -> Choice:
+            rng.random()
+            self.choose(view, rng)
+            raise ArithmeticError
+
+    rng = np.random.default_rng(0)
+    s = Scheduler(Failing(PolicyOptions()), rng)
+    for name in "abc":
+        s.add(spec(name))
+    before = rng.bit_generator.state
+    with pytest.raises(ArithmeticError):
+        s.explain(request())
+    assert rng.bit_generator.state == before
+    owed = s.policy.owed  # type: ignore[attr-defined]
+    assert not owed.any()
 
 
 def test_explaining_a_refusal_leaves_the_scheduler_as_it_was() -> None:

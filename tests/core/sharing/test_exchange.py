@@ -8,7 +8,7 @@ import pytest
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.exchange import OTHERS, Exchange, Mode
-from hetero_gateway.core.sharing.message import Message, pack, unpack
+from hetero_gateway.core.sharing.message import Message, MessageError, pack, unpack
 from hetero_gateway.core.types import InstanceId, Outcome, Reject
 from tests.core.builders import SLOW, request, scheduler, spec
 
@@ -228,10 +228,15 @@ def test_news_of_more_instances_than_there_can_be_are_not_kept() -> None:
     g = Gateway()
     many = np.arange(60_000, dtype=np.uint64)
     rows = np.ones((many.size, 13))
-    for sequence in (1, 2, 3):
+    g.exchange.hear("him", Message(1, many, rows, whole=False), 0.0)
+    for name, sequence, whole in (("him", 2, False), ("her", 3, False), ("her", 4, True)):
         keys = many + np.uint64(sequence * 10**6)
-        g.exchange.hear("him", Message(sequence, keys, rows, whole=False), 0.0)
+        with pytest.raises(MessageError, match="too many"):
+            g.exchange.hear(name, Message(sequence, keys, rows, whole=whole), 0.0)
     assert g.exchange.unmatched == many.size
+    assert g.exchange.replicas == 1
+    # What replaces the rows of the one that has many is none too many.
+    g.exchange.hear("him", Message(5, many, rows), 0.0)
 
 
 def test_rows_of_instances_that_are_not_here_are_counted_and_charged_to_nobody() -> None:

@@ -104,7 +104,7 @@ def test_who_is_gone_has_nothing_in_flight_and_its_minute_still_counts() -> None
     assert isinstance(second.ask(0, 66.0), Charge)
 
 
-def test_an_account_that_comes_later_heeds_what_others_have_said_before() -> None:
+def test_an_account_that_comes_later_heeds_what_others_say_next() -> None:
     accounts: list[Account] = []
     shared = SharedLimits(lambda: accounts)
     first = Gateway("0", Limits(3, None, None))
@@ -112,6 +112,9 @@ def test_an_account_that_comes_later_heeds_what_others_have_said_before() -> Non
     shared.hear("0", first.say(5.0), 5.0)
     accounts.append(Account("key a", Limits(3, None, None)))
     shared.apply(5.1)
+    assert accounts[0].requests.others == 0, "of clients that are not here nothing is kept"
+    shared.hear("0", first.say(5.2), 5.2)
+    shared.apply(5.2)
     assert accounts[0].requests.others == 1
 
 
@@ -128,6 +131,59 @@ def test_an_exchange_carries_them_and_says_so_when_they_alone_have_changed() -> 
     assert message is not None
     assert message.account_keys.tolist() == [account_key("key a")]
     assert message.accounts.tolist() == [[1.0, 30.0, 1.0]]
+
+
+def reported(sequence: int, *used: float) -> Message:
+    """What a peer says that a client has used there."""
+    keys = np.array([account_key("key a")], dtype=np.uint64)
+    empty = np.empty(0, dtype=np.uint64), np.empty((0, FIELDS))
+    return Message(sequence, *empty, True, keys, np.array([used]))
+
+
+def test_what_others_report_counts_up_to_a_limit_and_leaves_a_share_after_a_while() -> None:
+    """A peer that claims any number kept a client out for as long as it said so."""
+    gateway = Gateway("0", Limits(20, 1000, 4))
+    refused: set[str] = set()
+    for second in range(1000):
+        gateway.shared.hear("liar", reported(second + 1, 1e12, 1e12, 1e12), second)
+        gateway.shared.apply(second)
+        account = gateway.account
+        assert account.requests.others <= 20
+        assert account.tokens.others <= 1000
+        assert account.others_in_flight <= 4
+        answer = gateway.ask(10, second)
+        if isinstance(answer, Denial):
+            refused.add(answer.limit.value)
+            assert second < 600 or account.requests.used >= 10
+        else:
+            assert second >= 600, "the concurrency is the last to be doubted"
+            answer.end()
+    assert refused == {"concurrency", "requests_per_minute"}
+    # Half of it, by the liar's count of gateways: two.
+    assert 8 <= gateway.account.requests.used <= 10
+
+
+def test_a_busy_gateway_and_one_that_was_kept_out_share_what_there_is() -> None:
+    """Both honest: what one grants itself the other hears of, and lets in less."""
+    greedy, kept_out = two(Limits(20, None, None))
+    for second in range(900):
+        for gateway, other in ((greedy, kept_out), (kept_out, greedy)):
+            gateway.hear(other, other.say(second), second)
+            for _ in range(20 if gateway is greedy else 3):
+                if isinstance(charge := gateway.ask(0, second), Charge):
+                    charge.end()
+        used = greedy.account.requests.used + kept_out.account.requests.used
+        # A share beyond the limit while the greedy one's last minute runs out, and less after.
+        assert used <= (20 if second < 122 else 20 + 10 if second < 122 + 61 else 20 + 5)
+    assert kept_out.account.requests.used == 10
+
+
+def test_names_that_change_all_the_time_are_not_kept() -> None:
+    gateway = Gateway("0", Limits(20, None, None))
+    for number in range(5000):
+        gateway.shared.hear(f"{number:016x}", reported(1, 1, 1, 1), 1.0)
+        gateway.shared.forget(f"{number:016x}")
+    assert len(gateway.shared._others) <= 256
 
 
 @pytest.mark.parametrize("value", [-1.0, np.nan, np.inf, 2.0**51])

@@ -127,8 +127,7 @@ async def test_who_leaves_in_mid_stream_gives_back_its_place_and_pays_for_what_i
             left = await asyncio.gather(*(leave(i) for i in range(100)), return_exceptions=True)
             assert all(isinstance(each, TimeoutError) for each in left)
             await eventually(lambda: running.settled() and no_charge_is_left(running))
-            running.gateway.metrics.catch_up()
-            usage = running.gateway.admission.usage.of_client("a")
+            usage = await running.used_by("a")
             assert usage["requests"] == 100
             assert tokens_used(running, "key a") == usage["input_tokens"] + usage["output_tokens"]
             # About twenty events a second, of every second stream.
@@ -154,7 +153,8 @@ async def test_tokens_are_charged_by_estimate_and_settled_by_usage_once(
             assert "x-ratelimit-limit-requests" not in told
             await eventually(running.settled)
             used = tokens_used(running, "key a")
-            row = next(running.gateway.admission.usage.rows())
+            usage = running.gateway.admission.usage
+            row = next(usage.rows(usage.days()[0]))
             assert used == row.input_tokens + row.output_tokens
             assert row.output_tokens == 21
             second = await client.post(CHAT, json=chat(status=400, body="no"), headers=of("a"))
@@ -261,7 +261,7 @@ async def test_the_one_key_goes_on_beside_keys_with_names(
                 assert (await client.post(CHAT, json=chat(), headers=headers)).status_code == 200
             running.gateway.metrics.catch_up()
             usage = running.gateway.admission.usage
-            assert [row.client for row in usage.rows()] == ["a"]
+            assert [client for (client, _), _ in usage.entries()] == ["a"]
 
 
 @WORKERS

@@ -2,9 +2,11 @@
 
 import pytest
 
+from hetero_gateway.engines.vllm import Work
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import KeysFile, hash_of
 from hetero_gateway.gateway.admission.clients import Admission, Client
+from hetero_gateway.gateway.wire.inbound import Inbound
 
 
 def key_of(name: str) -> str:
@@ -45,6 +47,17 @@ def test_what_is_right_in_one_field_is_not_remembered_for_another() -> None:
     assert refused(admission, b"x-api-key", bearer)
     assert asks(admission, b"x-api-key", key_of("ann")).name == "ann"
     assert refused(admission, b"authorization", key_of("ann"))
+
+
+@pytest.mark.parametrize("before", ["ann", "bob"])
+def test_of_two_keys_the_first_counts_whichever_was_right_before(before: str) -> None:
+    admission = Admission(None, keys_of("ann", "bob"))
+    fields = [(b"x-api-key", key_of("ann").encode())]
+    fields.append((b"authorization", f"Bearer {key_of('bob')}".encode()))
+    admission.client_of([fields[before == "bob"]])
+    for headers, first in ((fields, "ann"), (fields[::-1], "bob")):
+        inbound = Inbound("/v1/completions", b"/v1/completions", Work.GENERATE, headers)
+        assert admission.admit(inbound).name == first
 
 
 def test_a_changed_key_has_its_new_limits_at_once() -> None:

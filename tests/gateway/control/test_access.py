@@ -13,6 +13,8 @@ import httpx
 import pytest
 
 from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.files.admin_key import made_admin_key
+from hetero_gateway.files.server_config import ServerConfig
 from hetero_gateway.gateway.control.docs_page import docs_page
 from tests.fakes.running import RunningGateway, config_for, running_gateway
 from tests.fakes.vllm import fake_instances
@@ -50,57 +52,92 @@ async def raw(running: RunningGateway, *lines: str, version: str = "1.1") -> int
 
 
 @WORKERS
-@pytest.mark.parametrize(
-    "field",
-    [
-        "x-real-ip: 10.0.0.1",
-        "x-forwarded-for: 10.0.0.1",
-        "x-forwarded-host: gateway.example",
-        "x-forwarded-proto: https",
-        "forwarded: for=10.0.0.1",
-        "via: 1.1 proxy",
-        "x-original-forwarded-for: 10.0.0.1",
-        "x-envoy-external-address: 10.0.0.1",
-        "cf-connecting-ip: 10.0.0.1",
-        "true-client-ip: 10.0.0.1",
-        "origin: http://evil.example",
-    ],
-)
-async def test_what_came_through_a_proxy_is_not_from_this_machine(workers: int, field: str) -> None:
-    """Whatever Host it sends."""
+async def test_where_a_request_came_from_opens_nothing_and_the_key_that_was_made_does(
+    workers: int,
+) -> None:
+    fields = (
+        "x-forwarded-for: 127.0.0.1",
+        "forwarded: for=127.0.0.1",
+        "x-real-ip: 127.0.0.1",
+        "x-hetero-gateway-peer: 127.0.0.1",
+        "authorization: Bearer",
+        f"authorization: Bearer {'0' * 64}",
+        "origin: http://127.0.0.1",
+    )
     async with gateway(workers) as running:
-        assert await raw(running, "host: 127.0.0.1") == 200
-        assert await raw(running, "host: 127.0.0.1", field) == 403
+        key = f"authorization: Bearer {running.gateway.made_admin_key}"
+        for host in ("127.0.0.1", "localhost", "[::1]", f"127.0.0.1:{running.port}", "10.0.0.1"):
+            for version in ("1.0", "1.1"):
+                assert await raw(running, f"host: {host}", version=version) == 401
+                assert await raw(running, f"host: {host}", key, version=version) == 200
+            for field in fields:
+                assert await raw(running, f"host: {host}", field) == 401
+        assert await raw(running, "host: 127.0.0.1", "via: 1.1 proxy", key) == 200
+        assert await raw(running, "host: 127.0.0.1", "host: 127.0.0.1", key) == 400
+        assert await raw(running, "host: user@127.0.0.1", key) == 400
 
 
-async def test_only_a_loopback_name_and_one_of_them_is_this_machine() -> None:
-    async with gateway() as running:
-        for host in ("127.0.0.1", "localhost", "[::1]", "127.0.0.1:8000"):
-            assert await raw(running, f"host: {host}") == 200
-        for host in ("gateway.example", "10.0.0.1", "127.0.0.1.evil.example", ""):
-            assert await raw(running, f"host: {host}") == 403
-        assert await raw(running, "host: 127.0.0.1", "host: 127.0.0.1") == 400
-        assert await raw(running, "host: user@127.0.0.1") == 400
-        assert await raw(running, "host: 127.0.0.1", version="1.0") == 403  # nginx's own default
+async def test_a_key_is_made_on_loopback_alone_and_where_nothing_else_is_said() -> None:
+    made = {"::1", "127.0.0.1", "127.0.0.2", "localhost"}
+    for host in (*made, "0.0.0.0", "::", "10.0.0.1", "gateway.example", ""):
+        key = made_admin_key(ServerConfig(host=host), None)
+        assert (key is not None) == (host in made), host
+        named = ServerConfig(host=host, admin_key_env="ADMIN_KEY_9")
+        own_listener = ServerConfig(host=host, admin_listen="unix:admin.sock")
+        assert made_admin_key(named, None) is made_admin_key(own_listener, "secret") is None
+    keys = {made_admin_key(ServerConfig(), None) for _ in range(50)}
+    assert len(keys) == 50
+    assert all(key is not None and len(bytes.fromhex(key)) == 32 for key in keys)
 
 
-async def test_who_is_elsewhere_is_not_this_machine_by_saying_so() -> None:
-    """A worker says who asked; a client's word for it counts for nothing."""
-    async with gateway(2) as running:
-        assert await raw(running, "host: 127.0.0.1", "x-hetero-gateway-peer: 10.0.0.1") == 200
+async def test_elsewhere_admin_is_off_without_a_key() -> None:
     async with gateway(host="0.0.0.0") as running:
-        assert await raw(running, "host: 127.0.0.1", "x-hetero-gateway-peer: 127.0.0.1") == 403
+        assert running.gateway.made_admin_key is None
+        for key in ((), ("authorization: Bearer",), ("authorization: Bearer None",)):
+            assert await raw(running, "host: 127.0.0.1", *key) == 403
 
 
-async def test_where_clients_have_keys_admin_wants_one_too() -> None:
+async def test_a_clients_key_is_none_for_admin_and_keyed_clients_change_nothing() -> None:
     async with gateway(api_key_env="CLIENT_KEY_9") as running:
-        assert await raw(running, "host: 127.0.0.1") == 403
+        assert await raw(running, "host: 127.0.0.1") == 401
         bearer = f"authorization: Bearer {CLIENT_KEY}"
-        assert await raw(running, "host: 127.0.0.1", bearer) == 403
+        assert await raw(running, "host: 127.0.0.1", bearer) == 401
+        key = f"authorization: Bearer {running.gateway.made_admin_key}"
+        assert await raw(running, "host: 127.0.0.1", key) == 200
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            headers = {"authorization": f"Bearer {running.gateway.made_admin_key}"}
+            asked = await client.post("/v1/chat/completions", json={"model": "m"}, headers=headers)
+            assert asked.status_code == 401
     async with gateway(api_key_env="CLIENT_KEY_9", admin_key_env="ADMIN_KEY_9") as running:
         assert await raw(running, "host: 127.0.0.1") == 401
         bearer = f"authorization: Bearer {ADMIN_KEY}"
         assert await raw(running, "host: gateway.example", "via: 1.1 proxy", bearer) == 200
+
+
+@WORKERS
+async def test_the_key_that_was_made_stands_in_no_answer_and_no_log(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with gateway(workers) as running, httpx.AsyncClient(base_url=running.url) as client:
+        key = running.gateway.made_admin_key
+        assert key is not None
+        paths = [
+            path
+            for path, calls in (await client.get("/openapi.json")).json()["paths"].items()
+            if "get" in calls and path != "/admin/events"
+        ]
+        assert "/admin/instances" in paths
+        answers = [await client.get(path) for path in (*paths, "/dashboard/dashboard.js", "/docs")]
+        headers = {"authorization": f"Bearer {key}x"}
+        answers.append(await client.post("/admin/reload", headers=headers))
+        answers.append(await client.post("/admin/reload"))
+        answers.append(await client.patch("/admin/instances/i0", json={"weight": 2}))
+    assert [answer.status_code for answer in answers[-3:]] == [401, 409, 200]
+    for answer in answers:
+        assert key not in answer.text + json.dumps(dict(answer.headers))
+    assert key not in caplog.text
+    assert "by key, from 127.0.0.1" in caplog.text
 
 
 @WORKERS
@@ -129,9 +166,15 @@ async def test_an_address_of_its_own_answers_by_address_alone() -> None:
         assert await raw(running, "host: 127.0.0.1") == 403
         async with httpx.AsyncClient(base_url=running.server.admin_url) as client:
             assert (await client.get("/admin/instances")).status_code == 200
-            for headers in ({"host": "rebound.example"}, {"origin": "http://evil.example"}):
+            names = ("rebound.example", "rebound.example:80", "127.0.0.1.rebound.example", "")
+            origins = ("http://evil.example", "http://localhost:1", "null", "http://[", "")
+            foreign = [*({"host": each} for each in names), *({"origin": o} for o in origins)]
+            for headers in foreign:
                 answer = await client.get("/admin/instances", headers=headers)
-                assert answer.status_code == 403
+                assert answer.status_code == 403, headers
+            for host in ("localhost@rebound.example", "[::1"):  # which are no hosts at all
+                answer = await client.get("/admin/instances", headers={"host": host})
+                assert answer.status_code == 400
     async with gateway(admin_listen="127.0.0.1:0", admin_key_env="ADMIN_KEY_9") as running:
         async with httpx.AsyncClient(base_url=running.server.admin_url) as client:
             assert (await client.get("/admin/instances")).status_code == 401

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import logging
 import os
 import re
 import subprocess
@@ -203,7 +204,7 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
                 "Emulation.setDeviceMetricsOverride",
                 width=1280, height=900, deviceScaleFactor=1, mobile=False,
             )  # fmt: skip
-            await page.visit(f"{running.url}/dashboard")
+            await page.visit(running.dashboard)
             await page.until("#summary", lambda text: "1 of 3" in text)
             assert "i2 is down." in await page.text("#alarms")
             await page.run(OPEN_ALL)
@@ -329,6 +330,40 @@ async def test_the_key_is_asked_for_and_never_in_the_address(
 
 
 @pytest.mark.system
+async def test_the_link_that_serve_prints_lets_in_and_its_key_leaves_the_address(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+        key = running.gateway.made_admin_key
+        assert key is not None
+        async with browser(tmp_path) as page:
+            await page.visit(f"{running.url}/dashboard")
+            asked = await page.until("#key-form", lambda text: "Admin key" in text)
+            assert "hetero-gateway key admin" in asked
+            await page.picture("no-key")
+            # In the same tab: only what stands behind "#" changes.
+            await page.visit(f"{running.url}/dashboard#key=wrong")
+            await page.until("#key-problem", lambda text: "refused" in text)
+            await page.visit(running.dashboard)
+            await page.until("#instances", lambda text: "i0" in text)
+            assert await page.run("return location.href") == f"{running.url}/dashboard"
+            await page.picture("let-in")
+            # Not in what stays: a reload of the tab has it, another tab and the history have not.
+            await page.run("location.reload()")
+            await page.until("#live", lambda text: text == "live")
+            assert await page.run("return location.href") == f"{running.url}/dashboard"
+            assert await page.run("return [localStorage.length, document.cookie]") == [0, ""]
+            assert key not in await page.run("return document.documentElement.outerHTML")
+        # In a tab of its own.
+        async with browser(tmp_path / "another") as page:
+            await page.visit(running.dashboard)
+            await page.until("#instances", lambda text: "i0" in text)
+            assert await page.run("return location.href") == f"{running.url}/dashboard"
+    assert key not in caplog.text
+
+
+@pytest.mark.system
 async def test_a_closed_api_and_a_silent_gateway_are_told(tmp_path: Path) -> None:
     async with fake_instances(1) as fakes, browser(tmp_path) as page:
         async with running_gateway(config_for(fakes, server={"host": "0.0.0.0"})) as running:
@@ -337,7 +372,7 @@ async def test_a_closed_api_and_a_silent_gateway_are_told(tmp_path: Path) -> Non
             assert "listen on loopback" in closed
             await page.picture("closed")
         async with running_gateway(config_for(fakes)) as running:
-            await page.visit(f"{running.url}/dashboard")
+            await page.visit(running.dashboard)
             await page.until("#live", lambda text: text == "live")
         silent = await page.until("#banner", lambda text: "does not answer" in text)
         assert "What you see is from" in silent
@@ -355,7 +390,7 @@ async def test_a_hidden_page_asks_nothing(tmp_path: Path) -> None:
     )
     async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
         async with browser(tmp_path) as page:
-            await page.visit(f"{running.url}/dashboard")
+            await page.visit(running.dashboard)
             await page.until("#live", lambda text: text == "live")
             await page.run(hide, True)
             await asyncio.sleep(2.5)

@@ -22,6 +22,13 @@ from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
 CHAT = "/v1/chat/completions"
+
+
+async def written(metrics: Metrics) -> str:
+    """The exposition."""
+    return b"".join([part async for part in metrics.exposition()]).decode()
+
+
 EXPECTED = {
     "config_reloads", "config_last_reload_successful", "config_settings_needing_restart",
     "config_last_reload_success_timestamp_seconds", "probes_late",
@@ -125,7 +132,7 @@ async def test_a_forgotten_instance_leaves_no_series() -> None:
         metrics.upstream_errors[name, "connect"] += 1
         metrics.client_disconnects[name] += 1
     metrics.forget("gone")
-    text = (await metrics.exposition())[0].decode()
+    text = await written(metrics)
     assert "kept" in text
     assert "gone" not in text
 
@@ -182,7 +189,7 @@ async def test_a_figure_that_cannot_be_written_hides_no_other() -> None:
     metrics.series("half a \ud800 character", "i0").input_tokens = 3
     metrics.series('a "quoted" \\ name\n# TYPE evil counter\nevil 1', "i0").input_tokens = 5
     metrics.series("n", "i0").input_tokens = 4
-    found = samples((await metrics.exposition())[0].decode())
+    found = samples(await written(metrics))
     assert found[key("output_tokens_total", model="m", backend="i0")] == 7
     assert found[key("input_tokens_total", model="n", backend="i0")] == 4
     assert key("input_tokens_total", model="m", backend="i0") not in found
@@ -194,7 +201,7 @@ async def test_a_scrape_outlives_what_its_gauges_raise() -> None:
     def gauges() -> list[InstanceGauges]:
         raise OverflowError("int too large to convert to float")
 
-    found = samples((await Metrics("min-max", gauges).exposition())[0].decode())
+    found = samples(await written(Metrics("min-max", gauges)))
     assert key("queue_depth") in found
     assert not any(name == "instance_up" for name, _ in found)
 
@@ -217,7 +224,7 @@ async def test_a_scrape_of_many_instances_lets_others_have_their_turns() -> None
 
     async with asyncio.TaskGroup() as tasks:
         beside = tasks.create_task(others())
-        text = (await metrics.exposition())[0].decode()
+        text = await written(metrics)
         beside.cancel()
     assert turns >= 10
     found = samples(text)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -196,6 +198,39 @@ async def test_a_reader_that_is_too_slow_holds_nobody_up() -> None:
         os.close(reading)
         await asyncio.to_thread(writer.close)
         os.close(writing)
+
+
+def test_lines_are_lost_while_the_disk_is_full_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, room = tmp_path / "log", [10, 3, 0, 0]
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if descriptor != file.fileno() or not room:
+            return write(descriptor, data)
+        if not (allowed := room.pop(0)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:allowed])
+
+    monkeypatch.setattr(os, "write", full)
+    with path.open("wb") as file:
+        writer = LineWriter(file.fileno())
+        for line in (b"123456789\n", b"torn line\n", b"lost\n", b"whole\n"):
+            writer.write([line])
+        writer.close()
+    assert path.read_bytes() == b"123456789\ntor\nwhole\n"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert said[0].startswith("access log: No space left on device")
+    assert said[1] == "access log: there is room again; 2 lines were lost"
+
+
+def test_a_descriptor_that_cannot_be_written_to_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.touch()
+    with path.open("rb") as file, pytest.raises(OSError, match="Bad file descriptor"):
+        LineWriter(file.fileno())
 
 
 def test_lines_of_several_writers_come_whole() -> None:

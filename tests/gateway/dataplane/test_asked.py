@@ -126,10 +126,13 @@ async def test_a_clients_key_models_and_limits_apply(tmp_path: Any) -> None:
         mine, yours = {"authorization": "Bearer ka"}, {"authorization": "Bearer kb"}
         client.headers.update(mine)
         await make_response(client, "resp_1", "a")
-        for path in ("/v1/responses/resp_1", "/tokenizer_info?model=a"):
+        for path, status, code in (
+            ("/v1/responses/resp_1", 404, "response_not_found"),
+            ("/tokenizer_info?model=a", 403, "model_not_allowed"),
+        ):
             assert (await client.get(path)).status_code == 200
             refused = await client.get(path, headers=yours)
-            assert refused.json()["error"]["code"] == "model_not_allowed"
+            assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
             stranger = await client.get(path, headers={"authorization": "Bearer x"})
             assert stranger.status_code == 401
 

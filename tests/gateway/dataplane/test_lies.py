@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hetero_gateway.core.lengths.predictors import LengthFeatures
-from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
 CHAT = "/v1/chat/completions"
@@ -111,3 +111,59 @@ async def test_of_unequal_contexts_the_largest_gets_what_may_fit_none() -> None:
                 assert (await client.post(CHAT, json=body)).status_code == 200
             assert [len(fake.bodies) for fake in fakes] == [0, 5]
             await eventually(running.settled)
+
+
+async def counted(running: RunningGateway) -> float:
+    running.gateway.dataplane.recorder.catch_up()
+    return running.gateway.metrics.counts("m", "i0").output_tokens
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_an_answer_has_the_tokens_that_came_whatever_its_usage_says(workers: int) -> None:
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes), workers=workers) as running,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.port}") as client,
+    ):
+        cases: list[tuple[dict[str, object], float, float]] = [
+            # (what the instance does, at least, at most)
+            ({"events": 40, "event_tokens": 0}, 40, 42),
+            ({"events": 400, "event_tokens": 0}, 400, 402),
+            # Of few events little can be said, and more than one for each is believed.
+            ({"events": 3, "event_tokens": 0}, 0, 0),
+            ({"events": 100, "event_tokens": 1}, 100, 100),
+            ({"events": 100, "event_tokens": 3}, 300, 300),
+        ]
+        for fake, least, most in cases:
+            before = await counted(running)
+            body = FINE | {"stream": True, "fake": fake}
+            assert (await client.post(CHAT, json=body)).status_code == 200
+            await eventually(running.settled)
+            assert least <= await counted(running) - before <= most, fake
+        for field, least in (({}, 1000), ({"logprobs": True}, 0), ({"max_tokens": 9}, 9)):
+            before = await counted(running)
+            text = '{"choices":[{"message":{"content":"%s"}}],"usage":%s}'
+            usage = '{"prompt_tokens":9,"completion_tokens":0}'
+            body = FINE | field | {"fake": {"status": 200, "body": text % ("x" * 99_000, usage)}}
+            assert (await client.post(CHAT, json=body)).status_code == 200
+            await eventually(running.settled)
+            assert (await counted(running) - before > 0) is (least > 0), field
+            assert await counted(running) - before >= least, field
+
+
+async def test_a_prompt_of_token_ids_is_as_long_as_they_are() -> None:
+    async with (
+        fake_instances(1) as fakes,
+        running_gateway(config_for(fakes)) as running,
+        httpx.AsyncClient(base_url=running.url) as client,
+    ):
+        for told, counts in (("0", 500), ("1", 500), ("500", 500), ("501", 501), ("99999999", 500)):
+            recorder, metrics = running.gateway.dataplane.recorder, running.gateway.metrics
+            recorder.catch_up()
+            before = metrics.counts("m", "i0").input_tokens
+            body = saying(told, "3") | {"prompt": [7] * 500}
+            del body["messages"]
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            await eventually(running.settled)
+            recorder.catch_up()
+            assert metrics.counts("m", "i0").input_tokens - before == counts, told

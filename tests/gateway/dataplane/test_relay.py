@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from hetero_gateway.core.lengths.predictors import LengthFeatures
+from tests.fakes.raw import raw_instance
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
@@ -226,6 +227,45 @@ async def test_a_stream_that_dies_within_a_chunk_is_cut() -> None:
         data = await raw_exchange(running.port, body)
         assert data.endswith(b"ff\r\ndata: {")
         await eventually(running.settled)
+
+
+STREAMED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "whole"),
+    [
+        (b"a\r\ndata: a\n\r\n\r\n", True),
+        (b"40\r\ndata: a\n\r\n", False),  # which only looks like a chunk's end
+        (b"b;x=\n\r\ndata", True),  # a line that is none was never passed on
+        (b"a\r\ndata: a\n\r\n\r\n40\r\ndata: b\n\r\n", False),
+        (b"a\r\ndata: a\n\r\n\r\n0\r\nx: y\r\n", True),
+    ],
+)
+async def test_an_error_event_stands_where_a_chunk_may_begin_and_nowhere_else(
+    body: bytes, whole: bool
+) -> None:
+    async with raw_instance() as instance:
+        pieces = [body] if whole else [body, b""]
+        instance.posts = [STREAMED + b"transfer-encoding: chunked\r\n\r\n", *pieces, None]
+        instance.pause_s = 0.1
+        config = config_for([instance], profiles=(None,))  # type: ignore[list-item]
+        async with running_gateway(config) as running:
+            data = await raw_exchange(running.port, json.dumps(chat(stream=True)).encode())
+            assert (b'"upstream_error"' in data) == whole
+            assert running.settled()
+        if not whole:
+            assert data.endswith(body)
+
+
+async def test_a_broken_stream_of_a_known_length_gets_nothing_into_it() -> None:
+    async with raw_instance() as instance:
+        instance.posts = [STREAMED + b"content-length: 99\r\n\r\n", b"data: a\n\r\n", None]
+        instance.pause_s = 0.1
+        config = config_for([instance], profiles=(None,))  # type: ignore[list-item]
+        async with running_gateway(config) as running:
+            data = await raw_exchange(running.port, json.dumps(chat(stream=True)).encode())
+        assert data.endswith(b"\r\n\r\ndata: a\n\r\n")
 
 
 async def test_a_plain_answer_that_stops_half_way_is_cut_short() -> None:

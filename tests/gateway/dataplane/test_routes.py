@@ -300,12 +300,12 @@ async def test_a_service_elsewhere_answers_with_its_own_key(
                 assert secret not in head
             assert json.loads(outside.bodies[-1]) == chat("big", stream=stream)
         await eventually(running.settled)
-        used = running.gateway.admission.usage.of_client("me")
+        used = await running.used_by("me")
         text = json.dumps(used)
         assert text.count("4") >= 1, text
         account = next(iter(running.gateway.admission.accounts()))
         assert account.in_flight == 0
-        shown = (await running.gateway.metrics.exposition())[0].decode()
+        shown = b"".join([part async for part in running.gateway.metrics.exposition()]).decode()
         assert 'fallbacks_total{fallback="127.0.0.1/big",model="one"} 4.0' in shown
         assert 'outcome="completed"' in shown
         # And where that fails as well, the client hears of it, once.

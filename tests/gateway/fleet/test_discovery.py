@@ -180,6 +180,24 @@ async def test_a_name_is_asked_again_when_its_ttl_is_over_and_no_sooner() -> Non
             await eventually(lambda: not running.gateway.fleet.instances)
 
 
+async def test_a_ttl_of_nothing_is_a_second_and_many_names_are_asked_for_slowly() -> None:
+    async with machines(1) as made, FakeNameServer() as server:
+        server.ttl_s = 0
+        server.records["vllm.test", "A"] = [address(0)]
+        server.records["_http._tcp.vllm.test", "SRV"] = [
+            f"0 0 {made.port} n{n}.vllm.test." for n in range(400)
+        ]
+        for source, most in (
+            ({"host": "vllm.test", "port": made.port}, 62),
+            ({"host": "_http._tcp.vllm.test", "record": "srv"}, 30 * 50 + 100),
+        ):
+            server.asked.clear()
+            named = {"name": "pool", "kind": "dns", "nameserver": server.address}
+            async with running_gateway(config_of(named | source)):
+                await asyncio.sleep(30)
+                assert 40 <= len(server.asked) <= most
+
+
 async def test_srv_records_name_ports_and_ipv6_has_addresses() -> None:
     async with fake_instances(2) as fakes, FakeNameServer() as server:
         ports = [fake.port for fake in fakes]

@@ -137,6 +137,26 @@ async def test_an_instance_whose_models_cannot_be_read_is_out_and_says_why(name:
         parse_metrics(await running.metrics())
 
 
+async def test_an_instance_that_is_suspected_all_the_time_is_probed_twice_a_second_at_most() -> (
+    None
+):
+    health = {"probe_interval_s": 10, "probe_timeout_s": 5}
+    async with raw_instance() as bad:
+        config = config_for([bad], profiles=(None,), health=health)  # type: ignore[list-item]
+        async with running_gateway(config) as running:
+            [instance] = running.gateway.fleet.instances.values()
+            await eventually(lambda: instance.up)
+            await asyncio.sleep(30)
+            suspected_s = time.monotonic()
+            bad.probes.clear()
+            for _ in range(500):
+                running.gateway.health.suspect(instance, "its request failed", down=False)
+                await asyncio.sleep(0.02)
+            assert bad.probes[0] - suspected_s < 0.1  # the first at once
+            assert 19 <= len(bad.probes) <= 22
+            assert instance.up
+
+
 BODIES = ("half a body", "200 MB", "endless", "a bomb", "drips")
 
 

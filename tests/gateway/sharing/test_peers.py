@@ -15,6 +15,7 @@ import pytest
 from hetero_gateway.core.sharing.exchange import Mode
 from hetero_gateway.core.sharing.message import Message, pack
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, Request
+from hetero_gateway.engines.vllm import EngineMetrics
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
 from hetero_gateway.gateway.fleet.instances import Fleet
@@ -359,6 +360,16 @@ async def test_instances_that_come_and_go_are_followed() -> None:
         await asyncio.sleep(2.1 * INTERVAL_S)
         assert second.sharing.unmatched == 0
         assert second.seen()[where] == 1
+
+
+async def test_what_a_removed_instance_reports_is_nothing() -> None:
+    async with two() as (_, first, _second):
+        assert first.fleet.on_scrape is not None
+        first.fleet.remove(InstanceId("slow"))
+        for told in (None, EngineMetrics(), EngineMetrics(running=3.0, waiting=0.0)):
+            first.fleet.on_scrape(InstanceId("slow"), told)
+            first.fleet.on_scrape(InstanceId("fast"), told)
+    assert first.fleet.on_scrape is None
 
 
 async def test_a_gateway_whose_redis_is_not_there_serves_and_says_so() -> None:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.system
 TTL_S = 1.0
 # The machine may be busy: that is a second more, and no time-out of 50 ms.
 LATE_S = 0.5
+NAMES = "{hetero-gateway}:replicas"
 SHARING = {"interval_s": 0.02, "ttl_s": TTL_S, "timeout_s": 1.0}
 
 
@@ -246,13 +247,116 @@ async def test_flushed_keys_are_said_again_within_a_third_of_the_lease(
 
 
 async def test_names_of_the_dead_leave_the_set(server: RedisServer) -> None:
-    async with gateways(1, config(server.url, ttl_s=0.2, interval_s=0.02)):
-        with redis.Redis(port=server.port) as client:
-            client.sadd("{hetero-gateway}:replicas", "d" * 16, "not a name")
-            members = lambda: client.smembers("{hetero-gateway}:replicas")  # noqa: E731
-            await until(lambda: b"d" * 16 not in members())
-            assert b"not a name" in members(), "what is not ours is left alone"
-        assert len(members()) == 2
+    with redis.Redis(port=server.port) as client:
+        client.sadd(NAMES, "d" * 16, "not a name", b"\xff" * 4000)
+        async with gateways(1, config(server.url)) as (gateway,):
+            own = {gateway.sharing.name.encode()}
+            await until(lambda: client.smembers(NAMES) == own)
+
+
+@pytest.mark.parametrize("binary", [False, True])
+async def test_thousands_of_dead_names_hide_nobody_for_long(
+    server: RedisServer, *, binary: bool
+) -> None:
+    """It took 5000 of them to hide the living for good."""
+    with redis.Redis(port=server.port) as client:
+        tail = b"\0\xff\r\n" if binary else b""
+        client.sadd(NAMES, *(b"%016x" % n + tail for n in range(5000)))
+        async with gateways(2, config(server.url, ttl_s=5.0)) as (first, second):
+            turns = first.sharing.outcomes["ok"]
+            await until(lambda: first.sharing.replicas == second.sharing.replicas == 1)
+            first.place(Request("m", 64, 80.0), time.monotonic())
+            await until(lambda: second.in_flight() == 1)
+            # Whoever was found stays known: a view that comes and goes with the draw is none.
+            for _ in range(20):
+                await asyncio.sleep(0.02)
+                assert (second.in_flight(), second.sharing.replicas) == (1, 1)
+            # 128 at a turn, by each of two.
+            await until(lambda: client.scard(NAMES) == 2)
+            assert first.sharing.outcomes["ok"] - turns < 200
+
+
+@pytest.mark.parametrize("kind", ["a string", "names too long to be read"])
+async def test_a_set_of_names_that_cannot_be_read_is_begun_anew(
+    server: RedisServer, kind: str
+) -> None:
+    with redis.Redis(port=server.port) as client:
+        async with gateways(2, config(server.url, ttl_s=5.0)) as (first, second):
+            await until(lambda: first.sharing.replicas == second.sharing.replicas == 1)
+            client.delete(NAMES)
+            if kind == "a string":
+                client.set(NAMES, "nonsense")
+            else:
+                client.sadd(NAMES, *(bytes([n]) * 3_000_000 for n in range(4)))
+            failed = first.sharing.outcomes["failed"] + second.sharing.outcomes["failed"]
+            await until(lambda: client.type(NAMES) == b"set" and client.scard(NAMES) == 2)
+            await until(lambda: first.sharing.mode is second.sharing.mode is Mode.SHARED)
+            first.place(Request("m", 64, 80.0), time.monotonic())
+            await until(lambda: second.in_flight() == 1)
+            failed = first.sharing.outcomes["failed"] + second.sharing.outcomes["failed"] - failed
+            assert 1 <= failed < 10
+
+
+async def test_values_of_other_kinds_and_sizes_hurt_nobody(server: RedisServer) -> None:
+    with redis.Redis(port=server.port) as client:
+        client.sadd(NAMES, "a" * 16, "b" * 16, "c" * 16)
+        client.rpush("{hetero-gateway}:" + "a" * 16, "a list")
+        client.set("{hetero-gateway}:" + "b" * 16, b"x" * 50_000_000)
+        client.set("{hetero-gateway}:" + "c" * 16, b"short")
+        async with gateways(2, config(server.url, ttl_s=5.0)) as (first, second):
+            first.place(Request("m", 64, 80.0), time.monotonic())
+            await until(lambda: second.in_flight() == 1)
+            assert second.sharing.mode is Mode.SHARED
+            assert second.sharing.outcomes["rejected"] == 2, "each is looked at once"
+            assert second.sharing.replicas == 1
+
+
+async def test_a_flood_of_news_takes_a_small_share_of_a_core(server: RedisServer) -> None:
+    async with gateways(2, config(server.url, ttl_s=5.0)) as (first, second):
+        await until(lambda: first.sharing.replicas == second.sharing.replicas == 1)
+        news = first.sharing.name + "x" * 200
+        channel = "{hetero-gateway}:news"
+        flood = await asyncio.create_subprocess_exec(
+            *("redis-benchmark", "-p", str(server.port), "-n", "100000000", "-P", "200", "-q"),
+            *("publish", channel, news),
+            stdout=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            await until(lambda: second.sharing.outcomes["rejected"] > 1000)
+            turns, begun_s, cpu_s = (
+                second.sharing.outcomes["ok"],
+                time.monotonic(),
+                time.thread_time(),
+            )
+            await asyncio.sleep(2.0)
+            took_s = time.monotonic() - begun_s
+            # A twentieth of a core for reading them and one for hearing them, at each of the two.
+            assert (time.thread_time() - cpu_s) / took_s < 0.5
+            assert second.sharing.outcomes["ok"] > turns
+            assert second.sharing.mode is Mode.SHARED
+        finally:
+            flood.kill()
+            await flood.wait()
+        first.place(Request("m", 64, 80.0), time.monotonic())
+        await until(lambda: second.in_flight() == 1)
+
+
+async def test_messages_longer_than_a_short_one_come_whole(server: RedisServer) -> None:
+    instances = [
+        {"id": f"i{i}", "base_url": f"http://h{i}", "model": "m", "profile": PROFILES[1]}
+        for i in range(800)
+    ]
+    settings = config(server.url, ttl_s=5.0)
+    many = GatewayConfig.model_validate(
+        settings.model_dump(mode="json", exclude={"instances"}) | {"instances": instances}
+    )
+    async with gateways(2, many) as (first, second):
+        await until(lambda: first.sharing.replicas == second.sharing.replicas == 1)
+        for _ in range(800):
+            first.place(Request("m", 64, 80.0), time.monotonic())
+        loaded = sum(1 for i in first.fleet.instances if first.fleet.scheduler.in_flight(i))
+        assert loaded * 112 > 2**16
+        await until(lambda: second.in_flight() == 800)
 
 
 async def test_a_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,15 @@ def test_chunks(data: bytes, expected: tuple[bytes, bytes, bool], step: int) -> 
         b"1 ;a\r\n",
         b"1_0\r\n",
         b"1\n",
+        # The same with all of the chunk there, which is read in a shorter way.
+        b"0x1\r\na\r\n0\r\n\r\n",
+        b"0X8b\r\n" + b"a" * 0x8B + b"\r\n0\r\n\r\n",
+        b"1\r\na\r\n0x1\r\na\r\n0\r\n\r\n",
+        b"1_0\r\n" + b"a" * 16 + b"\r\n0\r\n\r\n",
+        b"+1\r\na\r\n0\r\n\r\n",
+        b" 1\r\na\r\n0\r\n\r\n",
+        b"1\t\r\na\r\n0\r\n\r\n",
+        b"\r\na\r\n0\r\n\r\n",
         b"1\r\nab\r\n",
         b"1\r\na\nb",
         b"1\r\na\rb",
@@ -80,6 +89,14 @@ def test_chunks(data: bytes, expected: tuple[bytes, bytes, bool], step: int) -> 
 def test_what_is_no_chunk_is_refused(data: bytes, step: int) -> None:
     with pytest.raises(Refusal):
         read(data, step)
+
+
+def test_what_extensions_exceed_is_reckoned_alike_however_the_body_comes() -> None:
+    extended, plain = b"1;" + b"x" * 3000 + b"\r\na\r\n", b"5dc\r\n" + b"a" * 1500 + b"\r\n"
+    data = (extended + plain) * 20 + b"0\r\n\r\n"
+    whole = read(data)
+    assert whole[2]
+    assert read(data, 700) == whole
 
 
 @given(st.lists(st.binary(min_size=1, max_size=20), max_size=20), st.integers(1, 30))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hetero_gateway.files.admin_key import find
 from hetero_gateway.gateway.wire.upstream import is_our_own
 from tests.fakes.processes import Process
 
@@ -65,9 +66,12 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+        found = find(url)
+        assert found is not None
+        self._headers = {"authorization": f"Bearer {found.key}"}
 
     def ask(self, method: str, path: str, body: str | None = None) -> tuple[int, Any]:
-        self._connection.request(method, path, body)
+        self._connection.request(method, path, body, self._headers)
         answer = self._connection.getresponse()
         return answer.status, json.loads(answer.read())
 

@@ -102,6 +102,16 @@ REFUSED: dict[str, tuple[bytes, int]] = {
     "a Host with credentials": (POST + b"Host: a@x\r\n\r\n", 400),
     "a Host with a space": (POST + b"Host: x y\r\n\r\n", 400),
     "a Host with a bad port": (POST + b"Host: x:80a\r\n\r\n", 400),
+    # What the gateway would read in one way and an engine in another
+    "two Content-Types": (
+        with_fields(b"Content-Type: application/json", b"Content-Type: multipart/x"), 400
+    ),
+    "two Content-Encodings": (with_fields(b"Content-Encoding: a", b"Content-Encoding: b"), 400),
+    "two Authorizations": (with_fields(b"Authorization: a", b"authorization: a"), 400),
+    "two X-Api-Keys": (with_fields(b"X-Api-Key: a", b"X-Api-Key: b"), 400),
+    "a Content-Type that ends here": (
+        with_fields(b"Content-Type: multipart/x", b"Connection: content-type"), 400
+    ),
     # Framing: 6
     "two Content-Lengths": (with_fields(b"Content-Length: 5", b"Content-Length: 6"), 400),
     "twice the same Content-Length": (with_fields(b"Content-Length: 5", b"Content-Length: 5"), 400),
@@ -262,6 +272,18 @@ def test_what_is_accepted_another_parser_reads_in_the_same_way(
     assert (theirs.method, theirs.target) == (ours.method, ours.target)
     assert list(theirs.headers) == ours.headers
     assert theirs.http_version == (b"1.0" if ours.http_10 else b"1.1")
+
+
+@pytest.mark.parametrize("blank", [b"\r\n", b"\r\n\r\n"])
+async def test_empty_lines_in_front_of_a_request_may_come_in_pieces(blank: bytes) -> None:
+    async with serving() as (running, _):
+        for cut in range(len(blank) + 1):
+            async with connected(running) as client:
+                data = blank + b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+                client.writer.write(data[:cut])
+                await asyncio.sleep(0.01)
+                client.writer.write(data[cut:])
+                assert (await client.response())[0] == 200
 
 
 @given(REQUEST_LINES, ALMOST, st.integers(1, 9))

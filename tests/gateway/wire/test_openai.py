@@ -1,6 +1,7 @@
 """What is read from a request's body and from a response's tail."""
 
 import json
+import time
 
 import pytest
 
@@ -125,8 +126,9 @@ def test_the_model_of_a_multipart_upload_is_found() -> None:
         b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n'
         b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n\x00\xff\r\n--b--'
     )
-    assert parse_body(body, b"multipart/form-data; boundary=b").model == "whisper"
-    assert parse_body(b"--b--", b"multipart/form-data; boundary=b").model is None
+    kind, path = b"multipart/form-data; boundary=b", "/v1/audio/transcriptions"
+    assert parse_body(body, kind, path).model == "whisper"
+    assert parse_body(b"--b--", kind, path).model is None
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b'{"model": 5}', b"{\xff}"])
@@ -134,6 +136,45 @@ def test_unusable_bodies_are_the_clients_error(body: bytes) -> None:
     with pytest.raises(Refusal) as caught:
         parse_body(body, b"")
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("odd", ["NaN", "-Infinity", "Infinity", '"\\ud800"', '"\ud800"'])
+@pytest.mark.parametrize("size", [10, 5000, 70_000])
+def test_what_only_pythons_json_reads_hides_no_prompt(odd: str, size: int) -> None:
+    for fields in (
+        {"prompt": "é" * size},
+        {"prompt": ["a", "b\\"] * size},
+        {"prompt": list(range(size))},
+        {"messages": [{"role": "user", "content": 'NaN "' * size}]},
+    ):
+        plain = json.dumps(fields | {"model": "m", "max_tokens": 3})
+        expected = parse_body(plain.encode(), b"", seed=7)
+        spoilt = f'{plain[:-1]},"temperature":{odd}}}'.encode("utf-8", "surrogatepass")
+        assert parse_body(spoilt, b"", seed=7) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "repeated"),
+    [
+        (b"", b"\xef\xbb\xbf"),
+        (b'{"t":NaN,"x":"', b'\\"'),
+        (b'{"t":NaN,"x":"', b"\\"),
+        (b'{"t":NaN,', b'"'),
+        (b'{"t":NaN,', b"NaN,"),
+    ],
+)
+def test_what_is_nearly_json_is_read_in_linear_time(start: bytes, repeated: bytes) -> None:
+    def least_s(size: int) -> float:
+        body, spent_s = start + repeated * (size // len(repeated)), []
+        for _ in range(5):
+            began_s = time.process_time()
+            with pytest.raises(Refusal):
+                parse_body(body, b"", seed=7)
+            spent_s.append(time.process_time() - began_s)
+        return min(spent_s)
+
+    # Eight times as much; quadratic it would be 64 times as long.
+    assert least_s(16_000) < 24 * least_s(2_000)
 
 
 def test_deeply_nested_bodies_do_no_harm() -> None:

@@ -203,17 +203,20 @@ def test_what_continues_a_response_has_the_keys_of_what_it_adds_to_that_one(size
     ]
     assert len(set(found)) == 4
     assert parsed(previous_response_id="resp_1", max_output_tokens=4).prefix == first.prefix
-    # Elsewhere the field means nothing, and nothing that is no id does.
+    # Elsewhere the field means nothing.
     raw = b'{"model":"m","messages":[],"previous_response_id":"resp_1"}'
     assert parse_body(raw, b"", "/v1/chat/completions", SEED).previous == b""
-    for odd in (None, 7, ["resp_1"], "x" * 300):
-        assert parsed(previous_response_id=odd).previous == b""
+    assert parsed(previous_response_id=None).previous == b""
+    # What is no id is nobody's response, and not no reference: it is refused where these are owned.
+    for odd in (7, ["resp_1"], {"id": "resp_1"}, "x" * 300, ""):
+        assert parsed(previous_response_id=odd).previous not in (b"", b"resp_1")
 
 
 def test_nobody_who_does_not_ask_gets_any() -> None:
     assert parse_body(json.dumps(SAME).encode(), b"").prefix is None
-    multipart = b'--b\r\nname="model"\r\n\r\nw\r\n--b--'
-    assert parse_body(multipart, b"multipart/form-data; boundary=b", seed=SEED).prefix is None
+    form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nw\r\n--b--'
+    kind, path = b"multipart/form-data; boundary=b", "/v1/audio/transcriptions"
+    assert parse_body(form, kind, path, SEED).prefix is None
 
 
 def test_hostile_bodies_have_few_keys_and_the_same_ones_in_parts(

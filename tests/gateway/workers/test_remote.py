@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import msgspec
 import pytest
 
 from hetero_gateway.core.types import Request
+from hetero_gateway.gateway.control.public import model_list
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 from hetero_gateway.gateway.workers.messages import FrameReader, frame
@@ -269,6 +272,130 @@ async def test_silence_counts_as_gone() -> None:
         answer = await post(client, running, body())
         assert answer.status_code == 200
         await eventually(running.settled)
+
+
+# Paths that are no engine's, while the scheduler process hangs
+
+PUBLIC = ("/livez", "/health", "/ping", "/version", "/readyz", "/v1/models", "/v1/models/m")
+
+
+def hang(running: RunningGateway) -> None:
+    """The scheduler process takes connections and says nothing, as one that is stopped."""
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    running.app.control = never  # type: ignore[assignment]
+    hub = running.gateway.hub
+    assert hub is not None
+    assert hub._timer is not None
+    assert hub._server is not None
+    hub._timer.cancel()
+    hub._server.close()
+
+
+async def timed(
+    client: httpx.AsyncClient, running: RunningGateway, path: str, port: int | None = None
+) -> tuple[httpx.Response, float]:
+    began_s = time.monotonic()
+    answer = await client.get(f"http://127.0.0.1:{port or running.port}{path}")
+    return answer, time.monotonic() - began_s
+
+
+async def test_public_paths_are_answered_at_once_whatever_the_scheduler_process_does() -> None:
+    async with two_workers() as (running, client, _):
+        hang(running)
+        for _ in range(12):  # before that is noticed, and long after
+            for path in PUBLIC:
+                answer, took_s = await timed(client, running, path)
+                assert answer.status_code == 200, path
+                assert took_s < 1.0
+            assert answer.json()["id"] == "m"
+            await asyncio.sleep(1.0)
+        assert any(worker.remote.alone for worker in running.workers)
+
+
+async def test_no_path_hangs_with_the_scheduler_process() -> None:
+    async with two_workers() as (running, client, _):
+        hang(running)
+        for path in ("/metrics", "/dashboard", "/admin/instances", "/openapi.json", "/nothing"):
+            answer, took_s = await timed(client, running, path)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "2"), path
+            assert answer.json()["error"]["code"] == "scheduler_unavailable"
+            assert took_s < 10.0  # silence is noticed after four seconds at most
+        began_s = time.monotonic()
+        answer = await client.post(running.url + "/admin/reload")
+        assert (answer.status_code, time.monotonic() - began_s < 6.0) == (503, True)
+
+
+async def test_what_takes_long_of_a_scheduler_process_that_works_is_waited_for() -> None:
+    async with two_workers() as (running, client, _):
+        control = running.app.control
+
+        async def slowly(scope: Any, receive: Any, send: Any) -> None:
+            await asyncio.sleep(20)
+            await control(scope, receive, send)
+
+        running.app.control = slowly  # type: ignore[assignment]
+        answer, took_s = await timed(client, running, "/metrics")
+        assert answer.status_code == 200
+        assert took_s > 20
+
+
+async def test_a_scheduler_process_that_comes_back_answers_who_waits() -> None:
+    async with two_workers() as (running, client, _):
+        control = running.app.control
+        hang(running)
+        part(running)
+        await eventually(lambda: all(worker.remote.alone for worker in running.workers))
+        asked = asyncio.ensure_future(timed(client, running, "/metrics"))
+        await asyncio.sleep(1.0)
+        running.app.control = control
+        later, took_s = await timed(client, running, "/metrics")
+        assert later.status_code == 200
+        assert took_s < 1.0
+        assert (await asked)[0].status_code in (200, 503)
+
+
+async def test_workers_list_what_the_gateway_lists() -> None:
+    models = {"other": {"serve": "m"}}
+    async with two_workers(models=models) as (running, client, fakes):
+
+        async def ready() -> list[int]:
+            asked = [await timed(client, running, "/readyz", port) for port in running.ports]
+            return [answer.status_code for answer, _ in asked]
+
+        gateway, anyone = running.gateway, running.gateway.admission.client_of([])
+        await eventually(lambda: gateway.fleet.models()["m"].max_model_len is not None)
+        listed = model_list(gateway, anyone)
+        assert [card["id"] for card in listed["data"]] == ["m", "other"]
+        for worker in running.workers:
+            await eventually(lambda: model_list(worker, anyone) == listed)  # noqa: B023
+        answer, _ = await timed(client, running, "/v1/models")
+        assert answer.json() == json.loads(json.dumps(listed))
+        missing, _ = await timed(client, running, "/v1/models/nope")
+        assert missing.json()["error"]["code"] == "model_not_found"
+        assert await ready() == [200, 200]
+        for fake in fakes:
+            fake.healthy = False
+        await eventually(lambda: not gateway.fleet.ready())
+        await eventually(lambda: not any(w.listing.ready() for w in running.workers))
+        assert await ready() == [503, 503]
+        assert (await timed(client, running, "/livez"))[0].status_code == 200
+        assert (await timed(client, running, "/v1/models"))[0].json()["data"] == []
+
+
+async def test_public_paths_take_what_they_took() -> None:
+    async with two_workers() as (running, client, _):
+        url = running.url
+        assert (await client.post(url + "/ping")).status_code == 200
+        assert (await client.head(url + "/livez")).content == b""
+        wrong = await client.delete(url + "/readyz")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD")
+        assert (await client.get(url + "/v1/models/")).status_code == 404
+        running.workers[0].draining = True
+        answer, _ = await timed(client, running, "/readyz", running.ports[0])
+        assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
 
 
 # The messages themselves

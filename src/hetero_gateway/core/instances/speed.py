@@ -11,6 +11,10 @@ without traffic nothing is observed: it would stay for ever. So what was not see
 - the scheduler sends it a request now and then (``scheduling/probes.py``), which is how it is
   observed long before it looks good again.
 
+What other gateways have observed counts beside it, as a factor within ``MOST_APART`` of this
+gateway's own, or within ``MOST_UNSEEN_APART`` while this one has observed nothing: a peer that lies
+keeps no instance idle, and makes none look much faster than it is.
+
 An instance that really is that slow costs one request in a while; see docs/design/corrections.md.
 Nothing here reads a clock.
 """
@@ -34,6 +38,8 @@ DOUBTED, CLEARED = 1.25, 1.02
 DECAY_S = 5.0
 WEIGHT_S = 1.0
 LEAST_WEIGHT_S = 0.02
+# How many times above or below our own factor others' may be, at most.
+MOST_APART, MOST_UNSEEN_APART = 2.0, 4.0
 
 
 class SpeedEstimate:
@@ -46,6 +52,7 @@ class SpeedEstimate:
     __slots__ = (
         "_modelled_s",
         "_observed_s",
+        "_own",
         "_revised_s",
         "bounds",
         "doubted",
@@ -55,7 +62,7 @@ class SpeedEstimate:
 
     def __init__(self, bounds: tuple[float, float]) -> None:
         self.bounds = bounds
-        self.factor = 1.0
+        self.factor = self._own = 1.0
         self.seen_s = 0.0
         self.doubted = False
         self._revised_s = 0.0
@@ -84,9 +91,19 @@ class SpeedEstimate:
     def weigh(self, others_observed_s: float = 0.0, others_modelled_s: float = 0.0) -> float:
         """The factor of all that was observed, by other gateways too."""
         low, high = self.bounds
-        observed_s = self._observed_s + others_observed_s
+        own = self._own = min(high, max(low, self._observed_s / self._modelled_s))
+        if others_modelled_s <= 0:
+            self.factor = own
+            return own
+        apart = MOST_UNSEEN_APART if self.sums() == (0.0, 0.0) else MOST_APART
+        theirs = min(own * apart, max(own / apart, others_observed_s / others_modelled_s))
+        observed_s = self._observed_s + theirs * others_modelled_s
         self.factor = min(high, max(low, observed_s / (self._modelled_s + others_modelled_s)))
         return self.factor
+
+    def assume(self, factor: float) -> None:
+        """Take this factor until something is observed."""
+        self.factor = self._own = factor
 
     def revise(self, best: float, now_s: float) -> bool:
         """Let time pass; whether the factor is doubted. ``best``: of comparable instances."""
@@ -94,7 +111,8 @@ class SpeedEstimate:
             if self.factor <= CLEARED * best:
                 self.doubted = False
                 if now_s - self.seen_s >= UNSEEN_S:
-                    self.factor = best  # so near is equal: nothing is to keep traffic away
+                    # So near is equal: nothing is to keep traffic away.
+                    self.factor = self._own = best
         elif self.factor > DOUBTED * best and now_s - self.seen_s >= UNSEEN_S:
             self.doubted = True
             self._revised_s = now_s
@@ -104,11 +122,14 @@ class SpeedEstimate:
         elapsed_s = now_s - max(self._revised_s, self.seen_s + UNSEEN_S)
         self._revised_s = now_s
         if elapsed_s > 0:
-            self.factor = best * (self.factor / best) ** math.exp(-elapsed_s / DECAY_S)
+            keep = math.exp(-elapsed_s / DECAY_S)
+            self.factor = best * (self.factor / best) ** keep
+            self._own = best * (self._own / best) ** keep
             self._lose_weight(elapsed_s)
         return True
 
     def _lose_weight(self, elapsed_s: float) -> None:
         keep = math.exp(-elapsed_s / WEIGHT_S)
         self._modelled_s = max(LEAST_WEIGHT_S, self._modelled_s * keep)
-        self._observed_s = self._modelled_s * self.factor
+        # Without what others report: else their factor would become ours, again and again.
+        self._observed_s = self._modelled_s * self._own

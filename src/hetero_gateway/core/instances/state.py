@@ -83,6 +83,9 @@ STREAMS_SAY_S = 2.0
 _MOST_MISS = 4.0
 # What was sent lately, of prompts, is forgotten over so long: about as long as an answer takes.
 PREFILL_OVER_S = 10.0
+# Prompts that others report as begun take an engine no longer than has passed, and so long more:
+# a long one is counted at its end.
+_MOST_BEGUN_S = 2.0
 
 
 class InstanceState:
@@ -96,6 +99,8 @@ class InstanceState:
     """
 
     __slots__ = (
+        "_begun_at_s",
+        "_begun_s",
         "_clock",
         "_estimate",
         "_freed_s",
@@ -178,6 +183,8 @@ class InstanceState:
         self.stages = [0] * _STAGES  # streaming sequences by stage
         self.peers: PeerLoad | None = None
         self._peer_loads: dict[str, PeerLoad] = {}
+        # Engine time that is left for what others say they began, s, and as of when.
+        self._begun_s, self._begun_at_s = _MOST_BEGUN_S, 0.0
         # Counted for the others, who do not see them: prompts between decode steps, and what of
         # them was to be computed.
         self._prompts = 0
@@ -250,7 +257,8 @@ class InstanceState:
     def set_speed(self, speed: float) -> None:
         """Take it for so fast until it was observed (a stand-in's)."""
         if speed != self.speed:
-            self.speed = self._estimate.factor = speed
+            self.speed = speed
+            self._estimate.assume(speed)
             self._set_rate()
             self._note()
 
@@ -435,16 +443,19 @@ class InstanceState:
         else:
             self._peer_loads[peer] = load
             # What waits was sent just now, by a peer that is new here or had nothing left.
-            sent, done = load.waiting_prefill, 0.0
+            already = self.recent_prefill
+            sent, prompts, more = load.waiting_prefill, 0.0, 0.0
             if before is not None:
-                done = load.prompt_tokens - before.prompt_tokens
-                sent += done - before.waiting_prefill
+                prompts, more = self._begun(load, before, now_s)
+                sent += more - before.waiting_prefill
             self._note_prefill(max(0.0, sent), now_s)
+            if (c := self.constants) is not None and c.p1 > 0:
+                # As much as the engine can do in this time, whatever they claim.
+                most = max(already, PREFILL_OVER_S / (self.speed * c.p1))
+                self.recent_prefill = min(self.recent_prefill, most)
             if before is not None and self.streaming > 0:
-                # A peer that has begun to count anew has fewer.
                 interval = self._interval
-                interval.prompts += max(0.0, load.prompts - before.prompts)
-                more = max(0.0, done)
+                interval.prompts += prompts
                 interval.prompt_tokens += more
                 if more > 0 and self.prefix.caching is not False:
                     interval.add_untold(more, more)
@@ -458,6 +469,22 @@ class InstanceState:
             self._set_seen_speed()
         self._set_rate()
         self._note()
+
+    def _begun(self, load: PeerLoad, before: PeerLoad, now_s: float) -> tuple[float, float]:
+        """(prompts, tokens) that a peer began in between, as far as the engine can have done so."""
+        # A peer that has begun to count anew has fewer.
+        prompts = max(0.0, load.prompts - before.prompts)
+        tokens = max(0.0, load.prompt_tokens - before.prompt_tokens)
+        c = self.constants
+        if c is None:
+            return prompts, tokens
+        left_s = self._begun_s + max(0.0, now_s - self._begun_at_s)
+        left_s = min(left_s, _MOST_BEGUN_S)
+        self._begun_at_s = max(self._begun_at_s, now_s)
+        takes_s = self.speed * (c.p1 * tokens + c.p2 * prompts)
+        share = min(1.0, left_s / takes_s) if takes_s > 0 else 1.0
+        self._begun_s = left_s - share * takes_s
+        return share * prompts, share * tokens
 
     def _owe(self, entry: Dispatch, now_s: float) -> None:
         """The engine takes a prompt in front of its next decode steps."""

@@ -1,6 +1,7 @@
 """Who has used how much: a key's account and its group's, and what one request is charged. Pure.
 
     admit      every account has room: a request, its tokens as estimated, one more at a time
+    extend     a session goes on: more tokens than were charged, if every account has room
     settle     the tokens that it really was; once, later calls change nothing
     end        one less at a time; once
 
@@ -121,6 +122,20 @@ class Charge:
     def __repr__(self) -> str:
         state = "over" if self._ended else "settled" if self._settled else "open"
         return f"<Charge of {self.tokens} tokens, {state}>"
+
+    def extend(self, tokens: int, now_s: float) -> Denial | None:
+        """Charge this many tokens more, which are used now, to every account or to none."""
+        second = int(now_s)
+        for account in self._accounts:
+            window = account.tokens
+            window.advance(second)
+            limit = window.limit
+            if limit is not None and window.used + window.others + tokens > limit:
+                return Denial(account.name, Limit.TOKENS, limit, window.wait_s(tokens, now_s))
+        for account in self._accounts:
+            account.tokens.use(tokens)
+        self.tokens += tokens
+        return None
 
     def settle(self, tokens: int, now_s: float) -> None:
         """It was this many tokens. Only the first call counts."""

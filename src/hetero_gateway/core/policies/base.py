@@ -325,6 +325,14 @@ class Policy(Protocol):
         """The same for an explanation: where it is None, what is best and has to be waited for."""
         ...
 
+    def turn(self) -> Any:
+        """What its next choices depend on beside what it is given, for ``take_back``."""
+        ...
+
+    def take_back(self, turn: Any) -> None:
+        """Have its next choices be those that they were to be when ``turn`` was asked."""
+        ...
+
     def charges(self, request_time_s: FloatArray, kv_usage: FloatArray, theta: float) -> FloatArray:
         """What each candidate's load would grow by if it were chosen, s."""
         ...
@@ -339,7 +347,10 @@ class Policy(Protocol):
 
 
 class PlacesAtOnce:
-    """A policy that sends every request on as it comes. It says which ``position`` it takes."""
+    """A policy that sends every request on as it comes. It says which ``position`` it takes.
+
+    One that remembers what it chose has a ``turn``, too.
+    """
 
     name: str
     queues = False
@@ -359,6 +370,12 @@ class PlacesAtOnce:
 
     def would_choose(self, view: View, rng: np.random.Generator) -> Choice:
         return self.choose(view, rng)
+
+    def turn(self) -> Any:
+        return None  # most depend on nothing else
+
+    def take_back(self, turn: Any) -> None:
+        pass
 
     def figures(self, view: View) -> Figures:
         data = (view.request_time_s, view.kv_usage, view.load, view.in_flight)

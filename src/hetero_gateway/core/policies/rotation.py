@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,12 @@ class RoundRobin(PlacesAtOnce):
         owed[position] -= total
         self.owed[slots] = owed
         return position
+
+    def turn(self) -> Any:
+        return self.owed.copy(), self._slots, self._weights, self._total
+
+    def take_back(self, turn: Any) -> None:
+        self.owed, self._slots, self._weights, self._total = turn
 
     def because(self, decision: Decision) -> str:
         return f"{self.name} does not look at the load"

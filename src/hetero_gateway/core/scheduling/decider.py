@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -80,10 +79,16 @@ class Decider:
         ``takes_turn``: or else neither the policy's turn nor a random draw is taken.
         """
         policy, rng = self.policy, self.rng
-        if not takes_turn:
-            policy, rng = copy.deepcopy(policy), copy.deepcopy(rng)
         view = self.views.wide(request, eligible, now_s, queue, keep=False)
-        return self._decision(view, policy.would_choose(view, rng), eligible)
+        if takes_turn:
+            return self._decision(view, policy.would_choose(view, rng), eligible)
+        turn, drawn = policy.turn(), rng.bit_generator.state
+        try:
+            choice = policy.would_choose(view, rng)
+        finally:
+            policy.take_back(turn)
+            rng.bit_generator.state = drawn
+        return self._decision(view, choice, eligible)
 
     def _decision(
         self,

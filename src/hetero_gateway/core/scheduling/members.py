@@ -23,6 +23,8 @@ from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectRe
 
 # Models that an error names.
 _MOST_NAMED = 5
+# Pools of single instances that are kept.
+_MOST_ALONE = 1024
 
 
 class Members:
@@ -39,6 +41,8 @@ class Members:
         self.table = Table(keeps=observes, loads_only=not stand_ins)
         self.drifts: dict[InstanceId, Drift] = {}
         self.pools: dict[str, Pool] = {}  # of names that somebody serves, as far as asked for
+        # The same of single instances, available or not.
+        self._alone: dict[tuple[InstanceId, str], Eligible] = {}
         self._reference = reference
         self._gives_stand_ins = stand_ins
         self._observes = observes
@@ -52,7 +56,7 @@ class Members:
             raise ValueError(f"instance {spec.instance_id!r} exists already")
         self.specs[spec.instance_id] = spec
         self._begin(self.table.join(spec.instance_id), spec)
-        self.pools.clear()
+        self._forget_pools()
 
     def change(self, spec: InstanceSpec) -> None:
         """Other models, profile or availability; its load stays. KeyError: unknown."""
@@ -61,13 +65,13 @@ class Members:
             self.specs[spec.instance_id] = spec
             if constants_of(before) != constants_of(spec):
                 self._begin(self.table[spec.instance_id], spec)
-            self.pools.clear()
+            self._forget_pools()
 
     def leave(self, instance_id: InstanceId, now_s: float) -> list[Dispatch]:
         """Everything on it is settled and returned. KeyError: unknown."""
         del self.specs[instance_id]
         self.drifts.pop(instance_id, None)
-        self.pools.clear()
+        self._forget_pools()
         return self.table.leave(instance_id, now_s)
 
     def _begin(self, state: InstanceState, spec: InstanceSpec) -> None:
@@ -92,7 +96,7 @@ class Members:
         for spec in self.specs.values():
             if spec.profile is None:
                 self._begin(self.table[spec.instance_id], spec)
-        self.pools.clear()
+        self._forget_pools()
 
     def snapshot(self, instance_id: InstanceId) -> InstanceSnapshot:
         """All that there is to show of an instance. KeyError: unknown."""
@@ -142,10 +146,20 @@ class Members:
 
     def alone(self, instance_id: InstanceId, model: str) -> Eligible:
         """One instance as the only candidate, available or not. KeyError: unknown."""
-        spec = dataclasses.replace(
-            self.specs[instance_id], models=frozenset((model,)), available=True, draining=False
-        )
-        return Eligible(self._pool_of([spec], []), None, ())
+        known = self._alone.get((instance_id, model))
+        if known is None:
+            spec = dataclasses.replace(
+                self.specs[instance_id], models=frozenset((model,)), available=True, draining=False
+            )
+            known = Eligible(self._pool_of([spec], []), None, ())
+            if len(self._alone) >= _MOST_ALONE:
+                self._alone.clear()
+            self._alone[instance_id, model] = known
+        return known
+
+    def _forget_pools(self, but: dict[str, Pool] | None = None) -> None:
+        self.pools = but or {}
+        self._alone.clear()
 
     def _make_pool(self, model: str) -> Pool:
         members: list[InstanceSpec] = []
@@ -178,13 +192,15 @@ class Members:
         # An instance that has not answered yet may serve any name.
         if pool.absent or any(not spec.models for spec in self.specs.values()):
             why = ", ".join(f"{spec.instance_id} {why}" for spec, why in pool.absent[:5])
-            detail = f"no instance of the model {model!r} can take requests now"
+            detail = f"no instance of the model {model[:200]!r} can take requests now"
             return Reject(RejectReason.NO_AVAILABLE_INSTANCE, detail + (f": {why}" if why else ""))
         served = {name for spec in self.specs.values() for name in spec.models}
         near = ", ".join(f"`{name}`" for name in nearest_names(model[:256], served, _MOST_NAMED))
         if len(served) > _MOST_NAMED:
             near += f", and {len(served) - _MOST_NAMED} more"
-        detail = f"The model `{model}` does not exist" + (f"; served: {near}." if near else ".")
+        detail = f"The model `{model[:200]}` does not exist" + (
+            f"; served: {near}." if near else "."
+        )
         return Reject(RejectReason.UNKNOWN_MODEL, detail)
 
     def knows(self, model: str) -> bool:
@@ -207,7 +223,7 @@ class Members:
         speed = state.speed
         state.set_constants(Constants(*member[:9]), stands_in=True)
         state.set_speed(speed)
-        self.pools = {model: pool} if pool is self.pools.get(model) else {}
+        self._forget_pools({model: pool} if pool is self.pools.get(model) else None)
 
     def stand_in(self, instance_id: InstanceId) -> Constants:
         """What an instance without a profile is taken for. KeyError: unknown."""

@@ -67,6 +67,8 @@ MOST_QUEUED = 2**31
 # Lines of a queue that are looked at in one pump: contexts and caches come in a few sizes. Retries
 # may have many lines, and each costs a decision.
 _MOST_LINES = 8
+# Queues of so many models are kept, although nothing waits in them and nobody serves them.
+_MOST_QUEUES = 256
 # A request of more sequences than an engine runs at once fills it for minutes. It lets the others
 # pass for so long rather than take the last instance that has room.
 _CROWD_WAITS_S = 30.0
@@ -130,6 +132,7 @@ class Scheduler:
         self._discipline: QueueDiscipline = Fifo() if discipline is None else discipline
         self._shares = discipline if isinstance(discipline, Clients) else None
         self._queues: dict[str, ModelQueue] = {}
+        self._most_queues = _MOST_QUEUES
         # (when, tie-break, dispatch): first tokens that nobody will see, by prediction.
         self._unseen: list[tuple[float, int, Dispatch]] = []
         self._dispatched = 0
@@ -333,12 +336,19 @@ class Scheduler:
                 detail = f"It would wait for about {wait_s:.3g} s; at most {most_s:g} s is wanted."
                 return Reject(RejectReason.WAIT_TOO_LONG, detail, wait_s)
         if queue is None:
+            if len(self._queues) >= self._most_queues:
+                self._forget_queues()
             queue = ModelQueue(request.model, self._discipline)
             self._queues[request.model] = queue
         ticket = Ticket(request, now_s, exclude, owner, eligible)
         queue.arrive(ticket, first=first)
         self.queued += 1
         return ticket, queue
+
+    def _forget_queues(self) -> None:
+        """Those of models that nobody serves any more, as adapters that were unloaded."""
+        self._queues = {m: queue for m, queue in self._queues.items() if queue or self.knows(m)}
+        self._most_queues = max(_MOST_QUEUES, 2 * len(self._queues))
 
     def place(
         self,

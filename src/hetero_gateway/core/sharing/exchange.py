@@ -19,6 +19,8 @@ lost, or come before an older whole, cost a moment's view and nothing else.
 load with it. Every replica says something new every third of that, so one lost message, or two,
 harm nobody. That holds where the store itself forgets (Redis's PX) and where it does not answer.
 
+**Belief**: what the others' rows come to is bounded before it counts (``belief.py``).
+
 The mode says what the view is worth:
 
     mode     the others' rows are
@@ -37,22 +39,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.instances.dispatch import PeerLoad
+from hetero_gateway.core.policies.estimates import MOST_PATIENCE_S
 from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.sharing.belief import Belief, EngineReport
 from hetero_gateway.core.sharing.limits import SharedLimits
-from hetero_gateway.core.sharing.message import FIELDS, Keys, Message, Rows, instance_key
-from hetero_gateway.core.types import InstanceId
+from hetero_gateway.core.sharing.message import (
+    FIELDS,
+    Keys,
+    Message,
+    MessageError,
+    Rows,
+    instance_key,
+)
+from hetero_gateway.core.types import InstanceId, InstanceSpec
 
 OTHERS = "others"  # all of them, summed, are one peer to the scheduler
 SAYS_PER_LEASE = 3
 # An exchange is recent for this many intervals, and for this long at least: time-outs and pauses of
 # one are not worth a word.
 _RECENT_INTERVALS, _RECENT_S = 4, 0.25
-# News of more instances than any gateway has, and no whole in between: somebody else wrote them.
-_MOST_NEWS = 100_000
+# Rows of all the others together, news included: 25 gateways of 4000 instances.
+_MOST_ROWS = 100_000
 # What was seen of an engine's speed counts for the others while it is fresh: the scheduler itself
 # forgets over this many seconds.
 _SPEED_FRESH_S = 5.0
 
+_LOAD_S = PeerLoad._fields.index("load_s")
+_IN_FLIGHT = PeerLoad._fields.index("in_flight")
 _OBSERVED_S = PeerLoad._fields.index("observed_s")
 _MODELLED_S = PeerLoad._fields.index("modelled_s")
 _PROMPTS = PeerLoad._fields.index("prompts")
@@ -102,7 +115,7 @@ class _Replica:
                 for key, row in zip(message.keys.tolist(), message.rows, strict=True)
                 if key not in news or news[key][0] < sequence
             ]
-            if not fresh or len(news) + len(fresh) > _MOST_NEWS:
+            if not fresh:
                 return False
             news.update((key, (sequence, row)) for key, row in fresh)
         self._add_up()
@@ -162,6 +175,9 @@ class Exchange:
         # goes does not make it jump.
         self._begun: Rows = np.empty((0, FIELDS - _PROMPTS))
         self._applied: Rows = np.empty((0, FIELDS))
+        self._specs: list[InstanceSpec] = []
+        self._belief = Belief(())
+        self._queued_since_s = np.inf
         self.exchanged_s = -np.inf  # when the store was last heard
 
     def __repr__(self) -> str:
@@ -180,8 +196,16 @@ class Exchange:
         # What is not known to have been applied is applied again, nothing included.
         self._applied = np.full((len(self._ids), FIELDS), np.nan)
         self._begun = np.zeros((len(self._ids), FIELDS - _PROMPTS))
+        self._specs = [self._scheduler.spec(instance_id) for instance_id in self._ids]
+        self._belief = Belief(self._specs)
         for replica in self._replicas.values():
             self._match(replica)
+
+    def note_report(self, instance_id: InstanceId, report: EngineReport | None) -> None:
+        """An engine was scraped; None: it reports nothing of its load. Unknown ones are ignored."""
+        position = self._positions.get(instance_id)
+        if position is not None:
+            self._belief.report(position, report)
 
     # Saying
 
@@ -190,7 +214,13 @@ class Exchange:
 
         It counts as said only once ``said`` is called.
         """
+        for position, instance_id in enumerate(self._ids):
+            spec = self._scheduler.spec(instance_id)
+            if spec is not self._specs[position]:
+                self._specs[position] = spec
+                self._belief.change(position, spec)
         rows = self._own_rows(np.arange(len(self._ids)), now_s)
+        self._belief.note_own(float(rows[:, _LOAD_S].sum()), float(rows[:, _IN_FLIGHT].sum()))
         young = now_s - self._said_s < self._ttl_s / SAYS_PER_LEASE
         changed = self._limits is not None and self._limits.changed(now_s)
         if not changed and young and self._said is not None and np.array_equal(rows, self._said):
@@ -248,12 +278,20 @@ class Exchange:
     # Hearing
 
     def hear(self, replica: str, message: Message, now_s: float) -> None:
-        """What a replica says now; what is not newer than before counts for nothing."""
-        if self._limits is not None:
-            self._limits.hear(replica, message, now_s)
+        """What a replica says now; what is not newer than before counts for nothing.
+
+        Raises MessageError: all together report more instances than there can be.
+        """
         known = self._replicas.get(replica)
         if known is None:
-            known = self._replicas[replica] = _Replica()
+            known = _Replica()
+        kept = sum(each.keys.size for name, each in self._replicas.items() if name != replica)
+        kept += 0 if message.whole else known.keys.size
+        if kept + message.keys.size > _MOST_ROWS:
+            raise MessageError(f"{message.keys.size} instances are too many")
+        self._replicas[replica] = known
+        if self._limits is not None:
+            self._limits.hear(replica, message, now_s)
         keys, positions, rows = known.keys, known.positions, known.rows
         if not known.take(message):
             return
@@ -306,6 +344,7 @@ class Exchange:
         for replica in self._replicas.values():
             total[replica.positions] += replica.rows
         total[:, _PROMPTS:] = self._begun
+        total = self._belief.believed(total, self._doubted(now_s))
         changed = np.flatnonzero((total != self._applied).any(axis=1))
         self._applied = total
         rows = total[changed]
@@ -313,6 +352,17 @@ class Exchange:
         for i, position in enumerate(changed.tolist()):
             load = PeerLoad(*rows[i].tolist()) if some[i] else None
             yield Change(self._ids[position], load)
+
+    def _doubted(self, now_s: float) -> NDArray[np.bool_] | None:
+        """Where the others' rows may be what keeps this gateway's queue from moving."""
+        if not self._scheduler.queued:
+            self._queued_since_s = np.inf
+            return None
+        self._queued_since_s = min(self._queued_since_s, now_s)
+        if now_s - self._queued_since_s < MOST_PATIENCE_S:
+            return None
+        in_flight = self._scheduler.in_flight
+        return np.array([not in_flight(instance_id) for instance_id in self._ids], dtype=bool)
 
     # How it stands
 

@@ -7,6 +7,12 @@ a message says all again, or, as news, of the accounts that have changed.
 A limit is passed by no more than what the other gateways let in until they have heard, which is a
 ``news_s`` and a trip through the store. Of a gateway that is gone, what is in flight is forgotten
 with its lease, and what was used counts for a minute, like everything.
+
+A peer may be broken or hostile, and nothing but its word says what a client has used there. So what
+the others report counts up to a limit, not beyond it; and where it alone has kept a client out for
+``MOST_CROWDED_S``, this gateway grants a share of the limit: by the number of gateways, as far as
+``_MOST_SHARERS``, and at least one. Among honest gateways that is fair: those that have let in all
+hear of what this one grants, and let in less. Until then the limit is passed by that share.
 """
 
 from __future__ import annotations
@@ -21,6 +27,11 @@ from hetero_gateway.core.limits.window import SLOTS
 from hetero_gateway.core.sharing.message import ACCOUNT_FIELDS, Keys, Message, Rows
 
 _NOTHING = (0, 0, 0)
+# Twice the minute that a request counts for; of requests in flight, what one may last.
+MOST_CROWDED_S = (2 * SLOTS, 2 * SLOTS, 600)
+_MOST_SHARERS = 16
+# A gateway whose name changes all the time is as many that are gone.
+_MOST_OTHERS = 256
 _Used = tuple[int, int, int]
 
 
@@ -54,6 +65,8 @@ class SharedLimits:
         self._said: dict[int, _Used] = {}
         self._others: dict[str, _Other] = {}
         self._applied: set[int] = set()
+        # Since when the others leave less than a share, by account and by which of its limits.
+        self._crowded_s: dict[tuple[int, int], float] = {}
 
     def changed(self, now_s: float) -> bool:
         """Whether there is anything to say since the last time."""
@@ -81,15 +94,26 @@ class SharedLimits:
         return result
 
     def hear(self, replica: str, message: Message, now_s: float) -> None:
-        """What another gateway says; what is older than what it has said counts for nothing."""
-        other = self._others.setdefault(replica, _Other())
+        """What another gateway says; what is older than what it has said counts for nothing.
+
+        Of clients that are not known here nothing is kept: the next whole message says it again.
+        """
+        other = self._others.pop(replica, None) or _Other()
+        self._others[replica] = other
+        if len(self._others) > _MOST_OTHERS:
+            gone = (name for name, each in self._others.items() if each.gone)
+            del self._others[next(gone, next(iter(self._others)))]
         if message.sequence <= other.sequence:
             return
         other.sequence, other.heard_s, other.gone = message.sequence, now_s, False
         if message.whole:
             other.used = {}
+        if not message.account_keys.size:
+            return
+        known = {self._key_of(account.name) for account in self._accounts()}
         for key, row in zip(message.account_keys.tolist(), message.accounts.tolist(), strict=True):
-            other.used[key] = (int(row[0]), int(row[1]), int(row[2]))
+            if key in known:
+                other.used[key] = (int(row[0]), int(row[1]), int(row[2]))
 
     def forget(self, replica: str) -> None:
         """It is gone: its requests are over."""
@@ -102,7 +126,9 @@ class SharedLimits:
         for name in over:
             del self._others[name]
         sums: dict[int, list[int]] = {}
+        living = 0
         for other in self._others.values():
+            living += not other.gone
             for key, (requests, tokens, in_flight) in other.used.items():
                 entry = sums.setdefault(key, [0, 0, 0])
                 entry[0] += requests
@@ -111,10 +137,25 @@ class SharedLimits:
         if not sums and not self._applied:
             return
         self._applied = set(sums)
+        crowded_s, self._crowded_s = self._crowded_s, {}
+        sharers = min(living + 1, _MOST_SHARERS)
         for account in self._accounts():
-            requests, tokens, in_flight = sums.get(self._key_of(account.name), _NOTHING)
-            account.requests.others, account.tokens.others = requests, tokens
-            account.others_in_flight = in_flight
+            key = self._key_of(account.name)
+            used = sums.get(key)
+            if used is None:
+                account.requests.others = account.tokens.others = account.others_in_flight = 0
+                continue
+            limits = account.requests.limit, account.tokens.limit, account.concurrency
+            for which, limit in enumerate(limits):
+                if limit is None:
+                    continue
+                left = limit - max(1, limit // sharers)
+                if used[which] > left:
+                    since_s = crowded_s.get((key, which), now_s)
+                    self._crowded_s[key, which] = since_s
+                    lasts = now_s - since_s >= MOST_CROWDED_S[which]
+                    used[which] = left if lasts else min(used[which], limit)
+            account.requests.others, account.tokens.others, account.others_in_flight = used
 
     def _key_of(self, name: str) -> int:
         key = self._keys.get(name)

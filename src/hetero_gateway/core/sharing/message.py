@@ -33,8 +33,8 @@ from hetero_gateway.core.instances.dispatch import PeerLoad
 
 VERSION = 1
 FIELDS = len(PeerLoad._fields)
-# 149 000 instances. A value that is larger was not written by a gateway.
-MOST_BYTES = 2**24
+# 18 000 instances, or 13 000 and as many accounts. A larger value was not written by a gateway.
+MOST_BYTES = 2**21
 
 _MAGIC = b"hgw\0"
 _HEADER = struct.Struct("<4sBxHQ")

@@ -1,6 +1,7 @@
 """All that is vLLM's own and that another engine would do otherwise; text in, values out.
 
-``paths``: what it serves. ``answers``: what its answers say. ``metrics``: what its /metrics says.
+``paths``: what it serves. ``prompts``: what of a body it computes. ``fields``: what of one is not
+for clients to say. ``answers``: what its answers say. ``metrics``: what its /metrics says.
 The gateway, the profiler and the load read with these, and the emulated instance writes with the
 same names. No socket, no clock, and nothing of the gateway's own.
 """
@@ -14,10 +15,21 @@ from hetero_gateway.engines.vllm.answers import (
     deltas_in,
     failed_in_tail,
     is_model_name,
+    least_tokens_of_bytes,
+    least_tokens_of_events,
+    read_listing,
     read_models,
     response_id_in,
     tokens_of_events,
     usage_in_tail,
+)
+from hetero_gateway.engines.vllm.fields import (
+    GUARDED_FIELDS,
+    GUARDED_HEADERS,
+    PRIORITY_HEADER,
+    guarded_at,
+    is_guarded_header,
+    names_an_address,
 )
 from hetero_gateway.engines.vllm.metrics import (
     CacheFacts,
@@ -30,6 +42,8 @@ from hetero_gateway.engines.vllm.metrics import (
 from hetero_gateway.engines.vllm.paths import (
     CHAT_COMPLETIONS,
     ENGINE_CALLS,
+    GENERATE,
+    INVOCATIONS,
     REALTIME,
     RESPONSES,
     WORK_BY_PATH,
@@ -40,13 +54,30 @@ from hetero_gateway.engines.vllm.paths import (
     starts_with_a_token,
     work_of_path,
 )
+from hetero_gateway.engines.vllm.prompts import (
+    CUTS_PROMPTS,
+    DOCUMENTS,
+    FIELDS_OF,
+    QUERIES,
+    Prompts,
+    prompts_at,
+)
 
 __all__ = [
     "ABORT",
     "CHAT_COMPLETIONS",
     "CLOSING_EVENTS",
+    "CUTS_PROMPTS",
+    "DOCUMENTS",
     "DONE",
     "ENGINE_CALLS",
+    "FIELDS_OF",
+    "GENERATE",
+    "GUARDED_FIELDS",
+    "GUARDED_HEADERS",
+    "INVOCATIONS",
+    "PRIORITY_HEADER",
+    "QUERIES",
     "REALTIME",
     "RESPONSES",
     "WORK_BY_PATH",
@@ -54,15 +85,23 @@ __all__ = [
     "CacheFacts",
     "EngineMetrics",
     "ModelCard",
+    "Prompts",
     "Sample",
     "Work",
     "asked_at",
     "completion_counts_in",
     "deltas_in",
     "failed_in_tail",
+    "guarded_at",
+    "is_guarded_header",
     "is_model_name",
+    "least_tokens_of_bytes",
+    "least_tokens_of_events",
     "limits_of",
     "metrics_of",
+    "names_an_address",
+    "prompts_at",
+    "read_listing",
     "read_metrics",
     "read_models",
     "response_id_in",

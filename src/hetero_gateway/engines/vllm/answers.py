@@ -17,7 +17,13 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from hetero_gateway.engines.vllm.paths import COMPLETIONS
+from hetero_gateway.engines.vllm.paths import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    INVOCATIONS,
+    MESSAGES,
+    RESPONSES,
+)
 
 DONE = b"data: [DONE]\n\n"  # not on /v1/messages and /v1/responses
 # The finish_reason of a sequence that the engine gave up.
@@ -39,6 +45,17 @@ _DELTA = re.compile(rb'"choices":\s*\[\s*\{')
 # A client may choose it (``request_id``): visible ASCII, nothing escaped.
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"([!#-\[\]-~]{1,256})"')
 _ID_WITHIN_BYTES = 1024
+# Events that are no deltas: of a whole stream of /v1/responses, the one that has most of them, and
+# of each of its sequences (the role chunk, a finish reason by itself).
+_FRAME_EVENTS = 10
+_FRAME_EVENTS_EACH = 2
+# Of an answer that is no stream: its own document's and each choice's, beside the text; and the
+# longest that a token is, escaped, in that.
+_FRAME_BYTES = 4096
+_MOST_BYTES_PER_TOKEN = 64
+_ANSWERS_OF_TEXT = frozenset(
+    (CHAT_COMPLETIONS, CHAT_COMPLETIONS + "/batch", COMPLETIONS, RESPONSES, MESSAGES, INVOCATIONS)
+)
 _FAILURES = (
     b'data: {"error"',
     b"\nevent: error",
@@ -48,7 +65,7 @@ _FAILURES = (
 
 
 # A server with a thousand adapters has as many models, and vLLM's card of one 25 commas.
-_MOST_MODELS = 1024
+MOST_MODELS = 1024
 _MOST_COMMAS = 1 << 16
 _LONGEST_NAME = 256
 # Of a context window in tokens.
@@ -98,6 +115,27 @@ def tokens_of_events(path: str, events: int) -> int:
     ``[DONE]`` does not, nor does the role chunk that opens a chat.
     """
     return max(0, events - (1 if path == COMPLETIONS else 2))
+
+
+def least_tokens_of_events(sequences: int, events: int) -> int:
+    """Output tokens that a stream of so many events has at least, whatever its usage says.
+
+    Each delta is of a token or more, but for those that open and close each sequence, each block
+    and each item, and for a token whose text is told in two parts (reasoning and what follows it).
+    """
+    return max(0, events - _FRAME_EVENTS - _FRAME_EVENTS_EACH * sequences) // 2
+
+
+def least_tokens_of_bytes(path: str, sequences: int, body_bytes: int, asked_bytes: int) -> int:
+    """Output tokens that a whole answer of this size has at least, where it has no probabilities.
+
+    Args:
+        asked_bytes: of the prompt, of which an answer may repeat parts (instructions, tools).
+    """
+    if path not in _ANSWERS_OF_TEXT:
+        return 0
+    frame_bytes = _FRAME_BYTES * (1 + sequences) + 2 * asked_bytes
+    return max(0, body_bytes - frame_bytes) // _MOST_BYTES_PER_TOKEN
 
 
 def deltas_in(events: bytes) -> int:
@@ -156,7 +194,20 @@ class ModelCard(NamedTuple):
     permission: tuple[Mapping[str, bool | int | str | None], ...] = ()
 
 
+class Listing(NamedTuple):
+    """What /v1/models lists. ``left_out``: models whose names cannot be used, or too many."""
+
+    models: dict[str, ModelCard]
+    left_out: int
+
+
 def read_models(body: bytes) -> dict[str, ModelCard] | None:
+    """The models that /v1/models lists, in its order, each with its card; see ``read_listing``."""
+    listing = read_listing(body)
+    return None if listing is None else listing.models
+
+
+def read_listing(body: bytes) -> Listing | None:
     """The models that /v1/models lists, in its order, each with its card.
 
     None for what is no list of models. Names that are no printable text of at most 256 characters
@@ -171,14 +222,18 @@ def read_models(body: bytes) -> dict[str, ModelCard] | None:
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     models: dict[str, ModelCard] = {}
-    for raw in cards[:_MOST_MODELS]:
+    left_out = max(0, len(cards) - MOST_MODELS)
+    for raw in cards[:MOST_MODELS]:
         try:
             card = msgspec.json.decode(raw, type=_Card)
         except (msgspec.MsgspecError, ValueError, RecursionError):
+            left_out += 1
             continue
         if is_model_name(card.id):
             models[card.id] = _model_card(card)
-    return models
+        else:
+            left_out += 1
+    return Listing(models, left_out)
 
 
 def _model_card(card: _Card) -> ModelCard:

@@ -25,6 +25,9 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 EMBEDDINGS = "/v1/embeddings"
+GENERATE = "/inference/v1/generate"  # tokens in, tokens out
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+TRANSLATIONS = "/v1/audio/translations"
 INVOCATIONS = "/invocations"  # a chat or a completion, by its body
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
@@ -95,7 +98,7 @@ WORK_BY_PATH = {
     RESPONSES: Work.GENERATE,
     MESSAGES: Work.GENERATE,
     "/v1/chat/completions/batch": Work.GENERATE,
-    "/inference/v1/generate": Work.GENERATE,
+    GENERATE: Work.GENERATE,
     "/generative_scoring": Work.PREFILL,
     INVOCATIONS: Work.GENERATE,
     TOKENIZE: Work.LIGHT,
@@ -118,8 +121,8 @@ WORK_BY_PATH = {
     "/rerank": Work.PREFILL,
     "/v1/rerank": Work.PREFILL,
     "/v2/rerank": Work.PREFILL,
-    "/v1/audio/transcriptions": Work.GENERATE,
-    "/v1/audio/translations": Work.GENERATE,
+    TRANSCRIPTIONS: Work.GENERATE,
+    TRANSLATIONS: Work.GENERATE,
     "/v1/audio/speech": Work.GENERATE,
     "/v1/images/generations": Work.GENERATE,
     "/v1/moderations": Work.PREFILL,
@@ -177,8 +180,12 @@ _LIMITS_BY_PATH = {
     COMPLETIONS: _COMPLETION_LIMITS,
     RESPONSES: (("max_output_tokens", 1),),
     MESSAGES: (("max_tokens", 1),),
+    "/cohere/v2/chat": (("max_tokens", 1),),
+    GENERATE: (("max_tokens", 1),),  # within sampling_params, as n
 }
-_TAKES_N = frozenset((CHAT_COMPLETIONS, CHAT_COMPLETIONS + "/batch", COMPLETIONS, INVOCATIONS))
+_TAKES_N = frozenset(
+    (CHAT_COMPLETIONS, CHAT_COMPLETIONS + "/batch", COMPLETIONS, INVOCATIONS, GENERATE)
+)
 
 
 def limits_of(path: str, *, chats: bool) -> tuple[bool, tuple[tuple[str, int], ...]]:

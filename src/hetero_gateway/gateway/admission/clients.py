@@ -14,7 +14,7 @@ from __future__ import annotations
 import hmac
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -22,10 +22,14 @@ from hetero_gateway.core.limits.accounts import Account
 from hetero_gateway.core.types import DEFAULT_CLASS
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import MOST_KEY_BYTES, ClientLimits, KeyConfig, KeysFile
-from hetero_gateway.gateway.admission.usage import Usage
+from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, Amounts, Usage, added
+from hetero_gateway.gateway.turns import in_turns
 from hetero_gateway.gateway.wire.headers import Headers
 from hetero_gateway.gateway.wire.inbound import Inbound
 
+# Steps of some milliseconds.
+_ENTRIES_AT_ONCE, _CLIENTS_AT_ONCE = 4000, 100
+_AMOUNTS = ("requests", "input_tokens", "cached_tokens", "output_tokens")
 CLASS_HEADER = b"x-hetero-gateway-class"
 
 
@@ -107,6 +111,7 @@ class Admission:
         self._by_name: dict[str, Client] = {}
         self._accounts: dict[str, Account] = {}
         self.usage = Usage(clock)
+        self.chooses_class = False  # any client may name a request's class
         self.keys = keys
         if keys is not None:
             self.set_keys(keys)
@@ -117,9 +122,9 @@ class Admission:
         return self._key is not None or self.keys is not None
 
     @property
-    def chooses_class(self) -> bool:
-        """Whether any client may name a request's class."""
-        return any(client.classes for client in self._by_name.values())
+    def has_names(self) -> bool:
+        """Whether any client has one."""
+        return bool(self._by_name)
 
     def __iter__(self) -> Iterator[Client]:
         """The clients that have names."""
@@ -131,43 +136,35 @@ class Admission:
 
     def set_keys(self, keys: KeysFile) -> None:
         """Other keys from now on; whoever stays keeps what was used."""
-        known, self._accounts = self._accounts, {}
-        for name, group in keys.groups.items():
-            self._open_account(f"group {name}", group, known)
+        self.prepare_keys(keys)()
+
+    def prepare_keys(self, keys: KeysFile) -> Callable[[], None]:
+        """All that takes time, for a thread; what is returned has other keys from then on.
+
+        Nothing else may be prepared between the two.
+        """
+        known, accounts = self._accounts, dict[str, Account]()
+        limits = {f"group {name}": group.limits for name, group in keys.groups.items()}
+        limits |= {f"key {key.name}": key.limits for key in keys.keys}
+        for name, each in limits.items():
+            if any(limit is not None for limit in each):
+                accounts[name] = known.get(name) or Account(name, each)
         plain: dict[bytes, Client] = {}
         keyed: dict[bytes, Client] = {}
         by_name = {}
         for key in keys.keys:
-            self._open_account(f"key {key.name}", key, known)
-            client = by_name[key.name] = self._client(key, keys)
+            client = by_name[key.name] = _client(key, keys, accounts)
             (plain if key.scheme == "sha256" else keyed)[key.digest] = client
-        self.keys, self._plain, self._keyed, self._by_name = keys, plain, keyed, by_name
-        self._shown = {}
 
-    def _open_account(self, name: str, limits: ClientLimits, known: dict[str, Account]) -> None:
-        if not any(limit is not None for limit in limits.limits):
-            return
-        account = self._accounts[name] = known.get(name) or Account(name, limits.limits)
-        account.set_limits(limits.limits)
+        def apply() -> None:
+            for name, account in accounts.items():
+                account.set_limits(limits[name])
+            self._accounts, self._by_name = accounts, by_name
+            self.keys, self._plain, self._keyed = keys, plain, keyed
+            self._shown = {}
+            self.chooses_class = any(client.classes for client in by_name.values())
 
-    def _client(self, key: KeyConfig, keys: KeysFile) -> Client:
-        group = None if key.group is None else keys.groups[key.group]
-        named = (f"key {key.name}", f"group {key.group}")
-        of_group = ClientLimits() if group is None else group
-        models = key.models if key.models is not None else of_group.models
-        classes = key.classes if key.classes is not None else of_group.classes
-        shared = group is not None and group.share is not None and key.share is None
-        return Client(
-            key.name,
-            tuple(self._accounts[name] for name in named if name in self._accounts),
-            None if models is None else frozenset(models),
-            key.request_class or of_group.request_class or DEFAULT_CLASS,
-            frozenset(classes or ()),
-            math.inf if key.expires is None else key.expires.timestamp(),
-            key.group or "",
-            f"group {key.group}" if shared else f"key {key.name}",
-            (of_group.share if shared else key.share) or 1.0,
-        )
+        return apply
 
     def named(self, name: str) -> Client:
         """The client of that name; one that is not known (any more) may do nothing special."""
@@ -175,14 +172,24 @@ class Admission:
 
     def admit(self, inbound: Inbound) -> Client:
         """The client of a request whose head is here. Raises Refusal: it may not be served."""
-        return self.client_of(inbound.headers)
+        return self.client_of(inbound.headers, several=inbound.two_keys)
 
-    def client_of(self, headers: Headers) -> Client:
-        """Who sent these headers. Raises Refusal: 401 unless they carry a key that is known."""
+    def client_of(self, headers: Headers, *, several: bool = True) -> Client:
+        """Who sent these headers: of several keys, the first that is known counts.
+
+        Args:
+            several: whether there may be more than one.
+
+        Raises:
+            Refusal: 401 unless they carry a key that is known.
+        """
         if self._key is None and self.keys is None:
             return EVERYBODY
-        # Nearly always one that was right before: found without a step in Python for each field.
-        client = next(filter(None, map(self._shown.get, headers)), None)
+        client = None
+        if not several:
+            # Nearly always one that was right before: found without a step in Python for each
+            # field. Of several, the first need not be the one that is remembered.
+            client = next(filter(None, map(self._shown.get, headers)), None)
         if client is None:
             client = self._search(headers)
         if client.expires_s != math.inf and client.expires_s <= self._clock():
@@ -200,6 +207,9 @@ class Admission:
 
     def _find(self, name: bytes, value: bytes) -> Client | None:
         """Whose key a field shows; None: nobody's."""
+        client = self._shown.get((name, value))
+        if client is not None:
+            return client
         key = value
         if name == b"authorization":
             key = value[7:] if value[:7].lower() == b"bearer " else b""
@@ -218,22 +228,53 @@ class Admission:
         return client
 
 
-def describe_clients(admission: Admission, now_s: float) -> list[dict[str, Any]]:
-    """The clients that have names, as JSON. ``now_s``: monotonic."""
-    return [
-        {
-            "name": client.name,
-            "group": client.group or None,
-            "models": None if client.models is None else sorted(client.models),
-            "class": client.request_class,
-            "classes": sorted(client.classes),
-            "share": client.share,
-            "expires": None if client.expires_s == math.inf else client.expires_s,
-            "limits": [_describe_account(account, now_s) for account in client.accounts],
-            "usage": admission.usage.of_client(client.name),
-        }
-        for client in admission
-    ]
+def _client(key: KeyConfig, keys: KeysFile, accounts: Mapping[str, Account]) -> Client:
+    group = None if key.group is None else keys.groups[key.group]
+    named = (f"key {key.name}", f"group {key.group}")
+    of_group = ClientLimits() if group is None else group
+    models = key.models if key.models is not None else of_group.models
+    classes = key.classes if key.classes is not None else of_group.classes
+    shared = group is not None and group.share is not None and key.share is None
+    return Client(
+        key.name,
+        tuple(accounts[name] for name in named if name in accounts),
+        None if models is None else frozenset(models),
+        key.request_class or of_group.request_class or DEFAULT_CLASS,
+        frozenset(classes or ()),
+        math.inf if key.expires is None else key.expires.timestamp(),
+        key.group or "",
+        f"group {key.group}" if shared else f"key {key.name}",
+        (of_group.share if shared else key.share) or 1.0,
+    )
+
+
+async def describe_clients(admission: Admission, now_s: float) -> AsyncIterator[dict[str, Any]]:
+    """The clients that have names, as JSON, in turns of the event loop. ``now_s``: monotonic."""
+    used: dict[str, Amounts] = {}
+    async for entries in in_turns(admission.usage.entries(), _ENTRIES_AT_ONCE):
+        for (name, _), amounts in entries:
+            used[name] = added(used.get(name, NO_AMOUNTS), amounts)
+    denied: dict[str, dict[str, int]] = {}
+    async for refused in in_turns(tuple(admission.usage.denied.items()), _ENTRIES_AT_ONCE):
+        for (name, limit), number in refused:
+            denied.setdefault(name, {})[limit] = number
+    async for clients in in_turns(tuple(admission), _CLIENTS_AT_ONCE):
+        for client in clients:
+            sums = used.get(client.name, NO_AMOUNTS)
+            yield {
+                "name": client.name,
+                "group": client.group or None,
+                "models": None if client.models is None else sorted(client.models),
+                "class": client.request_class,
+                "classes": sorted(client.classes),
+                "share": client.share,
+                "expires": None if client.expires_s == math.inf else client.expires_s,
+                "limits": [_describe_account(account, now_s) for account in client.accounts],
+                "usage": {
+                    **dict(zip(_AMOUNTS, sums, strict=True)),
+                    "denied": denied.get(client.name, {}),
+                },
+            }
 
 
 def _describe_account(account: Account, now_s: float) -> dict[str, Any]:

@@ -51,12 +51,31 @@ class Limiter:
             charge = accounts.admit(client.accounts, tokens, now_s)
             if isinstance(charge, Charge):
                 return charge
-        self._denied[client.name, charge.limit.value] += 1
-        raise _refusal(charge, accounts.standing(client.accounts))
+        raise self._denied_for(client, charge)
+
+    def extend(self, client: Client, charge: Charge, tokens: int) -> None:
+        """Charge a session that is open for all of its tokens so far.
+
+        Raises:
+            Refusal: 429; nothing more was charged.
+        """
+        added = tokens - charge.tokens
+        if added <= 0:
+            return
+        denial = charge.extend(added, time.monotonic())
+        if denial is not None:
+            self._catch_up()  # some may be given back
+            denial = charge.extend(added, time.monotonic())
+        if denial is not None:
+            raise self._denied_for(client, denial)
 
     def adopt(self, client: Client, tokens: int) -> Charge:
         """Charge a request that is being served already."""
         return accounts.adopt(client.accounts, tokens, time.monotonic())
+
+    def _denied_for(self, client: Client, denial: Denial) -> Refusal:
+        self._denied[client.name, denial.limit.value] += 1
+        return _refusal(denial, accounts.standing(client.accounts))
 
 
 def rate_limit_headers(standing: Standing) -> Headers:

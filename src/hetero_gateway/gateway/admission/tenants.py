@@ -17,10 +17,9 @@ import hashlib
 import hmac
 
 from hetero_gateway.core.prefixes.keys import namespace
-from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.wire.forms import is_form
 from hetero_gateway.gateway.wire.inbound import Inbound
-
-_SPACE = b" \t\r\n"
+from hetero_gateway.gateway.wire.openai import with_last_field
 
 
 class Tenants:
@@ -42,15 +41,10 @@ class Tenants:
         Raises:
             Refusal: 400 for a body that no field can be added to.
         """
-        if inbound.content_type.startswith(b"multipart/"):
+        if is_form(inbound.path, inbound.content_type):
             return inbound.body  # of speech, which has no such field and no such cache
-        body = inbound.body.rstrip(_SPACE)
-        if not body.endswith(b"}") or b"\0" in body[:4]:
-            detail = "The request body must be a JSON object in UTF-8."
-            raise Refusal(400, "invalid_json", detail)
         salt = base64.urlsafe_b64encode(self._digest(inbound, own_salt)).rstrip(b"=")
-        comma = b"" if body[:-1].rstrip(_SPACE) == b"{" else b","
-        return b"".join((memoryview(body)[:-1], comma, b'"cache_salt":"', salt, b'"}'))
+        return with_last_field(inbound.body, b'"cache_salt":"%b"' % salt)
 
     def _digest(self, inbound: Inbound, own_salt: bytes) -> bytes:
         credentials = [v for k, v in inbound.headers if k in (b"authorization", b"x-api-key")]

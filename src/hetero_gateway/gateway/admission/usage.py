@@ -8,19 +8,28 @@ to outlast a restart is read from the metrics, or from the CSV once a day.
 from __future__ import annotations
 
 import csv
+import heapq
 import io
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _DAY_S = 86400
+# Sorted at once, in one call that nothing interrupts: some milliseconds.
+_SORTED_AT_ONCE = 10_000
 _MOST_DAYS = 31
-# Clients that have no label of their own in metrics.
+# Clients that have no label of their own in metrics, and models beyond ``_MOST_ROWS``.
 OTHER = "other"
+# Of a day, and of all that is older: 10 000 clients with 30 models, and adapters that come and go.
+_MOST_ROWS = 300_000
 # (requests, input tokens, cached ones of them, output tokens)
 Amounts = tuple[int, int, int, int]
+NO_AMOUNTS: Amounts = (0, 0, 0, 0)
+# Tuples of numbers, which the garbage collector does not walk: of 100 000 lists, each of its passes
+# would hold up every stream for 80 ms.
+_Rows = dict[tuple[str, str], Amounts]
 
 
 class UsageRow(NamedTuple):
@@ -45,9 +54,9 @@ class Usage:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         # By day, and by client and model; of days that are not kept any more, all together.
-        self._days: dict[int, dict[tuple[str, str], list[int]]] = {}
-        self._earlier: dict[tuple[str, str], list[int]] = {}
-        self._today: dict[tuple[str, str], list[int]] = {}
+        self._days: dict[int, _Rows] = {}
+        self._earlier: _Rows = {}
+        self._today: _Rows = {}
         self._until_s = -1.0  # that is today
         self.denied: Counter[tuple[str, str]] = Counter()
 
@@ -60,15 +69,18 @@ class Usage:
             day = int(now_s // _DAY_S)
             self._until_s = (day + 1.0) * _DAY_S
             self._today = self._rows_of(day)
-        entry = self._today.get((client, model))
-        if entry is None:
-            entry = self._today[client, model] = [0, 0, 0, 0]
-        entry[0] += 1
-        entry[1] += input_tokens
-        entry[2] += cached_tokens
-        entry[3] += output_tokens
+        key = client, model
+        if key not in self._today and len(self._today) >= _MOST_ROWS:
+            key = client, OTHER
+        requests, before, cached_before, output_before = self._today.get(key, NO_AMOUNTS)
+        self._today[key] = (
+            requests + 1,
+            before + input_tokens,
+            cached_before + cached_tokens,
+            output_before + output_tokens,
+        )
 
-    def _rows_of(self, day: int) -> dict[tuple[str, str], list[int]]:
+    def _rows_of(self, day: int) -> _Rows:
         rows = self._days.setdefault(day, {})
         for old in sorted(self._days)[:-_MOST_DAYS]:
             for key, amounts in self._days.pop(old).items():
@@ -80,9 +92,9 @@ class Usage:
         days, self._days = self._days, {}
         self._until_s = -1.0
         return [
-            (day, client, model, (a, b, c, d))
+            (day, client, model, amounts)
             for day, rows in days.items()
-            for (client, model), (a, b, c, d) in rows.items()
+            for (client, model), amounts in rows.items()
         ]
 
     def add(self, taken: Iterable[tuple[int, str, str, Amounts]]) -> None:
@@ -90,43 +102,48 @@ class Usage:
         for day, client, model, amounts in taken:
             _add(self._rows_of(day), (client, model), amounts)
 
-    def rows(self) -> Iterator[UsageRow]:
-        """By day, oldest first, and within it by client and model."""
-        for day in sorted(self._days):
-            date = datetime.fromtimestamp(day * _DAY_S, UTC).date().isoformat()
-            for (client, model), (a, b, c, d) in sorted(self._days[day].items()):
-                yield UsageRow(date, client, model, a, b, c, d)
+    def days(self) -> list[int]:
+        """Those that are kept, oldest first, as days since 1970."""
+        return sorted(self._days)
 
-    def totals(self) -> dict[tuple[str, str], list[int]]:
-        """(requests, input, cached, output tokens) since the start, by (client, model)."""
-        sums: dict[tuple[str, str], list[int]] = {}
+    def rows(self, day: int) -> Iterator[UsageRow]:
+        """Of one day, by client and model. May run in a thread; what is counted meanwhile is in
+        it or not.
+        """
+        date = datetime.fromtimestamp(day * _DAY_S, UTC).date().isoformat()
+        entries = tuple(self._days.get(day, {}).items())
+        parts = (
+            sorted(entries[start : start + _SORTED_AT_ONCE])
+            for start in range(0, len(entries), _SORTED_AT_ONCE)
+        )
+        for (client, model), (a, b, c, d) in heapq.merge(*parts):
+            yield UsageRow(date, client, model, a, b, c, d)
+
+    def entries(self) -> Iterator[tuple[tuple[str, str], Amounts]]:
+        """((client, model), amounts) of each day and of what is older; counting may go on."""
         for rows in (self._earlier, *self._days.values()):
-            for key, amounts in rows.items():
-                _add(sums, key, amounts)
-        return sums
-
-    def of_client(self, name: str) -> dict[str, Any]:
-        """Its sums since the start."""
-        mine = [entry for (client, _), entry in self.totals().items() if client == name]
-        sums = [sum(column) for column in zip(*mine, strict=True)] or [0, 0, 0, 0]
-        names = ("requests", "input_tokens", "cached_tokens", "output_tokens")
-        denied = {limit: n for (client, limit), n in self.denied.items() if client == name}
-        return {**dict(zip(names, sums, strict=True)), "denied": denied}
+            yield from tuple(rows.items())
 
 
-def _add(
-    rows: dict[tuple[str, str], list[int]], key: tuple[str, str], amounts: Iterable[int]
-) -> None:
-    entry = rows.setdefault(key, [0, 0, 0, 0])
-    for i, amount in enumerate(amounts):
-        entry[i] += amount
+def added(before: Amounts, more: Amounts) -> Amounts:
+    """Both together."""
+    a, b, c, d = before
+    return a + more[0], b + more[1], c + more[2], d + more[3]
+
+
+def _add(rows: _Rows, key: tuple[str, str], amounts: Amounts) -> None:
+    if key not in rows and len(rows) >= _MOST_ROWS:
+        key = key[0], OTHER
+    rows[key] = added(rows.get(key, NO_AMOUNTS), amounts)
+
+
+CSV_HEAD = ",".join(("day", "client", "group", *UsageRow._fields[2:])) + "\n"
 
 
 def as_csv(rows: Iterable[UsageRow], groups: dict[str, str]) -> str:
-    """Rows with a head; ``groups``: of clients that have one."""
+    """Rows, to follow ``CSV_HEAD``; ``groups``: of clients that have one."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("day", "client", "group", *UsageRow._fields[2:]))
     for row in rows:
         writer.writerow((row.day, row.client, groups.get(row.client, ""), *row[2:]))
     return text.getvalue()

@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -22,14 +22,16 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
+from hetero_gateway.core.scheduling.decision_log import LoggedDecision
 from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.core.types import Request as CoreRequest
 from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.instance_config import InstanceConfig, check_reachable
 from hetero_gateway.files.link_local import is_link_local
+from hetero_gateway.files.own_address import check_not_own
 from hetero_gateway.files.yaml_file import parse_model
-from hetero_gateway.gateway.admission.clients import describe_clients
-from hetero_gateway.gateway.admission.usage import as_csv
+from hetero_gateway.gateway.admission.clients import Admission, describe_clients
+from hetero_gateway.gateway.admission.usage import CSV_HEAD, as_csv
 from hetero_gateway.gateway.control import engine
 from hetero_gateway.gateway.control.access import (
     ADMIN_LISTENER,
@@ -48,12 +50,13 @@ from hetero_gateway.gateway.control.documents import (
 )
 from hetero_gateway.gateway.control.history import as_trace
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.turns import in_turns
 from hetero_gateway.gateway.wiring import Gateway
 
 # Far above any engine's context, and small enough for every formula.
 _MOST_TOKENS = 10**8
 _MAX_BODY_BYTES = 2**20
-_DESCRIBED_AT_ONCE = 16
+_DESCRIBED_AT_ONCE, _CANDIDATES_AT_ONCE = 16, 1000
 _LOOK_UP_S = 2.0
 
 
@@ -114,7 +117,7 @@ router = APIRouter(
 async def list_instances(request: Request) -> Response:
     """Every instance: configuration, health, load; and what is odd about the set-up."""
     gateway = gateway_of(request)
-    return _json(
+    return await _listing(
         {
             "policy": gateway.config.scheduler.policy,
             "draining": gateway.draining,
@@ -130,21 +133,19 @@ async def list_instances(request: Request) -> Response:
                 for each in gateway.discovery.followers()
             ],
             "warnings": [str(each) for each in gateway.setup.warnings()],
-            "instances": await _describe_all(gateway),
-        }
+        },
+        "instances",
+        _describe_all(gateway),
     )
 
 
-async def _describe_all(gateway: Gateway) -> list[dict[str, Any]]:
+async def _describe_all(gateway: Gateway) -> AsyncIterator[dict[str, Any]]:
     """A few at a time: of hundreds, all at once would hold up every stream."""
-    rows = []
     fleet = gateway.fleet
-    for number, instance in enumerate(list(fleet.instances.values())):
-        if number % _DESCRIBED_AT_ONCE == _DESCRIBED_AT_ONCE - 1:
-            await asyncio.sleep(0)
-        if fleet.instances.get(instance.id) is instance:
-            rows.append(describe_instance(gateway, instance))
-    return rows
+    async for instances in in_turns(tuple(fleet.instances.values()), _DESCRIBED_AT_ONCE):
+        for instance in instances:
+            if fleet.instances.get(instance.id) is instance:
+                yield describe_instance(gateway, instance)
 
 
 @router.post("/instances", status_code=201)
@@ -175,9 +176,10 @@ async def _check_added(gateway: Gateway, config: InstanceConfig) -> None:
     profile = Path(config.profile or "")
     if profile.is_absolute() or ".." in profile.parts:
         raise ConfigError("body: profile: a built-in one, or a file beside the configuration")
-    if gateway.config.server.link_local_instances:
-        return
     try:
+        await asyncio.to_thread(check_not_own, config.base_url, gateway.config.server)
+        if gateway.config.server.link_local_instances:
+            return
         check_reachable(config.base_url)
         for address in await _addresses_of(config.base_url):
             if is_link_local(address):
@@ -256,7 +258,7 @@ async def call_engines(request: Request, model: str, call: str) -> Response:
 async def explain(
     request: Request,
     prompt_tokens: Annotated[int, Query(ge=1, le=_MOST_TOKENS)],
-    model: str | None = None,
+    model: Annotated[str | None, Query(max_length=256)] = None,
     max_tokens: Annotated[int | None, Query(ge=1, le=_MOST_TOKENS)] = None,
 ) -> Response:
     """What would be decided for a request now, and why; nothing is sent or counted."""
@@ -350,11 +352,21 @@ async def list_decisions(
         for record in gateway.dataplane.decisions.newest_first()
         if request_id is None or record.request_id == request_id
     )
-    decisions = []
-    for record in itertools.islice(records, limit):
-        wanted, decision = record.decision.request, record.decision
-        decisions.append(
-            {
+    described = _describe_decisions(tuple(itertools.islice(records, limit)), candidates)
+    return await _listing({"policy": policy}, "decisions", described)
+
+
+async def _describe_decisions(
+    records: Sequence[LoggedDecision], candidates: bool
+) -> AsyncIterator[dict[str, Any]]:
+    size = max(
+        (len(record.decision.ids) + len(record.decision.excluded) for record in records), default=1
+    )
+    at_once = max(1, _CANDIDATES_AT_ONCE // size) if candidates else len(records)
+    async for batch in in_turns(records, max(1, at_once)):
+        for record in batch:
+            wanted, decision = record.decision.request, record.decision
+            row = {
                 "time": record.unix_s,
                 "request_id": record.request_id,
                 "model": wanted.model,
@@ -365,9 +377,7 @@ async def list_decisions(
                 "reason": decision.reason(waited_s=record.waited_s),
                 "waited_s": record.waited_s,
             }
-            | ({"candidates": describe_decision(decision)} if candidates else {})
-        )
-    return _json({"policy": policy, "decisions": decisions})
+            yield row | ({"candidates": describe_decision(decision)} if candidates else {})
 
 
 @router.get("/requests")
@@ -394,7 +404,7 @@ async def list_clients(request: Request) -> Response:
     """
     gateway = gateway_of(request)
     gateway.metrics.catch_up()
-    return _json({"clients": describe_clients(gateway.admission, time.monotonic())})
+    return await _listing({}, "clients", describe_clients(gateway.admission, time.monotonic()))
 
 
 @router.get("/usage")
@@ -402,10 +412,18 @@ async def list_usage(request: Request) -> Response:
     """What clients used, by day (UTC) and model, as CSV: 31 days that had requests at most."""
     gateway = gateway_of(request)
     gateway.metrics.catch_up()
-    admission = gateway.admission
-    rows, groups = list(admission.usage.rows()), {c.name: c.group for c in admission}
-    text = await asyncio.to_thread(as_csv, rows, groups)
-    return Response(text, headers={"cache-control": "no-store"}, media_type="text/csv")
+    headers = {"cache-control": "no-store"}
+    return StreamingResponse(
+        _usage_by_day(gateway.admission), headers=headers, media_type="text/csv"
+    )
+
+
+async def _usage_by_day(admission: Admission) -> AsyncIterator[str]:
+    """A day at a time, in a thread: of many clients it is long."""
+    usage, groups = admission.usage, {c.name: c.group for c in admission}
+    yield CSV_HEAD
+    for day in usage.days():
+        yield await asyncio.to_thread(as_csv, usage.rows(day), groups)
 
 
 @router.post("/reload")
@@ -428,7 +446,7 @@ async def reload(request: Request) -> Response:
 def _known(gateway: Gateway, instance_id: str) -> Instance:
     instance = gateway.fleet.instances.get(InstanceId(instance_id))
     if instance is None:
-        raise Refusal(404, "instance_not_found", f"there is no instance {instance_id!r}")
+        raise Refusal(404, "instance_not_found", f"there is no instance {instance_id[:64]!r}")
     return instance
 
 
@@ -443,6 +461,16 @@ async def _read_json(request: Request) -> Any:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refusal(400, "invalid_json", f"The body is not JSON: {error}") from error
+
+
+async def _listing(
+    head: dict[str, Any], name: str, rows: AsyncIterable[dict[str, Any]]
+) -> Response:
+    """A document whose last field is a long list: written row by row, as they are made."""
+    parts = [msgspec.json.encode(row) async for row in rows]
+    opened = msgspec.json.encode({**head, name: []})
+    body = b"".join((opened[:-2], b",".join(parts), opened[-2:]))
+    return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
 
 def _json(document: dict[str, Any], status: int = 200) -> Response:

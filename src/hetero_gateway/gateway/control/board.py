@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ _EVERY_S = 1.0
 # From this many instances on, rows are sent half as often.
 _MANY = 50
 _QUIET_S = 15.0
+# Once a minute it is seen which models are gone.
+_STEPS_PER_FORGETTING = 12
 _AT_ONCE = 32
 # A request of which nothing is known, for what an instance can do.
 _USUAL = (800.0, 200.0)
@@ -93,6 +96,8 @@ class Board:
     def _step(self) -> None:
         self._timer = self._loop.call_later(STEP_S, self._step)
         fleet = self._gateway.fleet
+        if self.trend.steps % _STEPS_PER_FORGETTING == 0:
+            self._gateway.metrics.forget_unserved(fleet.serves, time.monotonic())
         in_flight = sum(fleet.scheduler.in_flight(i) for i in fleet.instances)
         self.trend.step(fleet.scheduler.queued, in_flight)
 

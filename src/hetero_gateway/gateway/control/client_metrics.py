@@ -1,20 +1,26 @@
 """The series of clients that have names: what they used, what they were refused, what is open.
 
 Labels are names, never keys, and bounded: the first ``most`` clients of the configuration have
-their own, all others share ``other``; models are those that a request has reached.
+their own, all others share ``other``; models are those that a request has reached, as long as
+instances serve them, and a while longer.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from hetero_gateway.gateway.admission.clients import Admission
-from hetero_gateway.gateway.admission.usage import OTHER
+from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, OTHER, Amounts, added
 
 _PREFIX = "hetero_gateway_client_"
+# Entries of a part, of four series each, and entries to add up: some milliseconds.
+_AT_ONCE, _ADDED_AT_ONCE = 100, 4000
+_T = TypeVar("_T")
 _AMOUNTS = (
     ("requests", "Requests of a client that reached an instance and are over."),
     ("input_tokens", "Prompt tokens of a client, as engines reported them, or estimated."),
@@ -23,42 +29,67 @@ _AMOUNTS = (
 )
 
 
-def client_families(admission: Admission, most: int) -> Iterator[Metric]:
-    """Nothing where no client has a name. ``most``: clients with labels of their own."""
-    clients = list(admission)
-    if not clients:
+def client_families(
+    admission: Admission, most: int, models: Callable[[], Collection[str]]
+) -> Iterator[list[Metric]]:
+    """In parts that are soon made, some of them empty: the event loop may have turns in between.
+
+    Nothing where no client has a name; nothing of clients that are no longer there, nor of models
+    that are gone (``models``: those that have series). ``most``: clients with labels of their own.
+    """
+    labelled = {client.name for client in itertools.islice(admission, most)}
+    names, shown = {client.name for client in admission}, models()
+    if not admission.has_names:
         return
-    labelled = {client.name for client in clients[:most]}
 
     def label(name: str) -> str:
         return name if name in labelled else OTHER
 
-    sums: dict[tuple[str, str], list[int]] = {}
-    for (name, model), amounts in admission.usage.totals().items():
-        entry = sums.setdefault((label(name), model), [0, 0, 0, 0])
-        for i, amount in enumerate(amounts):
-            entry[i] += amount
-    for i, (name, text) in enumerate(_AMOUNTS):
-        counter = CounterMetricFamily(_PREFIX + name, text, labels=("client", "model"))
-        for key, amounts in sums.items():
-            counter.add_metric(key, amounts[i])
-        yield counter
+    sums: dict[tuple[str, str], Amounts] = {}
+    for entries in _batches(admission.usage.entries(), _ADDED_AT_ONCE):
+        for (name, model), amounts in entries:
+            if name not in names or model not in shown:
+                continue
+            key = label(name), model
+            sums[key] = added(sums.get(key, NO_AMOUNTS), amounts)
+        yield []
+    for totals in _batches(sums.items()):
+        counters = [_used(name, text) for name, text in _AMOUNTS]
+        for key, amounts in totals:
+            for counter, amount in zip(counters, amounts, strict=True):
+                counter.add_metric(key, amount)
+        yield [*counters]
     denied: Counter[tuple[str, str]] = Counter()
-    for (name, limit), number in admission.usage.denied.items():
-        denied[label(name), limit] += number
-    refused = CounterMetricFamily(
-        _PREFIX + "limited", "Requests refused by a limit (429).", labels=("client", "limit")
-    )
-    for key, number in denied.items():
-        refused.add_metric(key, number)
-    yield refused
-    in_flight = GaugeMetricFamily(
-        _PREFIX + "in_flight_requests",
-        "Requests of a key, or of all keys of a group, that are not over, where it has limits.",
-        labels=["account"],
-    )
-    for account in admission.accounts():
-        name = account.name.removeprefix("key ")
-        if account.name.startswith("group ") or name in labelled:
-            in_flight.add_metric([account.name], account.in_flight + account.others_in_flight)
-    yield in_flight
+    for (name, limit), number in tuple(admission.usage.denied.items()):
+        if name in names:
+            denied[label(name), limit] += number
+    for numbers in _batches(denied.items()):
+        refused = CounterMetricFamily(
+            _PREFIX + "limited", "Requests refused by a limit (429).", labels=("client", "limit")
+        )
+        for key, number in numbers:
+            refused.add_metric(key, number)
+        yield [refused]
+    for accounts in _batches(tuple(admission.accounts())):
+        in_flight = GaugeMetricFamily(
+            _PREFIX + "in_flight_requests",
+            "Requests of a key, or of all keys of a group, that are not over, where it has limits.",
+            labels=["account"],
+        )
+        for account in accounts:
+            name = account.name.removeprefix("key ")
+            if account.name.startswith("group ") or name in labelled:
+                in_flight.add_metric([account.name], account.in_flight + account.others_in_flight)
+        yield [in_flight]
+
+
+def _used(name: str, text: str) -> CounterMetricFamily:
+    return CounterMetricFamily(_PREFIX + name, text, labels=("client", "model"))
+
+
+def _batches(items: Iterable[_T], size: int = _AT_ONCE) -> Iterator[list[_T]]:
+    """An empty one, if there are none: families are named also where nothing is to be said."""
+    remaining = iter(items)
+    yield list(itertools.islice(remaining, size))
+    while batch := list(itertools.islice(remaining, size)):
+        yield batch

@@ -5,7 +5,9 @@ costs as much as relaying it (a lock and a label look-up each). So the counts li
 object per (model, instance), and a scrape turns them into metric families, part by part.
 
 Labels are bounded: instances come from the configuration, models from what instances serve. The
-series of a removed instance go away. Bucket bounds are vLLM's own (vllm/v1/metrics/loggers.py), so
+series of a removed instance go away, and those of a model that an instance no longer serves (an
+adapter that was unloaded) once nothing has come to them for ``KEPT_S``: long enough for a rate over
+its last requests to be scraped. Bucket bounds are vLLM's own (vllm/v1/metrics/loggers.py), so
 that panels overlay.
 """
 
@@ -16,11 +18,10 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from prometheus_client import (
-    CONTENT_TYPE_LATEST,
     CollectorRegistry,
     GCCollector,
     PlatformCollector,
@@ -53,6 +54,12 @@ _log = logging.getLogger(__name__)
 
 # Instances of which series are written at a time: some milliseconds.
 _PART = 4
+_PART_OF_COUNTERS = 64
+# Series of a model that an instance no longer serves are kept for so long after their last request,
+# and no more of them than this: those that were used last.
+KEPT_S, MOST_KEPT = 900.0, 1000
+# Parts that are sent together: of many clients, a hundred kilobytes.
+_PARTS_SENT = 8
 # Counters are there, at 0, before anything is counted: of one that appears with its first event
 # Prometheus shows no rate for that event. Of an instance that serves many names (a base and its
 # adapters) the first few; the others appear as they are asked for.
@@ -62,6 +69,7 @@ _UNPLACED = (
     ("unknown", "rejected"),
     ("", "internal_error"),
 )
+_NO_MODELS = tuple(model for model, _ in _UNPLACED)
 _BLAMED = tuple(
     str(failure.value) for failure in Failure if failure.blame in (Blame.FAULT, Blame.SILENCE)
 )
@@ -155,13 +163,15 @@ class Metrics:
         # Called ahead of whatever shows counts: some wait to be made together.
         self.catch_up: Callable[[], None] = lambda: None
         # The series of clients that have names.
-        self.clients: Callable[[], Iterable[Metric]] = lambda: ()
+        self.clients: Callable[[], Iterable[list[Metric]]] = lambda: ()
         # Those of the instances that the load needs.
         self.following: Callable[[], Iterable[Metric]] = lambda: ()
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
         self._series: dict[tuple[str, str], Series] = {}
+        # (requests, since when there were as many) of series whose model is not served.
+        self._unserved: dict[tuple[str, str], tuple[int, float]] = {}
         self.decisions: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
         # By the name asked for, and the fallback that was asked.
@@ -218,8 +228,32 @@ class Metrics:
         taken = []
         for key, series in self._series.items():
             taken += [(*key, outcome, n) for outcome, n in series.outcomes.items() if n]
-            series.outcomes.clear()
+        self._series.clear()
         return taken
+
+    def forget_unserved(self, served: Callable[[str, str], bool], now_s: float) -> None:
+        """Drop the series of models that are gone; to be called now and then.
+
+        Args:
+            served: whether an instance serves a model, or any where it is "".
+        """
+        self.catch_up()
+        known, self._unserved = self._unserved, {}
+        for key, series in self._series.items():
+            if key[0] in _NO_MODELS or served(*key):
+                continue
+            requests = series.outcomes.total()
+            before, since_s = known.get(key, (-1, now_s))
+            self._unserved[key] = (requests, since_s if requests == before else now_s)
+        by_age = sorted(self._unserved, key=lambda key: self._unserved[key][1])
+        too_many = len(by_age) - MOST_KEPT
+        for number, key in enumerate(by_age):
+            if number < too_many or now_s - self._unserved[key][1] >= KEPT_S:
+                del self._series[key], self._unserved[key]
+
+    def models(self) -> set[str]:
+        """Those that any series is of."""
+        return {model for model, _ in self._series}
 
     def forget(self, instance_id: str) -> None:
         """Drop every series of a removed instance."""
@@ -236,50 +270,52 @@ class Metrics:
 
         Between two parts the instances and their series may change.
         """
-        known = self._begin_at_zero()
-        for entries in _batches(lambda: tuple(self._series.items())):
-            yield _made(self._request_families(entries))
-        for gauges in _batches(self._gauges):
-            yield _made(instance_families(gauges))
-        yield _made(self._instance_counters(known))
-        yield _made(self._gateway_families())
-        yield _made(self.clients())
-        yield _made(self.following())
-
-    def _begin_at_zero(self) -> list[str]:
-        """Have the series that there will be; returns the ids of the instances."""
         for model, outcome in _UNPLACED:
             self.counts(model, "").outcomes.setdefault(outcome, 0)
-        known = []
-        try:
-            for gauges in self._gauges():
-                instance_id = gauges.snapshot.instance_id
-                known.append(str(instance_id))
-                for model in sorted(gauges.models)[:_MOST_MODELS_AT_ZERO]:
-                    outcomes = self.counts(model, instance_id).outcomes
-                    for outcome in _OUTCOMES:
-                        outcomes.setdefault(outcome, 0)
-        except Exception:
-            _log.exception("some series cannot be shown")
-        return known
+        yield _made(self._request_families(()))
+        known: list[str] = []
+        for gauges in _batches(self._gauges):
+            known += _as_far_as(self._begin_at_zero(gauges))
+            yield _made(instance_families(gauges))
+        for entries in _batches(lambda: tuple(self._series.items())):
+            yield _made(self._request_families(entries))
+        for ids in _batches(lambda: known, _PART_OF_COUNTERS):
+            yield _made(self._instance_counters(ids, others=False))
+        yield _made(self._instance_counters(frozenset(known), others=True))
+        yield _made(self._gateway_families())
+        yield from _as_far_as(self.clients())
+        yield _made(self.following())
 
-    def _instance_counters(self, known: Sequence[str]) -> Iterator[Metric]:
-        policy = self._policy
-        decisions = {(policy, k): 0 for k in known} | {
-            (policy, k): v for k, v in self.decisions.items()
-        }
-        yield counter(
-            "routing_decisions", "Requests sent, by policy.", ("policy", "backend"), decisions
-        )
-        errors = dict.fromkeys(itertools.product(known, _FAILURES), 0) | self.upstream_errors
-        yield counter("upstream_errors", "Failed attempts.", ("backend", "reason"), errors)
-        ejections = dict.fromkeys(itertools.product(known, _BLAMED), 0) | self.ejections
-        yield counter(
-            "instance_ejections", "Ejections of instances whose requests failed.",
-            ("backend", "reason"), ejections,
-        )  # fmt: skip
-        gone = dict.fromkeys(known, 0) | self.client_disconnects
-        yield counter("client_disconnects", "Clients that left early.", ("backend",), _keyed(gone))
+    def _begin_at_zero(self, every: Iterable[InstanceGauges]) -> Iterator[str]:
+        """Have the series that there will be; the ids of the instances."""
+        for gauges in every:
+            instance_id = gauges.snapshot.instance_id
+            for model in sorted(gauges.models)[:_MOST_MODELS_AT_ZERO]:
+                outcomes = self.counts(model, instance_id).outcomes
+                for outcome in _OUTCOMES:
+                    outcomes.setdefault(outcome, 0)
+            yield str(instance_id)
+
+    def _instance_counters(self, known: Collection[str], *, others: bool) -> Iterator[Metric]:
+        """Of these instances; or of what else was counted."""
+        for name, text, labels, values, reasons in (
+            ("upstream_errors", "Failed attempts.", ("backend", "reason"),
+             self.upstream_errors, _FAILURES),
+            ("instance_ejections", "Ejections of instances whose requests failed.",
+             ("backend", "reason"), self.ejections, _BLAMED),
+        ):  # fmt: skip
+            pairs: Iterable[tuple[str, str]] = itertools.product(known, reasons)
+            if others:
+                pairs = [pair for pair in values if pair[0] not in known or pair[1] not in reasons]
+            yield counter(name, text, labels, {pair: values.get(pair, 0) for pair in pairs})
+        for name, text, label, counts in (
+            ("routing_decisions", "Requests sent, by policy.", {"policy": self._policy},
+             self.decisions),
+            ("client_disconnects", "Clients that left early.", {}, self.client_disconnects),
+        ):  # fmt: skip
+            ids = [each for each in counts if each not in known] if others else known
+            numbers = {(*label.values(), each): counts.get(each, 0) for each in ids}
+            yield counter(name, text, (*label, "backend"), numbers)
 
     def _request_families(
         self, entries: Iterable[tuple[tuple[str, str], Series]]
@@ -447,8 +483,8 @@ class Metrics:
                 {(): self.round_trip_s},
             )  # fmt: skip
 
-    async def exposition(self) -> tuple[bytes, str]:
-        """(body, content type) of /metrics.
+    async def exposition(self) -> AsyncIterator[bytes]:
+        """The body of /metrics.
 
         Writing it takes about a millisecond for each instance: between two parts, other requests
         have their turn. What cannot be written (a number beyond a float, a label that is no text)
@@ -464,17 +500,27 @@ class Metrics:
                     lines = lines.split(b"\n", 2)[2]  # its help and type are there
                 written.setdefault(family.name, []).append(lines)
             await asyncio.sleep(0)
-        body = b"".join(itertools.chain.from_iterable(written.values()))
-        return body + b"".join(map(_exposed, self._process.collect())), CONTENT_TYPE_LATEST
+        parts = itertools.chain.from_iterable(written.values())
+        while some := list(itertools.islice(parts, _PARTS_SENT)):
+            yield b"".join(some)
+        yield b"".join(map(_exposed, self._process.collect()))
 
 
-def _batches(make: Callable[[], Iterable[_T]]) -> Iterator[list[_T]]:
+def _batches(make: Callable[[], Iterable[_T]], size: int = _PART) -> Iterator[list[_T]]:
     """An empty one first: families are named also where nothing is to be said of them."""
     yield []
     try:
         remaining = iter(make())
-        while batch := list(itertools.islice(remaining, _PART)):
+        while batch := list(itertools.islice(remaining, size)):
             yield batch
+    except Exception:
+        _log.exception("some series cannot be shown")
+
+
+def _as_far_as(items: Iterable[_T]) -> Iterator[_T]:
+    """Those that can be made."""
+    try:
+        yield from items
     except Exception:
         _log.exception("some series cannot be shown")
 

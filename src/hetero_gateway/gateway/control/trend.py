@@ -70,6 +70,9 @@ class Trend:
         series = dict(self._metrics.every_series())
         for key in [key for key in self._before if key not in series]:
             del self._before[key]
+        served = {model for model, _ in series}
+        for gone in [model for model in self._models if model not in served]:
+            del self._models[gone]
         known = {instance_id for _, instance_id in series}
         for gone in [name for name in self._instances if name not in known]:
             del self._instances[gone]

@@ -10,6 +10,8 @@ that nobody takes in time are dropped, counted, and missed in a warning.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import queue
@@ -31,12 +33,17 @@ _log = logging.getLogger(__name__)
 # Batches of lines that wait to be written: some megabytes at most.
 _MOST_WAITING = 256
 _CLOSE_S = 2.0
+# What goes by: the disk is full, or the user's share of it.
+_NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 _PLAIN = re.compile(r"[!#-<>-~]+")
 _LONGEST_NAME = 200
 
 
 class LineWriter:
     """Writes whole lines to a descriptor, in a thread of its own.
+
+    Lines for which there is no room (a full disk) are lost, and writing goes on once there is.
+    Raises OSError: the descriptor is closed, or none to write to.
 
     Several processes may write to one pipe: what one call writes is at most ``PIPE_BUF`` bytes,
     which the system keeps together, and ends with a line.
@@ -47,6 +54,10 @@ class LineWriter:
         self._descriptor = descriptor
         self._queue: queue.Queue[list[bytes] | None] = queue.Queue(_MOST_WAITING)
         self._is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        self._torn = False  # the last line has no end
+        self._failed = 0  # lines since the last that could be written
         self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
         self._thread.start()
 
@@ -74,18 +85,32 @@ class LineWriter:
     def _run(self) -> None:
         while (lines := self._queue.get()) is not None:
             try:
+                if self._torn:
+                    self._write(b"\n")
                 for piece in [b"".join(lines)] if self._is_file else pieces(lines):
                     self._write(piece)
             except OSError as error:
-                _log.error("access log: %s; no further lines are written", error.strerror)
-                while self._queue.get() is not None:
-                    pass
-                return
+                if error.errno not in _NO_ROOM:
+                    _log.error("access log: %s; no further lines are written", error.strerror)
+                    while self._queue.get() is not None:
+                        pass
+                    return
+                if not self._failed:
+                    _log.error("access log: %s; lines are lost until there is room", error.strerror)
+                self._failed += len(lines)
+            else:
+                if self._failed:
+                    _log.warning(
+                        "access log: there is room again; %d lines were lost", self._failed
+                    )
+                    self._failed = 0
 
     def _write(self, data: bytes) -> None:
         while data:
             try:
-                data = data[os.write(self._descriptor, data) :]
+                written = os.write(self._descriptor, data)
+                self._torn = data[written - 1 : written] != b"\n"
+                data = data[written:]
             except BlockingIOError:  # whoever started the gateway made it so
                 select.select([], [self._descriptor], [], 1.0)
 

@@ -33,6 +33,12 @@ def no_response(path: str, detail: str = "") -> Refusal:
     return Refusal(404, "response_not_found", message, param="response_id")
 
 
+def no_previous_response() -> Refusal:
+    """What a body continues is not known, or another client's: which of the two is not said."""
+    message = "There is no response of this `previous_response_id`."
+    return Refusal(404, "previous_response_not_found", message, param="previous_response_id")
+
+
 def rejection(
     reject: Reject, error: InstanceError | None, path: str, *, spent: bool = False
 ) -> Refusal:

@@ -19,7 +19,7 @@ from pathlib import Path
 from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
-from hetero_gateway.engines.vllm import Work
+from hetero_gateway.engines.vllm import Work, names_an_address
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.log_config import LogConfig
 from hetero_gateway.gateway.admission.clients import Admission
@@ -33,6 +33,7 @@ from hetero_gateway.gateway.dataplane.ended import EndedRequests, Take, Tracing
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
+from hetero_gateway.gateway.dataplane.priorities import priorities_of
 from hetero_gateway.gateway.dataplane.recording import (
     RecordingDispatcher,
     RecordingRecorder,
@@ -49,6 +50,7 @@ from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.bodies import BodyLimits
+from hetero_gateway.gateway.wire.body_fields import BodyReaders
 from hetero_gateway.gateway.wire.cors import cors_of
 from hetero_gateway.gateway.wire.downstream import (
     AsgiDownstream,
@@ -57,7 +59,7 @@ from hetero_gateway.gateway.wire.downstream import (
     Scope,
     Send,
 )
-from hetero_gateway.gateway.wire.headers import named_by_connection
+from hetero_gateway.gateway.wire.headers import RequestFields, named_by_connection
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.tokenizer import Tokenizer, tokenizer_of
 
@@ -122,6 +124,7 @@ class DataPlane:
             LocalDispatcher(*drive) if run is None else RecordingDispatcher(run, *drive)
         )
         self.rooms = Rooms(
+            hops=fleet.hops,
             admission=admission,
             intake=self.intake,
             dispatcher=self.dispatcher,
@@ -135,6 +138,8 @@ class DataPlane:
             answered=AnsweredRequests(),
         )
         self.rooms.cors = cors_of(server.cors)
+        self.rooms.fields = RequestFields(server.allow_engine_headers)
+        self.rooms.priorities = priorities_of(config.scheduler.engine_priorities)
         self._request_ids = itertools.count()
         self._request_id_prefix = os.urandom(6).hex().encode()
 
@@ -163,7 +168,8 @@ class DataPlane:
         settings.add(("scheduler.predictor", "scheduler.policy"), prepare_predictor)
         settings.add(
             ("scheduler.policy", "scheduler.tokens.image_tokens",
-             "scheduler.tokens.tokenizer_file", "scheduler.tokens.thread_above_bytes"),
+             "scheduler.tokens.speech_tokens_per_s", "scheduler.tokens.tokenizer_file",
+             "scheduler.tokens.thread_above_bytes"),
             prepare_intake,
         )  # fmt: skip
         settings.add(
@@ -172,11 +178,26 @@ class DataPlane:
             self._prepare,
         )  # fmt: skip
         settings.add(("server.cors",), self._prepare_cors)
+        settings.add(
+            ("server.allow_engine_fields", "server.allow_engine_headers",
+             "scheduler.engine_priorities"),
+            self._prepare_engine_fields,
+        )  # fmt: skip
         settings.add(("models",), self._prepare_routes)
 
     def _prepare_cors(self, fresh: GatewayConfig) -> Prepared:
         def apply() -> None:
             self.rooms.cors = cors_of(fresh.server.cors)
+
+        return Prepared(apply)
+
+    def _prepare_engine_fields(self, fresh: GatewayConfig) -> Prepared:
+        fields = RequestFields(fresh.server.allow_engine_headers)
+        priorities = priorities_of(fresh.scheduler.engine_priorities)
+
+        def apply() -> None:
+            self.intake.readers = BodyReaders(fresh.server.allow_engine_fields)
+            self.rooms.fields, self.rooms.priorities = fields, priorities
 
         return Prepared(apply)
 
@@ -255,7 +276,7 @@ class DataPlane:
     def name(self, inbound: Inbound) -> None:
         """Give a request its id: the client's own where that can stand in a log, or a new one."""
         asked_id = inbound.asked_id
-        if asked_id and _REQUEST_ID.fullmatch(asked_id):
+        if asked_id and _REQUEST_ID.fullmatch(asked_id) and not names_an_address(asked_id):
             inbound.request_id = asked_id
         else:
             inbound.request_id = b"%b-%x" % (self._request_id_prefix, next(self._request_ids))

@@ -64,6 +64,7 @@ from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.downstream import Downstream
 from hetero_gateway.gateway.wire.folding import LEAST_BYTES
+from hetero_gateway.gateway.wire.hops import LOOP_DETECTED
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest, with_model
 from hetero_gateway.gateway.wire.upstream import UpstreamConnection
@@ -83,7 +84,6 @@ class Attempts(Understanding):
     """One request and all of its attempts: a ``Listener``, an ``ExchangeOwner``, an ``Owner``."""
 
     __slots__ = (
-        "_client",
         "_deadline_s",
         "_downstream",
         "_exchange",
@@ -147,6 +147,9 @@ class Attempts(Understanding):
         """The head is here: find out whose request it is, and whether it may be served."""
         rooms = self._rooms
         try:
+            if self._inbound.came_through:
+                # Before the key: what comes back has none where the gateway keeps it to itself.
+                rooms.hops.check(self._inbound.came_through)
             self._client = rooms.admission.admit(self._inbound)
             rooms.intake.check_size(self._inbound.content_length)
         except Refusal as refusal:
@@ -209,6 +212,8 @@ class Attempts(Understanding):
     def _describe(self, parsed: ParsedRequest, counted: int | None) -> None:
         rooms, inbound = self._rooms, self._inbound
         assert self._client is not None
+        if rooms.priorities is not None:
+            rooms.priorities.check(inbound, self._client)
         self._job = rooms.dispatcher.describe(inbound, self._client, parsed, counted)
         rooms.budget.note_request(inbound.received_s)
         self._deadline_s = inbound.received_s + rooms.total_timeout_s
@@ -309,24 +314,40 @@ class Attempts(Understanding):
         if first:
             self._overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
             self._rooms.metrics.overhead_s.observe(self._overhead_s)
-        head, body = self._request_head(instance), inbound.body
+        head, body = self._request(instance)
         if len(body) < LEAST_BYTES:
             # One write is cheapest while it is small.
             exchange.begin(connection, head + body)
         else:
             exchange.begin(connection, head, body)
 
-    def _request_head(self, instance: Instance | Outside) -> bytes:
+    def _request(self, instance: Instance | Outside) -> tuple[bytes, bytes]:
+        """(head, body) as they are sent there."""
         rooms, inbound = self._rooms, self._inbound
+        body = inbound.body
         if isinstance(instance, Outside):
-            return head_to_outside(inbound, instance)
+            return head_to_outside(inbound, instance, rooms.hops), body
+        priority = None
+        if rooms.priorities is not None:
+            assert self._client is not None
+            priority, body = rooms.priorities.given(inbound, self._client)
         parent = None
         if rooms.tracing is not None:
             if self._span is None:
                 self._span = rooms.tracing.begin(inbound)
             parent = rooms.tracing.parent_header(self._span)
         hidden = rooms.admission.has_key or instance.api_key is not None
-        return head_to_instance(inbound, instance, hides_credentials=hidden, traceparent=parent)
+        withheld = rooms.fields.withheld_with_credentials if hidden else rooms.fields.withheld
+        head = head_to_instance(
+            inbound,
+            instance,
+            rooms.hops,
+            withheld,
+            size_bytes=len(body),
+            traceparent=parent,
+            priority=priority,
+        )
+        return head, body
 
     # An ExchangeOwner
 
@@ -342,7 +363,7 @@ class Attempts(Understanding):
         response_id = response_id_in(data)
         if response_id and not (self._placed is None or isinstance(self._placed, OutsidePlace)):
             assert self._job is not None
-            name = self._rooms.intake.response_name(self._inbound, response_id)
+            name = self._rooms.intake.response_name(self._inbound, self._client, response_id)
             self._rooms.dispatcher.made(self._job, self._placed, name)
 
     def stream_began(self, exchange: Exchange) -> None:
@@ -385,10 +406,18 @@ class Attempts(Understanding):
                     self._inbound.request_id.decode(),
                     placed.instance.id,
                 )
+            if exchange.status == LOOP_DETECTED:
+                self._note_loop(exchange, placed)
             self._settle(Outcome.UPSTREAM_ERROR if failed else Outcome.COMPLETED, final=True)
             self._end()
         else:
             self._go_on_after(error, placed, exchange)
+
+    def _note_loop(self, exchange: Exchange, placed: Place | OutsidePlace) -> None:
+        """The request has been somewhere before."""
+        self._rooms.hops.note_loop(placed.instance.id)
+        if not self._inbound.came_through:
+            exchange.error = InstanceError(Failure.LOOP, "it leads back to a gateway")
 
     def _go_on_after(
         self, error: InstanceError, placed: Place | OutsidePlace, exchange: Exchange

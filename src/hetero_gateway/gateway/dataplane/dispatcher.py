@@ -17,6 +17,7 @@ from typing import Protocol
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Usage
+from hetero_gateway.engines.vllm import REALTIME
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.limits import Limiter
@@ -24,7 +25,7 @@ from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
 from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
 from hetero_gateway.gateway.dataplane.records import Answered, Recorder
-from hetero_gateway.gateway.dataplane.responses import Response
+from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.speed import WatchedStream
 from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
@@ -111,6 +112,14 @@ class Dispatcher(Protocol):
 
     def stream_began(self, job: Job, place: Place, stream: Seen) -> None:
         """A good stream's first bytes are here."""
+        ...
+
+    async def spend(self, job: Job, tokens: int) -> None:
+        """A session goes on: its client is charged for all of its tokens so far.
+
+        Raises:
+            Refusal: 429 for more than the client may use; the last ones are not charged.
+        """
         ...
 
     def made(self, job: Job, place: Place, name: bytes) -> None:
@@ -227,12 +236,27 @@ class LocalDispatcher:
                 place.instance, place.dispatch, job.inbound.body, time.monotonic()
             )
 
+    async def spend(self, job: Job, tokens: int) -> None:
+        self.extend(job, tokens)
+
+    def extend(self, job: Job, tokens: int) -> None:
+        """``spend``, done at once. Raises Refusal."""
+        if job.charge is not None:
+            self._limiter.extend(job.client, job.charge, tokens)
+
     def made(self, job: Job, place: Place, name: bytes) -> None:
         self._intake.note_response(job, place.instance.id, name)
 
+    @property
+    def responses(self) -> Responses:
+        """Those that others may continue."""
+        return self._intake.responses
+
     def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
         assert isinstance(place, Placed)
-        self.placement.settle(place.dispatch, outcome, seen)
+        # How long a session took says nothing of the engine's speed.
+        watched = None if job.inbound.path == REALTIME else seen
+        self.placement.settle(place.dispatch, outcome, watched)
         if job.response is not None and outcome is Outcome.COMPLETED:
             self._complete(job.response, seen.usage())
         self._recorder.record(job, place, seen, outcome, final=final)

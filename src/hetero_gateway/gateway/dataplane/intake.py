@@ -8,6 +8,7 @@ configuration names one: the only step that may take a while, so that its driver
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,18 +19,20 @@ from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthP
 from hetero_gateway.core.limits.accounts import Charge, Standing
 from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.types import InstanceId, Request
-from hetero_gateway.engines.vllm import Work, asked_at, starts_with_a_token
+from hetero_gateway.engines.vllm import RESPONSES, Work, asked_at, starts_with_a_token
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.gateway.admission.clients import CLASS_HEADER, Client
 from hetero_gateway.gateway.admission.tenants import Tenants
-from hetero_gateway.gateway.dataplane.answers import no_response
+from hetero_gateway.gateway.dataplane.answers import no_previous_response, no_response
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.routes import ModelRoutes
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.bodies import BodyLimits
+from hetero_gateway.gateway.wire.body_fields import BodyReaders
 from hetero_gateway.gateway.wire.folding import Steps, advance
+from hetero_gateway.gateway.wire.forms import check_one_type
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import (
     ParsedRequest,
@@ -46,6 +49,9 @@ _MOST_QUERY_FIELDS = 64
 _STEP_S = 0.001
 # Of each end of a long body, once it is not needed any more.
 _LEFT_BYTES = 1024
+# What makes a client's request id unlike any other, and how long one is at most.
+_SUFFIX_BYTES = 8
+_MOST_REQUEST_ID_BYTES = 128
 _SESSION_HEADER = b"x-session-id"
 _NO_SESSION = (b"", b"null", b'""')
 
@@ -151,6 +157,7 @@ class Intake:
         prefix_secret: what the keys of prompts begin with.
 
     Attributes:
+        readers: how bodies are read, and what clients may set in them.
         responses: those that others may continue.
         routes: names that stand for others, and who is asked if no instance can.
     """
@@ -174,12 +181,16 @@ class Intake:
         self._classes = config.clients.wanted
         self.set(config.scheduler, tokenizer)
         self._tenants = Tenants(prefix_secret) if config.scheduler.isolate_clients else None
+        # Whether a response is its client's alone.
+        self._owned = config.clients.wanted or config.scheduler.isolate_clients
+        self.readers = BodyReaders(config.server.allow_engine_fields)
         self.responses = Responses()
         self.routes = ModelRoutes(config, fleet.contexts)
 
     def set(self, config: SchedulerConfig, tokenizer: Tokenizer | None) -> None:
         """Other settings from now on."""
         self._image_tokens = config.tokens.image_tokens
+        self._speech_tokens_per_s = config.tokens.speech_tokens_per_s
         self._tokenizer = tokenizer
         self._sessions = config.policy == "session"
         looked_at = ((_SESSION_HEADER, self._sessions), (CLASS_HEADER, self._classes))
@@ -190,25 +201,25 @@ class Intake:
         """Raises Refusal: 413, or 503 where there is no room for it now."""
         self._limits.check(size_bytes)
 
-    def read(self, inbound: Inbound) -> ParsedRequest:
+    def read(self, inbound: Inbound, client: Client | None) -> ParsedRequest:
         """What the body says, its model filled in. Raises Refusal: 400 for an unusable one."""
-        if inbound.work is Work.LIGHT and (asked := self._asked(inbound)) is not None:
+        if inbound.work is Work.LIGHT and (asked := self._asked(inbound, client)) is not None:
             return asked
         parsed = parse_body(
-            inbound.body, inbound.content_type, inbound.path, self._seed_for(inbound)
+            inbound.body, inbound.content_type, inbound.path, self._seed_for(inbound), self.readers
         )
-        return self._named(parsed, inbound)
+        return self._named(parsed, inbound, client)
 
-    def read_in_steps(self, inbound: Inbound) -> Steps[ParsedRequest]:
+    def read_in_steps(self, inbound: Inbound, client: Client | None) -> Steps[ParsedRequest]:
         """``read`` for a long body, for which the event loop cannot stand still."""
-        if inbound.work is Work.LIGHT and (asked := self._asked(inbound)) is not None:
+        if inbound.work is Work.LIGHT and (asked := self._asked(inbound, client)) is not None:
             return asked
         parsed = yield from parse_in_steps(
-            inbound.body, inbound.content_type, inbound.path, self._seed_for(inbound)
+            inbound.body, inbound.content_type, inbound.path, self._seed_for(inbound), self.readers
         )
-        return self._named(parsed, inbound)
+        return self._named(parsed, inbound, client)
 
-    def _asked(self, inbound: Inbound) -> ParsedRequest | None:
+    def _asked(self, inbound: Inbound, client: Client | None) -> ParsedRequest | None:
         """What is asked of an instance about what it has; None: it is another request.
 
         It has a model, or a response whose model whoever schedules knows.
@@ -218,7 +229,7 @@ class Intake:
             return None
         parsed = ParsedRequest("", False, None, 1, 0, 0, None, 1)
         if asked.response_id:
-            parsed.previous = self.response_name(inbound, asked.response_id.encode())
+            parsed.previous = self.response_name(inbound, client, asked.response_id.encode())
         else:
             self._name_in_query(parsed, inbound)
         return parsed
@@ -248,16 +259,40 @@ class Intake:
             return None
         return self._seed if self._tenants is None else self._tenants.seed(inbound, self._seed)
 
-    def _named(self, parsed: ParsedRequest, inbound: Inbound) -> ParsedRequest:
+    def _named(
+        self, parsed: ParsedRequest, inbound: Inbound, client: Client | None
+    ) -> ParsedRequest:
+        if parsed.form:
+            check_one_type(inbound.headers)
         if not parsed.model:
             parsed.model = self._default_model()
         elif self.routes:
             self._redirect(parsed, inbound)
         if self._tenants is not None and inbound.work is Work.GENERATE:
             inbound.body = self._tenants.salted(inbound, parsed.cache_salt)
+        if inbound.path == RESPONSES and self._owned:
+            self._keep_apart(parsed, inbound)
         if parsed.previous:
-            parsed.previous = self.response_name(inbound, parsed.previous)
+            parsed.previous = self.response_name(inbound, client, parsed.previous)
         return parsed
+
+    def _keep_apart(self, parsed: ParsedRequest, inbound: Inbound) -> None:
+        """What is stored gets an id that nobody else has, and no other way leads to it.
+
+        vLLM stores a response under the body's ``request_id``, whatever it had there before; other
+        engines make its id of the request's.
+
+        Raises:
+            Refusal: 400.
+        """
+        if parsed.stored:
+            detail = (
+                f"`{parsed.stored}` is not supported where clients have responses of their own."
+            )
+            raise Refusal(400, "unsupported_parameter", detail, param=parsed.stored)
+        if inbound.request_id == inbound.asked_id:
+            suffix = b"-" + os.urandom(_SUFFIX_BYTES).hex().encode()
+            inbound.request_id = inbound.asked_id[: _MOST_REQUEST_ID_BYTES - len(suffix)] + suffix
 
     def _redirect(self, parsed: ParsedRequest, inbound: Inbound) -> None:
         """Have it ask for the model that its name stands for."""
@@ -269,10 +304,18 @@ class Intake:
             parsed.model = model
             inbound.body = with_model(inbound.body, inbound.content_type, model)
 
-    def response_name(self, inbound: Inbound, response_id: bytes) -> bytes:
-        """What a response is known as in all processes of this gateway; ``inbound``: who asks."""
+    def response_name(self, inbound: Inbound, client: Client | None, response_id: bytes) -> bytes:
+        """What a response is known as in all processes of this gateway.
+
+        Its owner's name is part of it, so that to another client it is as one that never was.
+
+        Args:
+            inbound, client: who made it, or asks for it.
+        """
         seed = self._names
-        if self._tenants is not None:
+        if client is not None and client.name:
+            seed = namespace(seed, client.name.encode())
+        elif self._tenants is not None:
             seed = self._tenants.seed(inbound, seed)
         return namespace(seed, response_id).to_bytes(8, "little")
 
@@ -324,23 +367,22 @@ class Intake:
         client.check_model(parsed.asked or model)
         party, request_class = client.party, client.class_of(inbound.headers)
         if inbound.work is Work.LIGHT:
+            if parsed.previous:
+                self._previous(parsed)
             light = Request(model, 1, 0.0, streams=False, client=party)
             return Job(inbound, client, parsed, light, None)
-        tokens = parsed.exact_prompt_tokens
-        if tokens is None:
-            tokens = counted
-        exact = tokens is not None and not parsed.media_parts and not parsed.truncates
-        if tokens is None:
-            tokens = self._bytes_per_token.tokens(model, parsed.text_bytes)
-        tokens += parsed.media_parts * self._image_tokens
+        tokens, exact = self._prompt_tokens(model, parsed, counted)
         prompt_tokens = max(1, -(-tokens // parsed.prompt_count))
-        certain_tokens = prompt_tokens if exact else 0
+        if parsed.most_prompt_tokens:
+            prompt_tokens = min(prompt_tokens, parsed.most_prompt_tokens)
         if inbound.work is Work.PREFILL:
+            # An engine may cut what is too long for it into pieces: nothing is certain.
             request = Request(
                 model, prompt_tokens, 0.0, parsed.sequences, False, party,
-                certain_tokens=certain_tokens, request_class=request_class,
+                request_class=request_class,
             )  # fmt: skip
             return Job(inbound, client, parsed, request, None)
+        certain_tokens = prompt_tokens if exact else 0
         limit, body = parsed.max_output_tokens, inbound.body
         keys = parsed.prefix
         beginning = keys.hashes[0] if keys is not None and keys.hashes else None
@@ -361,9 +403,27 @@ class Intake:
             request = self._continued(request, parsed)
         return Job(inbound, client, parsed, request, features)
 
+    def _prompt_tokens(
+        self, model: str, parsed: ParsedRequest, counted: int | None
+    ) -> tuple[int, bool]:
+        """(tokens of all its prompts, whether that is certain)."""
+        given = parsed.exact_prompt_tokens
+        tokens = given if given is not None else counted
+        exact = tokens is not None and not (parsed.media_parts or parsed.truncates)
+        if tokens is None:
+            tokens = self._bytes_per_token.tokens(model, parsed.text_bytes)
+        elif given is not None and parsed.text_bytes:
+            tokens += self._bytes_per_token.tokens(model, parsed.text_bytes)
+            exact = False
+        if parsed.speech_s:
+            tokens += round(parsed.speech_s * self._speech_tokens_per_s)
+        else:
+            tokens += parsed.media_parts * self._image_tokens
+        return tokens, exact
+
     def _continued(self, request: Request, parsed: ParsedRequest) -> Request:
         """It goes on from a response: what is in front of it, and where that is, if it is known."""
-        before = self.responses.find(parsed.previous, time.monotonic())
+        before = self._previous(parsed)
         if before is None:
             return request._replace(prefix=None)
         return request._replace(
@@ -371,6 +431,17 @@ class Intake:
             prefix=before.prompt_after(parsed.prefix, parsed.head),
             only=before.instance_id,
         )
+
+    def _previous(self, parsed: ParsedRequest) -> Response | None:
+        """What a body continues; None: the engine is to judge.
+
+        Raises:
+            Refusal: 404, where it may be another client's.
+        """
+        before = self.responses.find(parsed.previous, time.monotonic())
+        if before is None and self._owned:
+            raise no_previous_response()
+        return before
 
     def _about_a_response(self, inbound: Inbound, client: Client, parsed: ParsedRequest) -> Job:
         """It is asked of the instance that made the response. Raises Refusal: 404, 403."""
@@ -387,6 +458,7 @@ class Intake:
         """A request is answered with a response of this name (``response_name``)."""
         request, parsed = job.request, job.parsed
         job.response = response = Response(
-            name, instance_id, request.prompt_tokens, request.prefix, parsed.head, request.model
+            *(name, instance_id, request.prompt_tokens, request.prefix, parsed.head, request.model),
+            owner=job.client.name,
         )
         self.responses.note(response, time.monotonic())

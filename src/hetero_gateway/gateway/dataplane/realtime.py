@@ -2,57 +2,78 @@
 
 ``websockets`` speaks for us on both sides: through the server towards the client, and as a client
 towards the instance. Messages are passed on whole, one at a time, so that each side waits for the
-other; a message is bounded, and so are the time of a session and its silence. The model is named in
-the path's query, ``?model=NAME``, where instances serve several.
+other; a message is bounded, and so are the time of a session, its silence, and how long either side
+may read nothing. The model is named in the path's query, ``?model=NAME``, where instances serve
+several, and stays the session's. What passes is counted as tokens, and charged to the client's
+limits before it is sent on (``realtime_events``).
 
     event                         what follows
     ----------------------------  --------------------------------------------------------------
     no key, no model, no place    an HTTP answer with OpenAI's error body; never a session
     the instance cannot be had    another one, within the budget for retries; then 502 or 503
     it accepts                    the client's session is accepted, with its subprotocol
+    an event that may not pass    an error event; the session goes on
+    a limit is used up            an error event, and both are closed, code 1008
     one side closes               the other is closed, with the same code and reason
     too long, or silent           both are closed, code 1001
+    one side reads nothing        the same, after ``timeouts.write_s``
     the gateway ends              both are closed, code 1012
+
+A browser cannot send ``authorization`` with a WebSocket. It offers its key as a subprotocol, as
+OpenAI's does: ``openai-insecure-api-key.KEY``. That lets it in, and goes no further.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote_to_bytes
+
+from websockets.exceptions import ConnectionClosed
 
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Usage
 from hetero_gateway.engines.vllm import Work
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.gateway.dataplane.answers import refusal_of, rejection
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
+from hetero_gateway.gateway.dataplane.instance_websocket import (
+    CLOSE_S,
+    InstanceWebSocket,
+    close_websocket,
+    open_websocket,
+)
 from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.realtime_events import ClientEvents, Meter, error_event
+from hetero_gateway.gateway.dataplane.records import context_of
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.wire.clients import acknowledged_bytes
 from hetero_gateway.gateway.wire.cors import Cors
 from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
-from hetero_gateway.gateway.wire.headers import (
-    NOT_TO_INSTANCES,
-    NOT_TO_INSTANCES_NOR_CREDENTIALS,
-    named_by_connection,
-)
+from hetero_gateway.gateway.wire.headers import Headers, named_by_connection
+from hetero_gateway.gateway.wire.hops import loop_detected
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import error_body
+from hetero_gateway.gateway.wire.websocket import GONE
 
-# Audio in base64; vLLM takes no more than 25 MB of it.
-MOST_MESSAGE_BYTES = 1 << 24
 # Of one process; each may hold a few messages.
 _MOST_SESSIONS = 1000
-_GOING_AWAY, _RESTARTING, _ABNORMAL = 1001, 1012, 1006
+_GOING_AWAY, _ABNORMAL, _NOT_ALLOWED, _BROKEN, _RESTARTING = 1001, 1006, 1008, 1011, 1012
 # Codes that may stand in a close frame (RFC 6455, 7.4).
 _CLOSE_CODES = range(1000, 5000)
 _NOT_SENT_CODES = (1004, 1005, _ABNORMAL, 1015)
 _MOST_REASON_BYTES = 123
+
+_SUBPROTOCOL = re.compile(r"[-!#$%&'*+.^_`|~0-9A-Za-z]{1,256}")
+_MOST_SUBPROTOCOLS = 16
+_KEY_SUBPROTOCOL = "openai-insecure-api-key."
+# A browser gives up unless one of those that it offered is chosen; vLLM chooses none.
+_REALTIME_SUBPROTOCOL = "realtime"
 
 
 class _Place:
@@ -75,20 +96,32 @@ class _Place:
 
 
 class _Seen:
-    """What is seen of an attempt: ``dispatcher.Seen``. What passes in a session is nobody's."""
+    """What is seen of an attempt: ``dispatcher.Seen``. Its tokens are those that passed."""
 
     status = 0
-    first_body_at_s: float | None = None
     events = 0
+    body_bytes = 0
     empty = False
     congested = False
 
     def __init__(self) -> None:
         self.error: InstanceError | None = None
         self.complete = False
+        self.first_body_at_s: float | None = None
+        self.meter: Meter | None = None
 
     def usage(self) -> Usage:
-        return Usage(None, None, None)
+        if self.meter is None:
+            return Usage(None, None, None)
+        return Usage(self.meter.input_tokens, self.meter.output_tokens, None)
+
+
+class _End(NamedTuple):
+    """How a session ends: with which code and reason of a close frame, and what that counts as."""
+
+    code: int | None
+    reason: str
+    outcome: Outcome = Outcome.COMPLETED
 
 
 class Realtime:
@@ -129,16 +162,20 @@ class Realtime:
 
     async def _serve(self, inbound: Inbound, scope: Scope, receive: Receive, send: Send) -> None:
         rooms = self._dataplane.rooms
+        offered, shown = _split(scope.get("subprotocols") or [])
         try:
             _check_origin(inbound, rooms.cors)
-            client = rooms.admission.admit(inbound)
+            if inbound.came_through:
+                rooms.hops.check(inbound.came_through)
+            client = rooms.admission.client_of([*inbound.headers, *shown])
             parsed = rooms.intake.read_realtime(inbound)
         except Refusal:
             rooms.dispatcher.note(None, "rejected")
             raise
         inbound.received_s = time.monotonic()
         job = rooms.dispatcher.describe(inbound, client, parsed, None)
-        session = _Session(rooms, inbound, job, scope.get("subprotocols") or [])
+        session = _Session(rooms, inbound, job, offered)
+        session.gone = scope.get("extensions", {}).get(GONE)
         try:
             await session.run(receive, send)
         finally:
@@ -147,7 +184,7 @@ class Realtime:
 
 
 class _Session:
-    """One session, from its placement to its end."""
+    """One session, from its placement to its end. ``gone``: the client is, if anybody says so."""
 
     def __init__(self, rooms: Rooms, inbound: Inbound, job: Job, subprotocols: list[str]) -> None:
         self._rooms = rooms
@@ -156,6 +193,8 @@ class _Session:
         self._subprotocols = subprotocols
         self._deadline_s = inbound.received_s + rooms.total_timeout_s
         self._active_s = inbound.received_s
+        self._spending = asyncio.Lock()
+        self.gone: asyncio.Event | None = None
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Raises Refusal, before the session is accepted."""
@@ -167,10 +206,14 @@ class _Session:
             seen, outcome, final = _Seen(), Outcome.CLIENT_DISCONNECTED, True
             try:
                 upstream = await self._connect(place.instance)
-                async with upstream:
+                try:
                     await self._accept(send, place.instance, upstream)
-                    outcome = await self._pass_on(upstream, receive, send)
+                    seen.first_body_at_s = time.monotonic()
+                    meter = seen.meter = Meter(context_of(place.instance))
+                    outcome = await self._pass_on(upstream, receive, send, meter)
                     return
+                finally:
+                    upstream.transport.abort()
             except InstanceError as error:
                 failure = seen.error = error
                 outcome = error.failure.outcome
@@ -180,6 +223,8 @@ class _Session:
                     raise refusal_of(error, place.instance, spent=len(tried) > 1) from error
             finally:
                 seen.complete = outcome is Outcome.COMPLETED
+                # Nothing is learnt from how long an answer a session is.
+                self._job.features = None
                 rooms.dispatcher.settle(self._job, place, seen, outcome, final=final)
 
     async def _place(self, tried: list[InstanceId], failure: InstanceError | None) -> Place:
@@ -204,155 +249,215 @@ class _Session:
             raise rejection(place, failure, self._inbound.path, spent=spent)
         return place
 
-    async def _connect(self, instance: Instance) -> Any:
-        """Raises InstanceError."""
-        # Imported here: few ever need it.
-        from websockets.asyncio.client import connect
-        from websockets.exceptions import InvalidStatus, WebSocketException
-        from websockets.typing import Subprotocol
-
-        pool, rooms = instance.pool, self._rooms
-        parts = urlsplit(instance.config.base_url)
-        scheme = "wss" if parts.scheme == "https" else "ws"
-        target = (pool.path_prefix + self._inbound.target).decode("ascii")
+    async def _connect(self, instance: Instance) -> InstanceWebSocket:
+        """Raises InstanceError; Refusal where the session has come back to a gateway."""
+        target = _with_one_model(self._inbound.target, self._job.parsed.model or "")
+        timeout_s = self._rooms.connect_timeout_s
+        headers = self._headers(instance)
         try:
-            upstream = await connect(
-                f"{scheme}://{parts.netloc}{target}",
-                additional_headers=self._headers(instance),
-                subprotocols=[Subprotocol(name) for name in self._subprotocols] or None,
-                ssl=instance.ssl_context if scheme == "wss" else None,
-                open_timeout=rooms.connect_timeout_s,
-                max_size=MOST_MESSAGE_BYTES,
-                max_queue=4,
-                compression=None,
-                ping_interval=None,
-                user_agent_header=None,
-                proxy=None,
-            )
-        except InvalidStatus as error:
-            message = f"it answered {error.response.status_code}"
-            raise InstanceError(Failure.PROTOCOL, message) from error
-        except TimeoutError as error:
-            raise InstanceError(Failure.CONNECT, "no connection in time") from error
-        except (OSError, WebSocketException) as error:
-            raise InstanceError(Failure.CONNECT, f"no WebSocket: {error}") from error
-        address = str((upstream.remote_address or ("",))[0])
-        if is_link_local(address) and not pool.allows_link_local:
-            await upstream.close()
-            raise InstanceError(Failure.CONNECT, f"{address}: link-local addresses are not allowed")
-        return upstream
+            return await open_websocket(instance, target, headers, self._subprotocols, timeout_s)
+        except InstanceError as error:
+            if error.failure is Failure.LOOP and self._inbound.came_through:
+                raise loop_detected("The request has come back to a gateway.") from error
+            raise
 
     def _headers(self, instance: Instance) -> list[tuple[str, str]]:
-        dropped = NOT_TO_INSTANCES
+        withheld = self._rooms.fields.withheld
         if self._rooms.admission.has_key or instance.api_key is not None:
-            dropped = NOT_TO_INSTANCES_NOR_CREDENTIALS
+            withheld = self._rooms.fields.withheld_with_credentials
         named = self._inbound.dropped
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in self._inbound.headers
-            if name not in dropped and name not in named and not name.startswith(b"sec-websocket-")
+            if not withheld(name) and name not in named and not name.startswith(b"sec-websocket-")
         ]
         headers.append(("x-request-id", self._inbound.request_id.decode()))
+        headers.append(self._rooms.hops.pair_behind(self._inbound.came_through))
         if instance.api_key is not None:
             headers.append(("authorization", f"Bearer {instance.api_key}"))
         return headers
 
-    async def _accept(self, send: Send, instance: Instance, upstream: Any) -> None:
+    async def _accept(self, send: Send, instance: Instance, upstream: InstanceWebSocket) -> None:
         headers = [
             (b"x-request-id", self._inbound.request_id),
             (b"x-hetero-gateway-instance", instance.id.encode()),
         ]
-        await send(
-            {
-                "type": "websocket.accept",
-                "subprotocol": upstream.subprotocol,
-                "headers": headers,
-            }
-        )
+        chosen: str | None = upstream.subprotocol
+        if chosen is None and _REALTIME_SUBPROTOCOL in self._subprotocols:
+            chosen = _REALTIME_SUBPROTOCOL
+        await send({"type": "websocket.accept", "subprotocol": chosen, "headers": headers})
 
-    async def _pass_on(self, upstream: Any, receive: Receive, send: Send) -> Outcome:
+    async def _pass_on(
+        self, upstream: InstanceWebSocket, receive: Receive, send: Send, meter: Meter
+    ) -> Outcome:
         """Messages both ways, until one side closes; returns what came of it."""
-        to_instance = asyncio.ensure_future(self._to_instance(upstream, receive))
-        to_client = asyncio.ensure_future(self._to_client(upstream, send))
-        watch = asyncio.ensure_future(self._watch())
-        sides = (to_instance, to_client, watch)
+        sides = [
+            asyncio.ensure_future(self._to_client(upstream, send, meter)),
+            asyncio.ensure_future(self._to_instance(upstream, receive, send, meter)),
+            asyncio.ensure_future(self._watch(upstream)),
+        ]
+        if self.gone is not None:
+            sides.append(asyncio.ensure_future(_without_client(self.gone)))
+        end = _End(_RESTARTING, "the gateway is shutting down")
         try:
-            await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
-            if to_client.done():
-                code, reason = upstream.close_code, upstream.close_reason
-                with contextlib.suppress(Exception):
-                    await send(_closing(code, reason or ""))
-                return Outcome.UPSTREAM_ERROR if code == _ABNORMAL else Outcome.COMPLETED
-            if to_instance.done():
-                code, reason = to_instance.result()
-                closing = _closing(code, reason)
-                await upstream.close(closing["code"], closing["reason"])
-                return Outcome.COMPLETED
-            with contextlib.suppress(Exception):
-                await send(_closing(_GOING_AWAY, "the session is over"))
-            await upstream.close(_GOING_AWAY, "the session is over")
-            return Outcome.TIMED_OUT
-        except asyncio.CancelledError:
-            # The gateway ends.
-            with contextlib.suppress(Exception):
-                await send(_closing(_RESTARTING, "the gateway is shutting down"))
-            raise
+            done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
+            end = _End(_BROKEN, "")
+            end = next(side for side in sides if side in done).result()
+            return end.outcome
         finally:
             for side in sides:
                 side.cancel()
             await asyncio.gather(*sides, return_exceptions=True)
+            closing = _closing(end.code, end.reason)
+            await asyncio.gather(
+                _close_client(send, closing),
+                close_websocket(upstream, closing["code"], closing["reason"]),
+            )
 
-    async def _to_instance(self, upstream: Any, receive: Receive) -> tuple[int, str]:
-        """Until the client closes: with which code and reason."""
-        from websockets.exceptions import ConnectionClosed
-
+    async def _to_instance(
+        self, upstream: InstanceWebSocket, receive: Receive, send: Send, meter: Meter
+    ) -> _End:
+        """Until the client closes, or may send no more."""
+        parsed = self._job.parsed
+        events = ClientEvents(parsed.model or "", parsed.asked, self._rooms.intake.readers.allowed)
         while True:
             message = await receive()
             if message["type"] == "websocket.disconnect":
-                return message.get("code") or 1000, message.get("reason") or ""
+                return _End(message.get("code") or 1000, message.get("reason") or "")
             self._active_s = time.monotonic()
             text = message.get("text")
             try:
-                await upstream.send(text if text is not None else message["bytes"])
+                event = events.read(text if text is not None else message["bytes"])
+            except Refusal as refusal:
+                await _say(send, refusal)
+                continue
+            meter.sent(event)
+            if (over := await self._over_limit(meter)) is not None:
+                meter.take_back(event)
+                await _say(send, over)
+                return _End(_NOT_ALLOWED, over.code)
+            try:
+                await upstream.send(event.message)
             except ConnectionClosed:
                 await asyncio.Event().wait()  # the other side has seen it, too
 
-    async def _to_client(self, upstream: Any, send: Send) -> None:
-        """Until the instance closes, or the client is gone."""
-        async for message in upstream:
+    async def _to_client(self, upstream: InstanceWebSocket, send: Send, meter: Meter) -> _End:
+        """Until the instance closes, the client is gone, or may get no more."""
+        while True:
+            try:
+                message = await upstream.recv()
+            except ConnectionClosed:
+                break
             self._active_s = time.monotonic()
+            meter.answered(message)
             kind = "text" if isinstance(message, str) else "bytes"
             try:
                 await send({"type": "websocket.send", kind: message})
             except Exception:  # however a server says that its client is gone
                 await asyncio.Event().wait()  # ``receive`` says so as well
+            if (over := await self._over_limit(meter)) is not None:
+                await _say(send, over)
+                return _End(_NOT_ALLOWED, over.code)
+        code, reason = upstream.close_code, upstream.close_reason
+        broken = code == _ABNORMAL
+        return _End(code, reason or "", Outcome.UPSTREAM_ERROR if broken else Outcome.COMPLETED)
 
-    async def _watch(self) -> None:
-        """Until the session has lasted for too long, or been silent."""
-        idle_s = self._rooms.deadlines.idle_s
+    async def _over_limit(self, meter: Meter) -> Refusal | None:
+        """Charge the client for what has passed; what to say if that is more than it may use."""
+        if not self._job.client.accounts:
+            return None
+        async with self._spending:
+            try:
+                tokens = meter.input_tokens + meter.output_tokens
+                await self._rooms.dispatcher.spend(self._job, tokens)
+            except Refusal as refusal:
+                return refusal
+        return None
+
+    async def _watch(self, upstream: InstanceWebSocket) -> _End:
+        """Until the session has lasted for too long, been silent, or its instance reads nothing."""
+        deadlines, transport = self._rooms.deadlines, upstream.transport
+        acked_bytes, stalled_s = -1, 0.0
         while True:
             now_s = time.monotonic()
-            left_s = min(self._deadline_s - now_s, self._active_s + idle_s - now_s)
+            left_s = min(self._deadline_s, self._active_s + deadlines.idle_s) - now_s
             if left_s <= 0:
-                return
-            await asyncio.sleep(left_s)
+                return _End(_GOING_AWAY, "the session is over", Outcome.TIMED_OUT)
+            if not transport.get_write_buffer_size():
+                acked_bytes = -1
+            elif (acked := acknowledged_bytes(transport)) != acked_bytes:
+                acked_bytes, stalled_s = acked, now_s
+            elif now_s - stalled_s >= deadlines.write_s:
+                return _End(_GOING_AWAY, "the instance reads nothing", Outcome.TIMED_OUT)
+            await asyncio.sleep(min(left_s, deadlines.write_s / 4))
+
+
+async def _without_client(gone: asyncio.Event) -> _End:
+    """Until the client is gone, and nothing of what it sent last waits to be sent on."""
+    await gone.wait()
+    await asyncio.sleep(CLOSE_S)
+    return _End(_GOING_AWAY, "the client is gone")
+
+
+async def _say(send: Send, refusal: Refusal) -> None:
+    """To a client, if it is there: why something is not done."""
+    with contextlib.suppress(Exception):  # however a server says that its client is gone
+        await send({"type": "websocket.send", "text": error_event(refusal)})
+
+
+async def _close_client(send: Send, closing: dict[str, Any]) -> None:
+    """Close its side, unless it is gone or reads nothing: the server cuts it then."""
+    with contextlib.suppress(Exception):  # however a server says that its client is gone
+        async with asyncio.timeout(CLOSE_S):
+            await send(closing)
+
+
+def _split(subprotocols: list[str]) -> tuple[list[str], Headers]:
+    """Those that are an instance's business, and a key among the others as a header field."""
+    offered: list[str] = []
+    shown: Headers = []
+    for name in subprotocols[:_MOST_SUBPROTOCOLS]:
+        if name.lower().startswith(_KEY_SUBPROTOCOL):
+            key = name[len(_KEY_SUBPROTOCOL) :].encode("latin-1", "replace")
+            shown.append((b"authorization", b"Bearer " + key))
+        elif _SUBPROTOCOL.fullmatch(name) and name not in offered:
+            offered.append(name)
+    return offered, shown
+
+
+def _with_one_model(target: bytes, model: str) -> bytes:
+    """A path and query that name no model but this one."""
+    path, mark, query = target.partition(b"?")
+    fields = query.split(b"&")
+    named = [
+        i
+        for i, field in enumerate(fields)
+        if unquote_to_bytes(field.partition(b"=")[0].replace(b"+", b" ")) == b"model"
+    ]
+    if not named:
+        return target
+    name = quote(model, safe="/:").encode()
+    if len(named) > 1 or unquote_to_bytes(fields[named[0]].partition(b"=")[2]) != model.encode():
+        fields[named[0]] = b"model=" + name
+        fields = [field for i, field in enumerate(fields) if i not in named[1:]]
+    return path + mark + b"&".join(fields)
 
 
 def _check_origin(inbound: Inbound, cors: Cors | None) -> None:
     """A browser asks nobody before it opens one. Raises Refusal: 403 to another site's page."""
-    fields = dict(inbound.headers)
-    origin, host = fields.get(b"origin"), fields.get(b"host", b"")
-    if origin is None or origin.partition(b"://")[2] == host:
-        return
-    if cors is None or not cors.allows(origin):
-        detail = "Pages of this origin may not: server.cors.origins."
-        raise Refusal(403, "origin_not_allowed", detail)
+    host = dict(inbound.headers).get(b"host", b"")
+    for name, origin in inbound.headers:
+        if name != b"origin" or (host and origin.partition(b"://")[2] == host):
+            continue
+        if cors is None or not cors.allows(origin):
+            detail = "Pages of this origin may not: server.cors.origins."
+            raise Refusal(403, "origin_not_allowed", detail)
 
 
 def _closing(code: int | None, reason: str) -> dict[str, Any]:
     """A close frame with a code that may stand in one."""
     if code not in _CLOSE_CODES or code in _NOT_SENT_CODES:
-        code = 1000 if code in (None, 1005) else 1011
+        code = 1000 if code in (None, 1005) else _BROKEN
     short = reason.encode()[:_MOST_REASON_BYTES].decode("utf-8", "ignore")
     return {"type": "websocket.close", "code": code, "reason": short}
 

@@ -133,7 +133,7 @@ class RecordingRecorder(Recorder):
         request, parsed = placed.decision.request, job.parsed
         told_prompt, out, cached = None, 0, None
         if exchange.first_body_at_s is not None and exchange.status < 400:
-            told_prompt, out = self._believed(job, context_of(placed), exchange)
+            told_prompt, out = self._believed(job, context_of(placed.instance), exchange)
             cached = exchange.usage().cached_tokens
         prompt = request.prompt_tokens
         if told_prompt:

@@ -18,7 +18,13 @@ from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.lengths.estimates import BytesPerToken, can_hold
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
 from hetero_gateway.core.types import Outcome, Usage
-from hetero_gateway.engines.vllm import Work, tokens_of_events
+from hetero_gateway.engines.vllm import (
+    REALTIME,
+    Work,
+    least_tokens_of_bytes,
+    least_tokens_of_events,
+    tokens_of_events,
+)
 from hetero_gateway.gateway.admission.usage import Usage as ClientUsage
 from hetero_gateway.gateway.control.history import RequestHistory
 from hetero_gateway.gateway.control.metrics import Metrics, Series
@@ -27,20 +33,27 @@ from hetero_gateway.gateway.dataplane.placement import Placed
 from hetero_gateway.gateway.failures import Failure, InstanceError, Suspicion
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
-from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.wire.hops import LOOP_DETECTED
+from hetero_gateway.gateway.wire.openai import ParsedRequest
 
 _log = logging.getLogger(__name__)
 
 # How long a request's counts may wait for others', and how many do at most.
 LATER_S = 0.05
 _MOST_LATER = 32
-# Not implemented, or not in this version of HTTP: what was asked for is wrong.
-_NO_FAULT = (501, 505)
+# Not implemented, or not in this version of HTTP: what was asked for is wrong. Of a loop that is an
+# instance's fault, its attempt has the error (``Failure.LOOP``).
+_NO_FAULT = (501, 505, LOOP_DETECTED)
 # What a request is taken to last where nothing is known of its instance.
 _UNKNOWN_LATENCY_S = 1.0
 _COSTS_A_PROMPT = (Outcome.CLIENT_DISCONNECTED, Outcome.TIMED_OUT)
 # Of an instance that does not tell its own.
 _MOST_CONTEXT_TOKENS = 1 << 24
+# Of an answer that is no longer, its size says nothing.
+_SHORT_ANSWER_BYTES = 8192
+# Of a token id in a list, as JSON.
+_BYTES_OF_AN_ID = 8
 # In place of an instance's id: all services elsewhere.
 OUTSIDE = "outside"
 
@@ -48,8 +61,8 @@ OUTSIDE = "outside"
 class Answered(Protocol):
     """A response as far as it was seen: an ``Exchange``, or what another data plane reports.
 
-    ``status``: 0 before its head; ``first_body_at_s``: monotonic; ``usage``: the tokens as its end
-    stated them. None: not seen.
+    ``status``: 0 before its head; ``first_body_at_s``: monotonic; ``body_bytes``: as announced, or
+    of what was kept of it; ``usage``: the tokens as its end stated them. None: not seen.
     """
 
     @property
@@ -63,6 +76,9 @@ class Answered(Protocol):
 
     @property
     def events(self) -> int: ...
+
+    @property
+    def body_bytes(self) -> int: ...
 
     @property
     def empty(self) -> bool: ...
@@ -134,7 +150,7 @@ class Recorder:
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
             if final:
-                self._bill(job, context_of(placed), exchange, outcome, time.monotonic())
+                self._bill(job, context_of(placed.instance), exchange, outcome, time.monotonic())
             return  # removed meanwhile: its series are gone for good
         now_s = time.monotonic()
         if outcome is Outcome.COMPLETED and exchange.error is None and exchange.status < 400:
@@ -186,7 +202,7 @@ class Recorder:
         self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
     ) -> None:
         metrics, instance = self._metrics, placed.instance
-        told_prompt, output = self._bill(job, context_of(placed), exchange, outcome, now_s)
+        told_prompt, output = self._bill(job, context_of(placed.instance), exchange, outcome, now_s)
         if self._fleet.instances.get(instance.id) is not instance:
             return
         series = metrics.counts(job.request.model, instance.id)
@@ -281,24 +297,24 @@ class Recorder:
     def _believed(self, job: Job, context: int, exchange: Answered) -> tuple[int | None, int]:
         """(prompt tokens, output tokens) as the engine reported them, where they can be true.
 
-        A prompt is no longer than its body and the instance's context; an answer no longer than
-        the context and what was asked for. Where no output is told, its events are counted.
+        A prompt is no longer than its body and the instance's context, and as long as the token ids
+        in it. An answer is no longer than the context and what was asked for, and no shorter than
+        what came. Where no output is told, its events are counted.
         """
         request, parsed = job.request, job.parsed
         prompt, output, _ = exchange.usage()
-        if prompt is not None and (
-            prompt > context * parsed.prompt_count
-            or (
-                not parsed.media_parts
-                and not parsed.previous
-                and parsed.text_bytes
-                and not can_hold(parsed.text_bytes, prompt)
-            )
-        ):
+        if prompt is not None and not (_is_session(job) or _can_be(prompt, parsed, context)):
+            # (A session's prompts are many, and its tokens the gateway's own count.)
             prompt = None
         longest = min(context, parsed.max_output_tokens or context) * request.sequences
-        if output is None or output > longest:
+        if output is None or (output > longest and not _is_session(job)):
             output = min(tokens_of_events(job.inbound.path, exchange.events), longest)
+        elif parsed.stream:
+            if output < least_tokens_of_events(request.sequences, exchange.events):
+                # Half of what came is not believed: as much as without a usage is nearer.
+                output = min(tokens_of_events(job.inbound.path, exchange.events), longest)
+        elif exchange.body_bytes > _SHORT_ANSWER_BYTES:
+            output = max(output, min(_least_output_tokens(job, exchange), longest))
         return prompt, output
 
     def _remember(self, job: Job, told_prompt: int | None, output_tokens: float) -> None:
@@ -316,9 +332,37 @@ class Recorder:
         )
 
 
-def context_of(placed: Placed) -> int:
-    """The longest sequence of a request's instance, in tokens, as far as it is known."""
-    return placed.instance.max_model_len or _MOST_CONTEXT_TOKENS
+def _is_session(job: Job) -> bool:
+    """Whether it is a WebSocket."""
+    return job.inbound.path == REALTIME
+
+
+def context_of(instance: Instance) -> int:
+    """An instance's longest sequence in tokens, as far as it is known."""
+    return instance.max_model_len or _MOST_CONTEXT_TOKENS
+
+
+def _can_be(prompt_tokens: int, parsed: ParsedRequest, context_tokens: int) -> bool:
+    """Whether all prompts of a request can be this long."""
+    if prompt_tokens > context_tokens * parsed.prompt_count:
+        return False
+    if parsed.media_parts or parsed.previous:
+        return True
+    given, text_bytes = parsed.exact_prompt_tokens or 0, parsed.text_bytes
+    if (given or text_bytes) and not can_hold(given + text_bytes, prompt_tokens):
+        return False
+    return prompt_tokens >= given or parsed.truncates
+
+
+def _least_output_tokens(job: Job, exchange: Answered) -> int:
+    """What came of an answer that is no stream is so many tokens at least."""
+    parsed = job.parsed
+    if parsed.wordy or job.inbound.work is not Work.GENERATE:
+        return 0
+    asked_bytes = parsed.text_bytes + _BYTES_OF_AN_ID * (parsed.exact_prompt_tokens or 0)
+    return least_tokens_of_bytes(
+        job.inbound.path, job.request.sequences, exchange.body_bytes, asked_bytes
+    )
 
 
 def label_of(outcome: Outcome, exchange: Answered) -> str:

@@ -95,6 +95,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_announced_bytes",
         "_decode",
         "_downstream",
         "_extra_headers",
@@ -139,6 +140,7 @@ class Exchange:
         self._extra_headers = extra_headers
         self._tail: deque[bytes] = deque(maxlen=_TAIL_READS)
         self._usage: Usage | None = None  # once it is complete
+        self._announced_bytes: int | None = None
         self._pending = b""
         self._decode = False
         self._rechunk = False
@@ -161,6 +163,7 @@ class Exchange:
 
     def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
         self.status = head.status
+        self._announced_bytes = head.content_length
         self.active = True
         self._decode = not self._downstream.passes_framing
         self._rechunk = not self._decode and head.ends_at_close
@@ -289,6 +292,12 @@ class Exchange:
         return not tail or (len(tail) == 1 and tail[0] == _LAST_CHUNK)
 
     @property
+    def body_bytes(self) -> int:
+        """Of the response's body, as its head says, or at least."""
+        announced = self._announced_bytes
+        return sum(map(len, self._tail)) if announced is None else announced
+
+    @property
     def streams(self) -> bool:
         """Whether the response, as far as its head is here, is one of server-sent events."""
         return self.content_type.startswith(b"text/event-stream")
@@ -308,10 +317,10 @@ class Exchange:
         downstream = self._downstream
         if self.streams:
             event = sse_error_event(error, self._path)
-            last = self._tail[-1] if self._tail else b""
+            connection = self.connection
             if self._decode:
                 downstream.write(event)
-            elif self._rechunk or not last or last.endswith(b"\n\r\n"):
+            elif self._rechunk or (connection is not None and connection.passed_whole_chunks):
                 downstream.write(b"%x\r\n%b\r\n" % (len(event), event))
         downstream.cut()
 
@@ -377,6 +386,11 @@ class Deadlines:
     def idle_s(self) -> float:
         """How long a response, or a session, may be silent."""
         return self._config.idle_s
+
+    @property
+    def write_s(self) -> float:
+        """How long the other side of a connection may read nothing of what was written."""
+        return self._config.write_s
 
     def __len__(self) -> int:
         return len(self._exchanges)

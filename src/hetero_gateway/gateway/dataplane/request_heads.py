@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from hetero_gateway.engines.vllm import PRIORITY_HEADER
 from hetero_gateway.gateway.dataplane.routes import Outside
 from hetero_gateway.gateway.fleet.instances import Instance
-from hetero_gateway.gateway.wire.headers import (
-    NOT_TO_INSTANCES,
-    NOT_TO_INSTANCES_NOR_CREDENTIALS,
-)
+from hetero_gateway.gateway.wire.headers import Withheld
+from hetero_gateway.gateway.wire.hops import Hops
 from hetero_gateway.gateway.wire.inbound import Inbound
 
 # A service elsewhere gets what it needs to read the body, and nothing of the client.
@@ -15,44 +14,63 @@ _TO_OUTSIDE = frozenset((b"accept", b"content-type"))
 
 
 def head_to_instance(
-    inbound: Inbound, instance: Instance, *, hides_credentials: bool, traceparent: bytes | None
+    inbound: Inbound,
+    instance: Instance,
+    hops: Hops,
+    withheld: Withheld,
+    *,
+    size_bytes: int,
+    traceparent: bytes | None,
+    priority: int | None = None,
 ) -> bytes:
     """Of a request to an engine: all of its end-to-end fields, but what is the gateway's own.
 
     Args:
-        hides_credentials: what the client proves itself with is not the instance's business.
+        hops: of this gateway.
+        withheld: what of the client's is not the instance's business.
+        size_bytes: of the body.
         traceparent: in place of the client's; None: that passes.
+        priority: with which the engine is to schedule it; None: it has none.
     """
     pool = instance.pool
     parts = [
         inbound.method, b" ", pool.path_prefix, inbound.target,
         b" HTTP/1.1\r\nhost: ", pool.host_header,
         b"\r\nx-request-id: ", inbound.request_id,
-        b"\r\ncontent-length: %d\r\n" % len(inbound.body),
+        b"\r\ncontent-length: %d\r\n" % size_bytes, _hops_field(inbound, hops),
     ]  # fmt: skip
-    dropped = NOT_TO_INSTANCES_NOR_CREDENTIALS if hides_credentials else NOT_TO_INSTANCES
+    headers = inbound.headers
     if inbound.dropped:
-        dropped = dropped.union(inbound.dropped)
+        headers = [pair for pair in headers if pair[0] not in inbound.dropped]
     if traceparent is not None:
-        dropped = dropped.union((b"traceparent",))
+        headers = [pair for pair in headers if pair[0] != b"traceparent"]
         parts += (b"traceparent: ", traceparent, b"\r\n")
-    for name, value in inbound.headers:
-        if name not in dropped:
+    if priority is not None:
+        headers = [pair for pair in headers if pair[0] != PRIORITY_HEADER]
+        parts += (PRIORITY_HEADER, b": %d\r\n" % priority)
+    passing = withheld.passing
+    for name, value in headers:
+        if name in passing or not withheld(name):
             parts += (name, b": ", value, b"\r\n")
     return _ended(parts, instance.api_key)
 
 
-def head_to_outside(inbound: Inbound, outside: Outside) -> bytes:
-    """Of a request to a service elsewhere."""
+def head_to_outside(inbound: Inbound, outside: Outside, hops: Hops) -> bytes:
+    """Of a request to a service elsewhere, which may be a gateway as well."""
     parts = [
         inbound.method, b" ", outside.pool.path_prefix, inbound.target,
         b" HTTP/1.1\r\nhost: ", outside.pool.host_header,
-        b"\r\ncontent-length: %d\r\n" % len(inbound.body),
+        b"\r\ncontent-length: %d\r\n" % len(inbound.body), _hops_field(inbound, hops),
     ]  # fmt: skip
     for name, value in inbound.headers:
         if name in _TO_OUTSIDE:
             parts += (name, b": ", value, b"\r\n")
     return _ended(parts, outside.api_key)
+
+
+def _hops_field(inbound: Inbound, hops: Hops) -> bytes:
+    came = inbound.came_through
+    return hops.field_behind(came) if came else hops.field
 
 
 def _ended(parts: list[bytes], api_key: str | None) -> bytes:

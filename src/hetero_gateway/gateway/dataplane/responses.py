@@ -12,14 +12,18 @@ which the instance most likely still has in its cache.
                                      becomes a key of its own, since nobody has read it
     another one continues it         is used, and so goes last when there is no room
 
-Bounded in number, in keys and in age. A response is known by a hash of its id, which begins with a
-secret and, where clients are isolated, with whose it is. Whoever schedules has the table; it is
-lost with its process, and not shared between gateways. An unknown id is the engine's to judge.
+Bounded in number, in keys and in age; an owner with more than its share makes the room. A response
+is known by a hash of its id, which begins with a secret and with whose it is: where clients have
+names or are isolated, another one's is as one that never was. Whoever schedules has the table, and
+each worker what it passed on, of which it reports to a new scheduler process; it is lost with the
+gateway, and not shared between gateways. An unknown id is refused where a response has an owner,
+and else the engine's to judge.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from itertools import islice
 
 from hetero_gateway.core.prefixes.keys import PrefixKeys, joined, key_of_one, namespace
 from hetero_gateway.core.types import InstanceId
@@ -40,9 +44,10 @@ class Response:
         model: that made it.
         keys: of the same; None: nobody asked for any.
         head: what another one must have, too, to begin with it.
+        owner: the name of its client; "" for everybody without one.
     """
 
-    __slots__ = ("head", "instance_id", "keys", "model", "name", "noted_s", "tokens")
+    __slots__ = ("head", "instance_id", "keys", "model", "name", "noted_s", "owner", "tokens")
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class Response:
         keys: PrefixKeys | None,
         head: int,
         model: str = "",
+        owner: str = "",
     ) -> None:
         self.name = name
         self.instance_id = instance_id
@@ -59,6 +65,7 @@ class Response:
         self.keys = keys
         self.head = head
         self.model = model
+        self.owner = owner
         self.noted_s = 0.0
 
     def __repr__(self) -> str:
@@ -87,7 +94,10 @@ class Responses:
     """The table. Nothing here reads a clock."""
 
     def __init__(self) -> None:
-        self._by_name: OrderedDict[bytes, Response] = OrderedDict()
+        self._by_name: dict[bytes, Response] = {}
+        # Each owner's, with the one that was used last at the end.
+        self._by_owner: dict[str, OrderedDict[bytes, Response]] = {}
+        self._keys_by_owner: Counter[str] = Counter()
         self._keys = 0
 
     def __len__(self) -> int:
@@ -96,42 +106,71 @@ class Responses:
     def __repr__(self) -> str:
         return f"<Responses: {len(self)}, {self._keys} keys>"
 
+    def latest(self, count: int) -> list[Response]:
+        """At most so many, in the order in which they were made."""
+        return [*islice(reversed(self._by_name.values()), count)][::-1]
+
+    def owners(self) -> dict[str, int]:
+        """How many each owner has."""
+        return {owner: len(mine) for owner, mine in self._by_owner.items()}
+
     def note(self, response: Response, now_s: float) -> None:
         """An instance has begun to answer with it. ``now_s``: monotonic."""
         self._drop(response.name)
         response.noted_s = now_s
         self._by_name[response.name] = response
-        self._keys += _keys_of(response)
-        self._make_room(now_s)
+        mine = self._by_owner.setdefault(response.owner, OrderedDict())
+        mine[response.name] = response
+        self._count(response.owner, _keys_of(response))
+        self._make_room(response, now_s)
 
     def complete(self, response: Response, prompt_tokens: int, output_tokens: int) -> None:
         """See ``Response.complete``."""
         before = _keys_of(response)
         response.complete(prompt_tokens, output_tokens)
         if self._by_name.get(response.name) is response:
-            self._keys += _keys_of(response) - before
+            self._count(response.owner, _keys_of(response) - before)
 
     def find(self, name: bytes, now_s: float) -> Response | None:
         """The one of this name, if it is known; it was used just now."""
         response = self._by_name.get(name)
         if response is None or now_s - response.noted_s > _KEPT_FOR_S:
             return None
-        self._by_name.move_to_end(name)
+        self._by_owner[response.owner].move_to_end(name)
         return response
 
-    def _make_room(self, now_s: float) -> None:
-        responses = self._by_name
-        while responses and (
-            len(responses) > _MOST_RESPONSES
-            or self._keys > _MOST_KEYS
-            or now_s - next(iter(responses.values())).noted_s > _KEPT_FOR_S
-        ):
-            self._drop(next(iter(responses)))
+    def _make_room(self, latest: Response, now_s: float) -> None:
+        mine = self._by_owner[latest.owner]
+        while now_s - (first := next(iter(mine.values()))).noted_s > _KEPT_FOR_S:
+            self._drop(first.name)  # never the latest, which is of now
+        # By what the latest one's owner has; most often it is the one with too many.
+        own, owners = latest.owner, self._by_owner
+        while len(self._by_name) > _MOST_RESPONSES:
+            above = len(owners.get(own, ())) * len(owners) >= len(self._by_name)
+            self._drop_of(own if above else max(owners, key=lambda owner: len(owners[owner])))
+        keys = self._keys_by_owner
+        while self._keys > _MOST_KEYS:
+            above = keys[own] * len(owners) >= self._keys
+            self._drop_of(own if above else max(keys, key=keys.__getitem__))
+
+    def _drop_of(self, owner: str) -> None:
+        """The one of an owner that was not used for longest."""
+        self._drop(next(iter(self._by_owner[owner])))
 
     def _drop(self, name: bytes) -> None:
         response = self._by_name.pop(name, None)
-        if response is not None:
-            self._keys -= _keys_of(response)
+        if response is None:
+            return
+        owner = response.owner
+        self._count(owner, -_keys_of(response))
+        mine = self._by_owner[owner]
+        del mine[name]
+        if not mine:
+            del self._by_owner[owner], self._keys_by_owner[owner]
+
+    def _count(self, owner: str, keys: int) -> None:
+        self._keys += keys
+        self._keys_by_owner[owner] += keys
 
 
 def _keys_of(response: Response) -> int:

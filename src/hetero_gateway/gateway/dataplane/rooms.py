@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hetero_gateway.gateway.admission.clients import Admission
@@ -11,9 +11,12 @@ from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Tracing
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
+from hetero_gateway.gateway.dataplane.priorities import Priorities
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.dataplane.retry_budget import RetryBudget
 from hetero_gateway.gateway.wire.cors import Cors
+from hetero_gateway.gateway.wire.headers import RequestFields
+from hetero_gateway.gateway.wire.hops import Hops
 
 if TYPE_CHECKING:
     from hetero_gateway.gateway.dataplane.attempts import Attempts
@@ -48,9 +51,11 @@ class Rooms:
     """What every request passes through.
 
     ``open``: the requests that are not over; ``ended``: hears of those that are, and
-    ``tracing`` has spans of them, if anybody wants that.
+    ``tracing`` has spans of them, if anybody wants that. ``fields``: which of a request's headers
+    go on. ``priorities``: what engines are told of whom they serve first; None: nothing.
     """
 
+    hops: Hops
     admission: Admission
     intake: Intake
     dispatcher: Dispatcher
@@ -65,3 +70,5 @@ class Rooms:
     ended: EndedRequests | None = None
     cors: Cors | None = None
     tracing: Tracing | None = None
+    fields: RequestFields = field(default_factory=RequestFields)
+    priorities: Priorities | None = None

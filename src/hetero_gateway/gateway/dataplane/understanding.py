@@ -12,6 +12,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps
 from hetero_gateway.gateway.wire.inbound import Inbound
@@ -31,8 +32,9 @@ class ReadingRooms(Protocol):
 class Understanding:
     """A request until it is described; whoever drives one is derived from it."""
 
-    __slots__ = ("_task",)
+    __slots__ = ("_client", "_task")
 
+    _client: Client | None  # whose it is, once its head was let in
     _task: asyncio.Task[None] | None
 
     # What follows, and what it may come to
@@ -59,9 +61,9 @@ class Understanding:
         """The body is here: understand the request, at once if that can be. Raises Refusal."""
         inbound.received_s = time.monotonic()
         if len(inbound.body) < LEAST_BYTES:
-            parsed = rooms.intake.read(inbound)
+            parsed = rooms.intake.read(inbound, self._client)
         else:
-            steps = rooms.intake.read_in_steps(inbound)
+            steps = rooms.intake.read_in_steps(inbound, self._client)
             first = rooms.reading.begin(steps)
             if first is None:
                 self._start(self._read_on(rooms, inbound, steps))

@@ -86,6 +86,7 @@ class EngineCalls:
             TIMEOUT_S,
             instance.ssl_context,
             allows_link_local=instance.pool.allows_link_local,
+            hops=self._fleet.hops,
         )
         try:
             target = path.encode() + (b"?" + query if query else b"")

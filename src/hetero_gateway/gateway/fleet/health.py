@@ -25,15 +25,17 @@ from hetero_gateway.engines.vllm import (
     Sample,
     metrics_of,
     paths,
-    read_models,
+    read_listing,
     samples_in,
 )
+from hetero_gateway.engines.vllm.answers import MOST_MODELS
 from hetero_gateway.files.gateway_config import GatewayConfig, HealthConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.fleet.lag import LoopLag
 from hetero_gateway.gateway.fleet.probe import LateProbe, Probe
 from hetero_gateway.gateway.settings import Prepared, Settings
+from hetero_gateway.gateway.wire.hops import LOOP_DETECTED
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +54,9 @@ _LONGEST_START_S = 1.0
 # probes come half as often: what is wrong with it hurts nobody before its next request, whose
 # failure has it probed at once.
 _IDLE_SCRAPES, _SCRAPES_PER_MODELS, _IDLE_PROBES = 4, 6, 2
+# However many of its requests fail, an instance that is suspected is probed no sooner after the
+# last probe.
+_SOONEST_S = 0.5
 # Probes begin apart from each other, by the golden ratio: so many at once would hold up streams.
 _APART = 0.6180339887
 _TELL_LATE_EVERY_S = 10.0
@@ -71,6 +76,7 @@ class HealthMonitor:
         self._scraped_s: dict[InstanceId, float] = {}
         self._scrape_now: set[InstanceId] = set()
         self._resting: set[InstanceId] = set()
+        self._suspected: set[InstanceId] = set()
         self._watched = 0
         self._scrapes: dict[InstanceId, int] = {}
         # What those had been asked in all that had nothing to do at the last scrape.
@@ -137,6 +143,7 @@ class HealthMonitor:
         self._idle.pop(instance_id, None)
         self._scrape_now.discard(instance_id)
         self._resting.discard(instance_id)
+        self._suspected.discard(instance_id)
         if (task := self._loops.pop(instance_id, None)) is not None:
             task.cancel()
 
@@ -190,6 +197,7 @@ class HealthMonitor:
         if down:
             self._fleet.mark_down(instance, reason)
         if (event := self._wake.get(instance.id)) is not None:
+            self._suspected.add(instance.id)
             event.set()
 
     async def _loop(self, instance: Instance, apart: float) -> None:
@@ -202,11 +210,14 @@ class HealthMonitor:
             instance.ssl_context,
             self._lag,
             allows_link_local=instance.pool.allows_link_local,
+            hops=self._fleet.hops,
         )
         wait_s = self._config.probe_interval_s * (0.5 + apart)  # the first time
         try:
             while True:
                 wake.clear()
+                self._suspected.discard(instance.id)
+                began_s = loop.time()
                 probe.timeout_s = self._config.probe_timeout_s
                 try:
                     await self._look(instance, probe)
@@ -226,6 +237,9 @@ class HealthMonitor:
                 finally:
                     timer.cancel()
                 wait_s = self._probe_interval_s(instance)
+                if instance.id in self._suspected:
+                    soonest_s = began_s + min(_SOONEST_S, self._config.probe_interval_s)
+                    await asyncio.sleep(max(0.0, soonest_s - loop.time()))
         finally:
             probe.close()
 
@@ -234,6 +248,8 @@ class HealthMonitor:
         try:
             answer = await probe.get(paths.HEALTH)
             problem = "" if answer.good else f"{paths.HEALTH} answered {answer.status}"
+            if answer.status == LOOP_DETECTED:
+                problem += ": it is this gateway itself, or leads back to it"
             if not problem and not instance.up:
                 # Before it opens: it may have been started anew, with other models.
                 await self._scrape(instance, probe)
@@ -283,9 +299,17 @@ class HealthMonitor:
     async def _scrape_models(self, instance: Instance, probe: Probe) -> str:
         """What is wrong with them."""
         body, problem = await _body(probe, paths.MODELS, _MOST_MODELS_BYTES)
-        models = None if body is None else read_models(body)
-        if models is None:
+        listing = None if body is None else read_listing(body)
+        if listing is None:
             return problem or f"{paths.MODELS}: not a list of models"
+        models, left_out = listing
+        if left_out and not instance.lists_odd_names:
+            _log.warning(
+                "instance %s: %d of the models that it lists are left out: names must be "
+                "printable, of 1 to 256 characters, and no more than %d",
+                *(instance.id, left_out, MOST_MODELS),
+            )
+        instance.lists_odd_names = left_out > 0
         self._fleet.list_models(instance, models)
         return "" if models else f"{paths.MODELS}: lists no model"
 
@@ -304,6 +328,8 @@ class HealthMonitor:
         told = None if body is None else await _read_metrics(body)
         self._tell_cache(instance, told)
         await self._tell_rest(instance, told, probe, asked_s)
+        if self._fleet.on_scrape is not None:
+            self._fleet.on_scrape(instance.id, told)
         if told is not None:
             instance.engine_kv_usage = told.kv_usage
             self._note_rest(instance.id, told)

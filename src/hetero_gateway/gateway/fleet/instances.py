@@ -31,7 +31,7 @@ from hetero_gateway.core.scheduling.disciplines import (
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.scheduling.shedding import WaitLimits
 from hetero_gateway.core.types import InstanceId, InstanceSpec
-from hetero_gateway.engines.vllm import ModelCard
+from hetero_gateway.engines.vllm import EngineMetrics, ModelCard
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import InstanceConfig, check_reachable, instance_profile
@@ -39,6 +39,7 @@ from hetero_gateway.files.scheduler_config import QueueConfig, SchedulerConfig, 
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.control.families import InstanceGauges
 from hetero_gateway.gateway.settings import Prepared, Settings
+from hetero_gateway.gateway.wire.hops import Hops
 from hetero_gateway.gateway.wire.tls import ClientContexts, ClientTls
 from hetero_gateway.gateway.wire.upstream import InstancePool
 
@@ -49,6 +50,10 @@ _log = logging.getLogger(__name__)
 FILE, ADMIN = "file", "admin"
 # What can differ of an instance's configuration while it serves.
 ADJUSTABLE = ("model", "profile", "weight")
+
+
+# Models of an instance, their cards, and its longest context.
+_Served = tuple[frozenset[str], Mapping[str, ModelCard], int | None]
 
 
 class Instance:
@@ -89,6 +94,7 @@ class Instance:
         self.scrape_problem = ""  # what was wrong with its models or metrics at the last look
         self.models: frozenset[str] = config.models
         self.listed: frozenset[str] = frozenset()  # by its own /v1/models
+        self.lists_odd_names = False  # some that are left out
         self.max_model_len: int | None = None
         self.cards: Mapping[str, ModelCard] = {}  # of those models, where its engine lists them
         # Read from the engine's /metrics; seconds old, shown, and never decides alone.
@@ -155,9 +161,15 @@ class Instance:
 
 
 class Fleet:
-    """All instances, and the scheduler over them."""
+    """All instances, and the scheduler over them.
 
-    def __init__(self, config: GatewayConfig, base_dir: Path) -> None:
+    Args:
+        config, base_dir: of the gateway.
+        hops: of all of its processes; None: it has but this one.
+    """
+
+    def __init__(self, config: GatewayConfig, base_dir: Path, hops: Hops | None = None) -> None:
+        self.hops = hops or Hops(None)
         self._config = config
         self._base_dir = base_dir
         self.contexts = ClientContexts(base_dir)
@@ -171,8 +183,13 @@ class Fleet:
         self.on_membership: Callable[[], None] | None = None
         # Called after each look at what the streams have got: rows of observation end there.
         self.on_look: Callable[[], None] | None = None
+        # Called after each scrape, with what the engine reported of its load; None: nothing.
+        self.on_scrape: Callable[[InstanceId, EngineMetrics | None], None] | None = None
         # Called after any change of an instance, for other processes that have to know.
         self.on_publish: Callable[[], None] | None = None
+        # What live instances serve, and that of all together.
+        self._told_models: list[_Served] = []
+        self._models: Mapping[str, ModelCard] = {}
         # Counts the changes of what ``SetupWatch`` looks at.
         self.setups = 0
         self.ejections = Ejections(
@@ -313,8 +330,11 @@ class Fleet:
             self.setups += 1
         configured = instance.config.models
         instance.adapters &= listed
-        instance.models = configured | instance.adapters if configured else listed
-        instance.cards = {n: card for n, card in models.items() if n in instance.models}
+        served = configured | instance.adapters if configured else listed
+        cards = {name: card for name, card in models.items() if name in served}
+        # What has not changed stays the same object, which ``models`` compares at once.
+        if (served, cards) != (instance.models, instance.cards):
+            instance.models, instance.cards = served, cards
         lengths = [card.max_model_len or 0 for card in instance.cards.values()]
         if any(lengths):
             instance.max_model_len = max(lengths)
@@ -388,21 +408,22 @@ class Fleet:
         else:
             _log.info("instance %s: its profile fits again: %s", instance_id, ratios)
 
-    def models(self) -> dict[str, ModelCard]:
+    def models(self) -> Mapping[str, ModelCard]:
         """Names that live instances serve, each with a card and the longest context known."""
-        result: dict[str, ModelCard] = {}
-        for instance in self._live():
-            for model in sorted(instance.models):
-                card = instance.cards.get(model) or ModelCard()  # the configuration has named it
-                if card.max_model_len is None:  # an adapter has its base's
-                    card = card._replace(max_model_len=instance.max_model_len)
-                known = result.get(model)
-                if known is not None:
-                    longest = max(known.max_model_len or 0, card.max_model_len or 0) or None
-                    best = known if known.root is not None else card
-                    card = best._replace(max_model_len=longest)
-                result[model] = card
-        return result
+        told = [(i.models, i.cards, i.max_model_len) for i in self._live()]
+        if told != self._told_models:
+            self._told_models, self._models = told, _merged(told)
+        return self._models
+
+    def serves(self, model: str, instance_id: str) -> bool:
+        """Whether an instance serves a model, or any where it is "".
+
+        Of what else has a name, services elsewhere, nobody says so.
+        """
+        if not instance_id:
+            return self.scheduler.knows(model)
+        instance = self.instances.get(InstanceId(instance_id))
+        return instance is None or model in instance.models
 
     def ready(self) -> bool:
         """Whether any instance can take requests."""
@@ -517,3 +538,24 @@ def _ssl_context(config: InstanceConfig, contexts: ClientContexts) -> ssl.SSLCon
         return contexts.context(wanted)
     except ConfigError as error:
         raise ConfigError(f"instance {config.id}: {error}") from error
+
+
+def _merged(told: list[_Served]) -> dict[str, ModelCard]:
+    result: dict[str, ModelCard] = {}
+    before: _Served | None = None
+    for each in told:
+        if each == before:
+            continue  # as nearly all: replicas of one deployment
+        before = each
+        models, cards, context = each
+        for model in sorted(models):
+            card = cards.get(model) or ModelCard()  # the configuration has named it
+            if card.max_model_len is None:  # an adapter has its base's
+                card = card._replace(max_model_len=context)
+            known = result.get(model)
+            if known is not None:
+                longest = max(known.max_model_len or 0, card.max_model_len or 0) or None
+                best = known if known.root is not None else card
+                card = best._replace(max_model_len=longest)
+            result[model] = card
+    return result

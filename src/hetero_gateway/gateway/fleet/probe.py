@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.lag import LoopLag
+from hetero_gateway.gateway.wire.hops import Hops
 from hetero_gateway.gateway.wire.response import ResponseHead
 from hetero_gateway.gateway.wire.upstream import InstancePool, UpstreamConnection
 
@@ -108,6 +109,7 @@ class Probe:
         timeout_s: for one exchange from connecting to its last byte.
         lag: says whether a probe that is late is the instance's fault.
         allows_link_local: it may be at such an address, as its requests may.
+        hops: of the gateway, which must not take itself for an instance; None: it asks nobody else.
     """
 
     def __init__(
@@ -119,12 +121,15 @@ class Probe:
         lag: LoopLag | None = None,
         *,
         allows_link_local: bool = False,
+        hops: Hops | None = None,
     ) -> None:
         self._lag = lag or LoopLag()
         self._pool = InstancePool(base_url, _POOL, timeout_s, ssl_context)
         self._pool.allows_link_local = allows_link_local
         self.timeout_s = timeout_s
         fields = b"host: %b\r\naccept-encoding: identity\r\n" % self._pool.host_header
+        if hops is not None:
+            fields += hops.field
         if api_key is not None:
             fields += b"authorization: Bearer %b\r\n" % api_key.encode()
         self._fields = fields

@@ -22,12 +22,16 @@ class SetupWatch:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._looked_at = -1
+        self._looked_at = self._made_at = -1
+        self._made: list[SetupWarning] = []
         self._logged: frozenset[str] = frozenset()
 
     def warnings(self) -> list[SetupWarning]:
-        """What is odd now."""
-        return setup_warnings([_seen(each) for each in tuple(self._fleet.instances.values())])
+        """What is odd now; made anew where anything has changed."""
+        if self._made_at != self._fleet.setups:
+            self._made_at = self._fleet.setups
+            self._made = setup_warnings([_seen(each) for each in self._fleet.instances.values()])
+        return self._made
 
     def look(self) -> None:
         """Log what was not odd at the last look."""

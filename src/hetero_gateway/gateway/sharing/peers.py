@@ -23,13 +23,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.limits.accounts import Account
+from hetero_gateway.core.sharing.belief import EngineReport
 from hetero_gateway.core.sharing.breaker import Breaker
 from hetero_gateway.core.sharing.exchange import OTHERS, Exchange, Mode
 from hetero_gateway.core.sharing.limits import SharedLimits
 from hetero_gateway.core.sharing.message import MessageError, pack, unpack
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.engines.vllm import EngineMetrics
 from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.sharing.store import RedisStore, Store, StoreError
@@ -40,10 +43,12 @@ _log = logging.getLogger(__name__)
 _MOST_PAUSE_S = 1.0
 # Of a core, at most, for what exchanges compute, and as much again for news.
 _MOST_SHARE = 1 / 20
-# News that wait to be heard: more are dropped, for the next exchange has it all.
-_MOST_NEWS = 4096
-# This many instances at a time: in between, streams go on.
-_SLICE = 256
+# News that wait to be heard, and their bytes: more are dropped, for the next exchange has it all.
+_MOST_NEWS, _MOST_NEWS_BYTES = 4096, 1 << 22
+# This many instances, or this much work, at a time: in between, streams go on.
+_SLICE, _SLICE_S = 256, 0.002
+# Of a message that was heard: its header, with the sequence, and more.
+_MARK_BYTES = 64
 EXCHANGE_BOUNDS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 
 
@@ -98,13 +103,14 @@ class Sharing:
         self._breaker = Breaker(settings.interval_s, _MOST_PAUSE_S)
         self._problem = ""
         self._instances: tuple[Instance, ...] | None = None
-        self._heard: dict[str, bytes] = {}
+        self._heard: dict[str, tuple[int, bytes]] = {}  # (bytes, the first of them) of the last one
         self._computed_s = 0.0  # in this turn
         self._pause_s = settings.news_s  # until the next one
         self._mode = Mode.LOCAL
         self._tasks: list[asyncio.Task[None]] = []
         self._placed: set[InstanceId] = set()  # where requests went since that was last said
         self._news: list[tuple[str, bytes]] = []  # the others', not heard yet
+        self._news_bytes = 0
         self._wake = asyncio.Event()
         self._due_s = 0.0  # the next exchange
         # Called when others may have made room.
@@ -114,11 +120,12 @@ class Sharing:
         """Exchange once, so that the first request finds a view, and go on in the background."""
         await self._turn()
         self._fleet.scheduler.on_dispatch = self._on_dispatch
+        self._fleet.on_scrape = self._on_scrape
         self._tasks = [tasks.create_task(self._loop()), tasks.create_task(self._listen())]
 
     async def stop(self) -> None:
         """Say good-bye, unless the store is away."""
-        self._fleet.scheduler.on_dispatch = None
+        self._fleet.scheduler.on_dispatch = self._fleet.on_scrape = None
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -135,10 +142,30 @@ class Sharing:
             self._placed.add(instance_id)
             self._wake.set()
 
+    def _on_scrape(self, instance_id: InstanceId, told: EngineMetrics | None) -> None:
+        """What the others' rows may come to, by the engine's own account."""
+        if instance_id not in self._fleet.instances:
+            return  # it was removed while it was asked
+        report = None
+        if told is not None and told.running is not None and told.waiting is not None:
+            spec = self._fleet.scheduler.spec(instance_id)
+            seats = DEFAULT_MAX_NUM_SEQS if spec.profile is None else spec.profile.max_num_seqs
+            own = self._fleet.scheduler.own_load(instance_id, time.monotonic())
+            report = EngineReport(
+                requests=told.running + told.waiting,
+                own=max(own.in_flight, own.waiting + own.streaming),
+                full=told.waiting > 0 or told.running >= seats,
+                kv_usage=told.kv_usage,
+            )
+        self._exchange.note_report(instance_id, report)
+
     def _on_news(self, name: str, data: bytes) -> None:
-        if len(self._news) < _MOST_NEWS:
+        # Who is not known has no lease: what it has counts with its first message.
+        fits = self._news_bytes + len(data) <= _MOST_NEWS_BYTES
+        if fits and len(self._news) < _MOST_NEWS and name in self._heard:
             self._news.append((name, data))
-        self._wake.set()
+            self._news_bytes += len(data)
+            self._wake.set()
 
     async def _listen(self) -> None:
         task = asyncio.current_task()
@@ -183,7 +210,7 @@ class Sharing:
         # Also after an exchange: the others read what it has left in one of their own, later.
         if self._placed and not self._breaker.pause_s(now_s):
             await self._tell(now_s)
-        self._hear_news()
+        await self._hear_news()
         await self._bring_home()
         self._pause_s = self._settings.news_s
         if everything:
@@ -218,9 +245,7 @@ class Sharing:
         if message is not None:
             exchange.said()
         exchange.exchanged_s = heard_s
-        begun_s = time.process_time()
-        self._hear(values, heard_s)
-        self._computed_s += time.process_time() - begun_s
+        await self._hear(values, heard_s)
 
     async def _tell(self, now_s: float) -> None:
         begun_s = time.process_time()
@@ -245,25 +270,35 @@ class Sharing:
         if self._breaker.failed(time.monotonic()):
             _log.warning("scheduler.shared: %s; deciding by what this gateway knows itself", error)
 
-    def _hear(self, values: Mapping[str, bytes], now_s: float) -> None:
-        for name, data in values.items():
-            if self._heard.get(name) != data:
-                self._hear_one(name, data, now_s)
+    async def _hear(self, values: Mapping[str, bytes], now_s: float) -> None:
+        marks = {name: (len(data), data[:_MARK_BYTES]) for name, data in values.items()}
         for name in self._heard.keys() - values.keys():
             self._exchange.forget(name)
-        self._heard = dict(values)
+        heard, self._heard = self._heard, marks
+        fresh = [(name, data) for name, data in values.items() if heard.get(name) != marks[name]]
+        await self._hear_all(fresh, now_s)
 
-    def _hear_news(self) -> None:
+    async def _hear_news(self) -> None:
         if not self._news:
             return
-        begun_s, now_s = time.process_time(), time.monotonic()
-        news, self._news = self._news, []
-        for name, data in news:
-            # Who has left may be heard for a moment still.
-            if name in self._heard:
-                self.news["heard"] += 1
-                self._hear_one(name, data, now_s)
-        self._computed_s += time.process_time() - begun_s
+        # Who has left may be heard for a moment still.
+        news = [each for each in self._news if each[0] in self._heard]
+        self._news, self._news_bytes = [], 0
+        if news:
+            self.news["heard"] += len(news)
+        await self._hear_all(news, time.monotonic())
+
+    async def _hear_all(self, messages: Iterable[tuple[str, bytes]], now_s: float) -> None:
+        slice_s = 0.0
+        for name, data in messages:
+            begun_s = time.process_time()
+            self._hear_one(name, data, now_s)
+            took_s = time.process_time() - begun_s
+            self._computed_s += took_s
+            slice_s += took_s
+            if slice_s > _SLICE_S:
+                slice_s = 0.0
+                await asyncio.sleep(0)
 
     def _hear_one(self, name: str, data: bytes, now_s: float) -> None:
         try:

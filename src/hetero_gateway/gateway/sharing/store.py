@@ -10,10 +10,14 @@ is older by an exchange.
 The braces are Redis Cluster's: all keys of a group lie in one slot, so on one node, and one
 connection to that node is enough. Another node answers MOVED, which is followed.
 
-redis-py's defaults are made for programs that would rather wait than fail: three retries with
-growing pauses, time-outs of seconds. Here nothing waits for the store; so there are no retries, one
-time-out over each turn, and after any failure a new connection. ``Sharing`` decides when to try
-again. What the store says is not believed: names are checked, sizes and numbers are bounded.
+Nothing waits for the store: there are no retries, one time-out over each turn, and after any
+failure a new connection. ``Sharing`` decides when to try again. What the store replies is not
+believed: names are checked, sizes and numbers are bounded (``redis.py``).
+
+The set of names is what everybody adds itself to at each turn, so that anything can be taken out of
+it, or all of it: a living replica is back a turn later. Each turn looks at ``_MOST_REPLICAS`` names
+drawn at random, and takes out those that have no message or are no names. Living ones are
+remembered, so that they are read whatever else the set holds.
 """
 
 from __future__ import annotations
@@ -22,19 +26,25 @@ import asyncio
 import contextlib
 import logging
 import re
+import ssl
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from hetero_gateway.core.sharing.message import MOST_BYTES
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.files.secrets import password
-
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
+from hetero_gateway.gateway.sharing.redis import (
+    Connection,
+    Login,
+    Reply,
+    ReplyError,
+    ServerError,
+    connect,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +52,16 @@ T = TypeVar("T")
 
 _NAME_BYTES = 16
 _NAME = re.compile(rb"[0-9a-f]{16}")
-_MOST_REPLICAS = 256
+# More than anybody runs, and few enough to be read at each turn.
+_MOST_REPLICAS = 128
+# A message of 580 instances. What is longer is read whole in a second step, for so many replicas.
+_SHORT_BYTES = 1 << 16
+_MOST_LONG = 16
+# Of a turn's replies: all short messages, and as much for names.
+_MOST_STEP_BYTES = 2 * _MOST_REPLICAS * _SHORT_BYTES
+# Of a core, at most, for reading news.
+_MOST_SHARE = 1 / 20
+_LEAST_PAUSE_S = 0.001
 _DEFAULT_PORT = 6379
 _MOST_MOVES = 3
 
@@ -83,193 +102,224 @@ class RedisStore:
         name: of this replica: 16 hexadecimal digits.
 
     Raises:
-        ConfigError: the package is missing, or the password, or the certificates.
+        ConfigError: the password is missing, or the certificates.
     """
 
     def __init__(self, config: SchedulerConfig, base_dir: Path, name: str) -> None:
-        try:
-            import redis.asyncio as redis
-            from redis.exceptions import MovedError, NoPermissionError
-        except ImportError as error:
-            raise ConfigError(
-                "scheduler.shared: needs the package redis: pip install hetero-gateway[redis]"
-            ) from error
         assert config.shared is not None
-        self._redis = redis
-        self._moved = MovedError
-        self._no_permission = NoPermissionError
         sharing = config.sharing
         parts = urlsplit(config.shared)
-        self._address = (parts.hostname or "localhost", parts.port or _DEFAULT_PORT)
+        self._home = self._address = (parts.hostname or "localhost", parts.port or _DEFAULT_PORT)
+        self._login = Login(
+            parts.username,
+            password(sharing.password_env, "scheduler.sharing.password_env"),
+            int(parts.path.strip("/") or 0),
+        )
+        self._context: ssl.SSLContext | None = None
+        if parts.scheme in ("rediss", "valkeys"):
+            self._context = _context(
+                None if sharing.ca_file is None else base_dir / sharing.ca_file
+            )
         self._name = name.encode()
         self._ttl_s = sharing.ttl_s
         self._timeout_s = sharing.timeout_s
         tag = f"{{{sharing.group}}}"
-        self._index = f"{tag}:replicas"
+        self._index = f"{tag}:replicas".encode()
         self._prefix = f"{tag}:".encode()
         self._channel = f"{tag}:news".encode()
         self._may_tell = True
-        self._options: dict[str, Any] = {
-            "db": int(parts.path.strip("/") or 0),
-            "username": parts.username,
-            "password": password(sharing.password_env, "scheduler.sharing.password_env"),
-            "single_connection_client": False,
-            "max_connections": 1,
-            "socket_timeout": sharing.timeout_s,
-            "socket_connect_timeout": sharing.timeout_s,
-            "socket_keepalive": True,
-            "retry": _no_retry(),
-            "health_check_interval": 0,
-            "protocol": 2,
-        }
-        if parts.scheme in ("rediss", "valkeys"):
-            ca_file = None if sharing.ca_file is None else base_dir / sharing.ca_file
-            if ca_file is not None and not ca_file.is_file():
-                raise ConfigError(f"scheduler.sharing.ca_file: {ca_file} is not there")
-            self._options |= {"ssl": True, "ssl_ca_certs": ca_file and str(ca_file)}
-        self._client: Redis | None = None
-        self._known: tuple[bytes, ...] = ()
-        self._empty_since_s: dict[bytes, float] = {}
+        self._connection: Connection | None = None
+        self._known: tuple[bytes, ...] = ()  # that had a message at the last turn
+        self._begins_anew = False  # the set of names could not be read
 
     async def exchange(self, value: bytes | None) -> Mapping[str, bytes]:
-        return await self._in_time(lambda: self._turn(value))
+        return await self._in_time(lambda connection: self._turn(connection, value))
 
     async def tell(self, news: bytes) -> None:
         if self._may_tell:
-            await self._in_time(lambda: self._publish(self._name + news))
+            await self._in_time(lambda to: self._publish(to, self._name + news))
 
-    async def _in_time(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _in_time(self, work: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
         """Do this in time, on the node that it is for; or drop the connection: StoreError."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 for _ in range(_MOST_MOVES):
+                    if self._connection is None:
+                        self._connection = await connect(self._address, self._login, self._context)
                     try:
-                        return await work()
-                    except self._redis.RedisError as error:
-                        if not self._follow(error):
-                            raise
-                        await self._drop()
+                        return await work(self._connection)
+                    except _Moved as moved:
+                        # An empty host means the one that was asked.
+                        self._address = (moved.host or self._address[0], moved.port)
+                        self._drop()
             raise StoreError("it is sent from node to node")
-        except (TimeoutError, OSError, self._redis.RedisError, ValueError) as error:
-            await self._drop()
+        except (TimeoutError, OSError, ReplyError) as error:
+            self._drop()
+            self._address = self._home  # wherever it was moved to
             raise StoreError(_in_words(error)) from error
         except BaseException:
             # Cancelled in the middle of an answer: nobody may read the rest of it.
-            await self._drop()
+            self._drop()
+            self._address = self._home
             raise
 
-    def _connected(self) -> Redis:
-        if self._client is None:
-            host, port = self._address
-            self._client = self._redis.Redis(host=host, port=port, **self._options)
-        return self._client
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
-    async def _publish(self, news: bytes) -> None:
-        try:
-            await self._connected().publish(self._channel, news)
-        except self._no_permission:
+    async def _publish(self, connection: Connection, news: bytes) -> None:
+        (reply,) = await connection.ask([(b"PUBLISH", self._channel, news)])
+        if isinstance(reply, ServerError) and reply.code == "NOPERM":
             self._may_tell = False
             _log.warning(
                 "scheduler.shared: this user may not publish on %s: others hear of requests late; "
                 "grant it the channel",
                 self._channel.decode(),
             )
+            return
+        _check(reply)
 
     async def listen(self, hear: Callable[[str, bytes], None]) -> None:
-        host, port = self._address
-        # A connection of its own, since one that listens can do nothing else.
-        client = self._redis.Redis(host=host, port=port, **self._options | {"socket_timeout": None})
-        connection: Any = client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+        connection: Connection | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                await connection.connect()
-                await connection.send_command("SUBSCRIBE", self._channel)
+                # A connection of its own, since one that listens can do nothing else.
+                connection = await connect(self._address, self._login, self._context)
+            connection.send([(b"SUBSCRIBE", self._channel)])
             alive = True
             while True:
                 try:
                     async with asyncio.timeout(self._ttl_s):
-                        told = await connection.read_response(disconnect_on_error=False)
+                        replies = await connection.receive()
                 except TimeoutError:
                     # A connection that was cut in silence stays silent.
                     if not alive:
                         raise
                     alive = False
-                    await connection.send_command("PING")
+                    connection.send([(b"PING",)])
                     continue
                 alive = True
-                if told[0] == b"message":
-                    name, data = told[2][:_NAME_BYTES], told[2][_NAME_BYTES:]
-                    if name != self._name and _NAME.fullmatch(name):
-                        hear(name.decode(), data)
-        except (TimeoutError, OSError, self._redis.RedisError, ValueError) as error:
+                begun_s = time.process_time()
+                for reply in replies:
+                    self._hear_reply(reply, hear)
+                # A flood is the store's to keep, or to cut off.
+                pause_s = (time.process_time() - begun_s) / _MOST_SHARE
+                if pause_s > _LEAST_PAUSE_S:
+                    await asyncio.sleep(pause_s)
+        except (TimeoutError, OSError, ReplyError) as error:
             raise StoreError(_in_words(error)) from error
         finally:
-            with contextlib.suppress(Exception):
-                await connection.disconnect(nowait=True)
+            if connection is not None:
+                connection.close()
 
-    async def _turn(self, value: bytes | None) -> Mapping[str, bytes]:
-        client = self._connected()
-        pipe = client.pipeline(transaction=False)
-        if value is not None:
-            pipe.set(self._prefix + self._name, value, px=round(1000 * self._ttl_s))
-        pipe.sadd(self._index, self._name)
-        pipe.srandmember(self._index, _MOST_REPLICAS)
+    def _hear_reply(self, reply: Reply, hear: Callable[[str, bytes], None]) -> None:
+        """Raises StoreError: it refuses."""
+        if isinstance(reply, ServerError):
+            raise StoreError(str(reply))
+        if not isinstance(reply, list) or len(reply) != 3 or reply[0] != b"message":
+            return
+        news = reply[2]
+        if isinstance(news, bytes):
+            name, data = news[:_NAME_BYTES], news[_NAME_BYTES:]
+            if name != self._name and _NAME.fullmatch(name):
+                hear(name.decode(), data)
+
+    async def _turn(self, connection: Connection, value: bytes | None) -> Mapping[str, bytes]:
         known = self._known
-        for name in known:
-            # Not GET: what is larger than any message is not worth reading whole.
-            pipe.getrange(self._prefix + name, 0, MOST_BYTES)
-        answers = await pipe.execute()
-        told = answers[1 if value is None else 2]
-        there = {n for n in told if _NAME.fullmatch(n)} - {self._name}
-        values = dict(zip(known, answers[len(answers) - len(known) :], strict=True))
-        if fresh := there.difference(known):
-            pipe = client.pipeline(transaction=False)
-            for name in fresh:
-                pipe.getrange(self._prefix + name, 0, MOST_BYTES)
-            values |= zip(fresh, await pipe.execute(), strict=True)
-        self._known = tuple(there)
-        await self._tidy([name for name in there if not values[name]])
-        return {name.decode(): values[name] for name in there if values[name]}
+        commands: list[tuple[bytes, ...]] = []
+        if self._begins_anew:
+            commands.append((b"DEL", self._index))
+        # Ours is there before our name is: a name without a message is of nobody.
+        if value is not None:
+            lease_ms = b"%d" % round(1000 * self._ttl_s)
+            commands.append((b"SET", self._prefix + self._name, value, b"PX", lease_ms))
+        commands.append((b"SADD", self._index, self._name))
+        commands.append((b"SRANDMEMBER", self._index, b"%d" % _MOST_REPLICAS))
+        commands += self._reads(known, _SHORT_BYTES)
+        try:
+            replies = await connection.ask(commands, _MOST_STEP_BYTES)
+        except ReplyError:
+            self._begins_anew = True  # there may be names in it that are too long
+            raise
+        told = len(replies) - len(known)
+        names = replies[told - 1]
+        self._begins_anew = isinstance(names, ServerError) and names.code == "WRONGTYPE"
+        for reply in replies[:told]:
+            _check(reply)
+        drawn = {n for n in names if isinstance(n, bytes)} if isinstance(names, list) else set()
+        values = _values(known, replies[told:])
+        drawn -= {self._name, *values}
+        fresh = [n for n in drawn if _NAME.fullmatch(n)][: _MOST_REPLICAS - len(values)]
+        if fresh:
+            got = await connection.ask([*self._reads(fresh, _SHORT_BYTES)], _MOST_STEP_BYTES)
+            values |= _values(fresh, got)
+        await self._read_long(connection, values)
+        self._known = tuple(values)
+        if dead := [n for n in drawn if n not in values and (n in fresh or not _NAME.fullmatch(n))]:
+            # Whose message comes just now is back in the set with its next turn.
+            await connection.ask([(b"SREM", self._index, *dead)])
+        return {name.decode(): data for name, data in values.items()}
 
-    async def _tidy(self, empty: list[bytes]) -> None:
-        """Names whose message has been gone for two leases leave the set; who lives comes back."""
-        now_s = time.monotonic()
-        since_s = {name: self._empty_since_s.get(name, now_s) for name in empty}
-        dead = [name for name in empty if now_s - since_s[name] > 2 * self._ttl_s]
-        self._empty_since_s = since_s
-        if dead and self._client is not None:
-            await self._client.srem(self._index, *dead)
+    def _reads(self, names: Iterable[bytes], most_bytes: int) -> Iterable[tuple[bytes, ...]]:
+        # Not GET: what is larger than any message is not worth reading whole.
+        last = b"%d" % (most_bytes - 1)
+        return ((b"GETRANGE", self._prefix + name, b"0", last) for name in names)
 
-    def _follow(self, error: Exception) -> bool:
-        """Whether the slot is on another node, which is asked from now on."""
-        if not isinstance(error, self._moved):
-            return False
-        # An empty host means the one that was asked.
-        self._address = (error.host or self._address[0], int(error.port))
-        return True
-
-    async def _drop(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            # A socket that is closed without a farewell: it takes no time.
-            with contextlib.suppress(Exception):
-                await client.connection_pool.disconnect()
+    async def _read_long(self, connection: Connection, values: dict[bytes, bytes]) -> None:
+        """Put in whole what was read in part; those that are too many count for nothing."""
+        # Those that were known before come first.
+        for number, name in enumerate([n for n, v in values.items() if len(v) == _SHORT_BYTES]):
+            del values[name]
+            if number < _MOST_LONG:
+                got = await connection.ask([*self._reads([name], MOST_BYTES)], 2 * MOST_BYTES)
+                values |= _values([name], got)
 
     async def leave(self) -> None:
-        with contextlib.suppress(TimeoutError, OSError, self._redis.RedisError):
-            async with asyncio.timeout(self._timeout_s):
-                pipe = self._connected().pipeline(transaction=False)
-                pipe.delete(self._prefix + self._name)
-                pipe.srem(self._index, self._name)
-                await pipe.execute()
-        await self._drop()
+        name = self._prefix + self._name
+        with contextlib.suppress(StoreError):
+            await self._in_time(
+                lambda connection: connection.ask(
+                    [(b"DEL", name), (b"SREM", self._index, self._name)]
+                )
+            )
+        self._drop()
 
 
-def _no_retry() -> Any:
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
+class _Moved(Exception):
+    """The slot is on another node. ``host``: "": the one that was asked."""
 
-    return Retry(NoBackoff(), 0)
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"{host}:{port}")
+        self.host = host
+        self.port = port
+
+
+def _check(reply: Reply) -> None:
+    """Raises StoreError, _Moved: the reply is an error."""
+    if not isinstance(reply, ServerError):
+        return
+    if reply.code == "MOVED":
+        host, _, port = reply.text.partition(" ")[2].rpartition(":")
+        if port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16:
+            raise _Moved(host, int(port[:6]))
+    raise StoreError(str(reply))
+
+
+def _values(names: Iterable[bytes], replies: Iterable[Reply]) -> dict[bytes, bytes]:
+    """Those that have a message."""
+    found = zip(names, replies, strict=True)
+    return {name: data for name, data in found if isinstance(data, bytes) and data}
+
+
+def _context(ca_file: Path | None) -> ssl.SSLContext:
+    """Raises ConfigError."""
+    if ca_file is not None and not ca_file.is_file():
+        raise ConfigError(f"scheduler.sharing.ca_file: {ca_file} is not there")
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"scheduler.sharing.ca_file: {ca_file}: {error}") from error
 
 
 def _in_words(error: Exception) -> str:

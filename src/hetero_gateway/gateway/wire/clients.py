@@ -61,8 +61,6 @@ class Watched(Protocol):
     """A connection, as its watch sees it. From ``part`` on it is the watch's own."""
 
     transport: asyncio.Transport
-    phase: Phase
-    turn: int  # grows with each phase that is not the last one
     body_bytes: int  # of the request, so far
 
     part: int
@@ -73,6 +71,14 @@ class Watched(Protocol):
     moved_s: float
     stalled_s: float
     acked_bytes: int
+
+    @property
+    def phase(self) -> Phase: ...
+
+    @property
+    def turn(self) -> int:
+        """Grows with each phase that is not the last one."""
+        ...
 
     @property
     def reading_paused(self) -> bool: ...

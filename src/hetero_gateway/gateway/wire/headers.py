@@ -6,6 +6,10 @@ are in lower case, as both parsers give them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+from hetero_gateway.engines.vllm import is_guarded_header
+
 Headers = list[tuple[bytes, bytes]]
 
 _HOP_BY_HOP = frozenset(
@@ -24,16 +28,75 @@ _HOP_BY_HOP = frozenset(
 # What a client proves itself with: never an instance's business where the gateway has a key of its
 # own or one for the instance.
 CREDENTIALS = frozenset((b"authorization", b"x-api-key"))
-# Besides: written anew, answered by the gateway itself (expect), or, as a compressed answer would
-# hide its usage, not wanted (accept-encoding).
+# The ids of the gateways that a request has come through (``hops``).
+HOPS = b"x-hetero-gateway-via"
+# Besides: written anew, answered by the gateway itself (expect), with a browser's key in it
+# (sec-websocket-protocol), or, as a compressed answer would hide its usage, not wanted
+# (accept-encoding).
 NOT_TO_INSTANCES = _HOP_BY_HOP | {
+    HOPS,
     b"accept-encoding",
     b"content-length",
     b"expect",
     b"host",
+    b"sec-websocket-protocol",
     b"x-request-id",
 }
-NOT_TO_INSTANCES_NOR_CREDENTIALS = NOT_TO_INSTANCES | CREDENTIALS
+# Names that were looked at are remembered: clients have a few dozen, and a hostile one no more.
+_MOST_REMEMBERED = 1024
+_LONGEST_REMEMBERED = 64
+
+
+class Withheld:
+    """Which fields of a request do not go to an instance.
+
+    Those that are for an engine's machinery are known by their beginnings, of which there may be
+    any number of names: a name is looked at once, and then costs a look-up.
+
+    Args:
+        names: those that never do.
+        allowed: those for an engine's machinery that do.
+
+    Attributes:
+        passing: names that were found to go there: ``name in passing or not withheld(name)``.
+    """
+
+    __slots__ = ("_allowed", "_names", "passing")
+
+    def __init__(self, names: Iterable[bytes], allowed: Iterable[bytes] = ()) -> None:
+        self._names = frozenset(names)
+        self._allowed = frozenset(allowed)
+        self.passing: set[bytes] = set()
+
+    def __call__(self, name: bytes) -> bool:
+        """Whether the field of this name, in lower case, does not."""
+        if name in self._names:
+            return True
+        if is_guarded_header(name) and name not in self._allowed:
+            return True
+        if len(name) <= _LONGEST_REMEMBERED:
+            if len(self.passing) >= _MOST_REMEMBERED:
+                self.passing.clear()
+            self.passing.add(name)
+        return False
+
+
+class RequestFields:
+    """The rules for a request's fields toward instances.
+
+    Args:
+        allowed: names for an engine's machinery that clients may send all the same.
+    """
+
+    def __init__(self, allowed: Sequence[str] = ()) -> None:
+        names = [name.encode() for name in allowed]
+        self.withheld = Withheld(NOT_TO_INSTANCES, names)
+        # For an engine's machinery alone: what a data plane that is not ours has to take out.
+        self.guarded = Withheld((), names)
+        # Where what clients prove themselves with is not the instance's business.
+        self.withheld_with_credentials = Withheld(NOT_TO_INSTANCES | CREDENTIALS, names)
+
+
 # Besides: replaced by the gateway's own, or its business alone: vLLM allows every page.
 NOT_TO_CLIENTS = _HOP_BY_HOP | {
     b"access-control-allow-credentials",

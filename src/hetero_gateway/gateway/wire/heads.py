@@ -3,8 +3,8 @@
 What its grammar doesn't have is refused and never guessed at, so that nothing in front of the
 gateway or behind it can have read the same bytes otherwise. Refused are, among others: a line that
 ends in a bare LF or CR, a folded line, whitespace in front of a colon, control characters, more
-than one Content-Length or Host, a Content-Length beside a Transfer-Encoding, any coding but
-``chunked``.
+than one Content-Length, Host, Content-Type or credential of a kind, a Content-Length beside a
+Transfer-Encoding, any coding but ``chunked``.
 
 An offer to upgrade is ignored, as RFC 9110 (7.8) allows: the request is answered over HTTP/1.1, and
 its body is a body.
@@ -37,8 +37,9 @@ _FIELD = re.compile(rb"(%b++):[\t ]*+([\t -~\x80-\xff]*+)" % _TOKEN)
 # Of a target: no fragment (RFC 9112, 3.2), since who differs on it differs on the path.
 _REQUEST_LINE = re.compile(rb"(%b{1,32}) ([!\"$-~]++) HTTP/([0-9])\.([0-9])" % _TOKEN)
 _METHOD_BYTES = 32
-# As much of a request line as there may be of one: anything else will never become HTTP.
-_BEGUN = re.compile(rb"%b{0,32}+(?: [!-~]*+(?: [!-~]{0,8}+\r?)?)?" % _TOKEN)
+# As much of a request line as there may be of one, or of an empty line in front of it: anything
+# else will never become HTTP.
+_BEGUN = re.compile(rb"\r|%b{0,32}+(?: [!-~]*+(?: [!-~]{0,8}+\r?)?)?" % _TOKEN)
 _BARE_LINE_END = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\x00")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _HOST = re.compile(rb"(?:[0-9A-Za-z._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
@@ -47,6 +48,15 @@ _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)(/[^?]*)?(\?.*)?")
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"))
 # The fields that say how the message is framed and whom it is for.
 _DECISIVE = frozenset((b"connection", b"content-length", b"expect", b"host", b"transfer-encoding"))
+# The fields that say how its body is to be read and who sent it: of two, the gateway would believe
+# one and the engine the other; and one that ``Connection`` names would not reach the engine.
+_SINGLE = {
+    b"authorization": "Authorization",
+    b"content-encoding": "Content-Encoding",
+    b"content-type": "Content-Type",
+    b"x-api-key": "X-Api-Key",
+}
+_TO_THE_ENGINE = frozenset((b"content-encoding", b"content-type"))
 # What Connection may name without adding to what is known to be hop-by-hop.
 _USUAL_OPTIONS = frozenset((b"close", b"keep-alive", b"upgrade", b"te", b""))
 
@@ -223,8 +233,13 @@ def _decisive(head: RequestHead) -> tuple[_Field, _Field, _Field, _Field]:
             found.get(b"connection"),
         )
     host = length = coding = options = None
+    single: set[bytes] = set()
     for name, value in head.headers:
         if name not in _DECISIVE:
+            if name in _SINGLE:
+                if name in single:
+                    raise bad_request(f"The request has more than one {_SINGLE[name]}.")
+                single.add(name)
             continue
         if name == b"host":
             if host is not None:
@@ -253,6 +268,8 @@ def _is_host(value: bytes) -> bool:
 def _read_options(head: RequestHead, value: bytes) -> None:
     options = {option.strip(b" \t") for option in value.lower().split(b",")}
     if not options <= _USUAL_OPTIONS:
+        if not options.isdisjoint(_TO_THE_ENGINE):
+            raise bad_request("The request's Connection names a field that belongs to its body.")
         head.options = options
     if b"close" in options:
         head.keep_alive = False

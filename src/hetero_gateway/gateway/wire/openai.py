@@ -5,35 +5,48 @@ at, with the prompt left as raw JSON. What an engine's paths and answers mean is
 
 What is read is what the engine reads: the last one of equal keys, numbers as pydantic takes them
 (``whole_numbers``), and what Python's ``json`` takes beyond JSON (NaN, lone surrogates, UTF-16).
-Numbers that no engine accepts are refused; what is not read is the engine's to judge. How long a
-prompt is, ``prompt_length`` says.
+Numbers that no engine accepts are refused, and fields that are not for clients to set
+(``engines/vllm/fields``); what is not read is the engine's to judge. How long a prompt is,
+``prompt_length`` and ``prompt_shapes`` say; of a form, ``forms`` finds the fields.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import msgspec
 
+from hetero_gateway.core.lengths.speech import seconds_of
 from hetero_gateway.core.prefixes.keys import PrefixKeys
-from hetero_gateway.engines.vllm import CHAT_COMPLETIONS, RESPONSES, limits_of
+from hetero_gateway.engines.vllm import (
+    CUTS_PROMPTS,
+    GENERATE,
+    GUARDED_FIELDS,
+    INVOCATIONS,
+    RESPONSES,
+    Prompts,
+    guarded_at,
+    limits_of,
+)
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.wire import whole_numbers
-from hetero_gateway.gateway.wire.folding import (
-    LEAST_BYTES,
-    Buffer,
-    Cut,
-    Extent,
-    Spans,
-    Steps,
-    finish,
-    fold,
-    place,
+from hetero_gateway.gateway.wire.body_fields import (
+    DECODE_ERRORS,
+    MOST_MODEL_BYTES,
+    MOST_ODD_BYTES,
+    NOTHING,
+    SAMPLING,
+    BodyReaders,
+    itself,
+    no_model,
+    not_allowed,
+    read_fields,
 )
+from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Extent, Steps, finish, fold, place
+from hetero_gateway.gateway.wire.forms import Form, is_form, read_form
 from hetero_gateway.gateway.wire.prompt_keys import (
     head_of,
     keys_after,
@@ -41,80 +54,33 @@ from hetero_gateway.gateway.wire.prompt_keys import (
     keys_of_fields,
 )
 from hetero_gateway.gateway.wire.prompt_length import measure, measure_prompt
+from hetero_gateway.gateway.wire.prompt_shapes import Measured, measure_body
 
-_MULTIPART_MODEL = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n')
-# A longer name is not of any model, and an error message would repeat it.
-_MOST_MODEL_BYTES = 4096
 # OpenAI's own limit is 64 characters.
 _MOST_SESSION_BYTES = 512
+# Fields that refer to what an engine has stored, or name what it is to store.
+_REFERENCES = ("previous_response_id", "conversation", "request_id")
+# Where a body may refer to what an engine has stored.
+_STORING = frozenset((RESPONSES, RESPONSES + "/render"))
 # vLLM's own have 21 characters; a client may choose longer ones.
 _MOST_RESPONSE_ID_BYTES = 256
-# Python's json makes objects of all that it reads: 0.3 ms for so much.
-_MOST_ODD_BYTES = 1 << 14
-
-# A body's own fields are a few dozen: so much without their insides has thousands.
-_MOST_SHORT_BYTES = 1 << 18
-
-_Scalar = int | float | str | bool | None
-_NONE = msgspec.Raw(b"")
-
-
-class _Body(msgspec.Struct):
-    """The fields that scheduling looks at; everything else is skipped.
-
-    Where a plain value belongs, an array or an object is an error at its first byte.
-    """
-
-    model: str | None = None
-    stream: _Scalar = None
-    n: _Scalar = None
-    max_tokens: _Scalar = None
-    max_completion_tokens: _Scalar = None
-    max_output_tokens: _Scalar = None
-    truncate_prompt_tokens: _Scalar = None
-    messages: msgspec.Raw = _NONE
-    prompt: msgspec.Raw = _NONE
-    input: msgspec.Raw = _NONE
-    system: msgspec.Raw = _NONE
-    instructions: msgspec.Raw = _NONE
-    tools: msgspec.Raw = _NONE
-    # For the keys of the prompt alone:
-    add_special_tokens: msgspec.Raw = _NONE
-    cache_salt: msgspec.Raw = _NONE
-    chat_template: msgspec.Raw = _NONE
-    chat_template_kwargs: msgspec.Raw = _NONE
-    documents: msgspec.Raw = _NONE
-    mm_processor_kwargs: msgspec.Raw = _NONE
-    previous_response_id: msgspec.Raw = _NONE
-    reasoning: msgspec.Raw = _NONE
-    reasoning_effort: msgspec.Raw = _NONE
-    # Which session it belongs to:
-    prompt_cache_key: msgspec.Raw = _NONE
-    user: msgspec.Raw = _NONE
-
-
-_PLAIN = _Body.__struct_fields__[:7]
-_NESTED = _Body.__struct_fields__[7:]
-# The same fields, and none of them looked into.
-_RawBody = msgspec.defstruct(
-    "_RawBody", [(name, msgspec.Raw, _NONE) for name in _Body.__struct_fields__]
-)
-
-_decode_body = msgspec.json.Decoder(_Body).decode
-_decode_raw = msgspec.json.Decoder(_RawBody).decode
-_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_SPACE = b" \t\r\n"
 
 
 class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
-    """What a body says. ``text_bytes`` is 0 when the prompt is exact.
+    """What a body says. ``text_bytes``: of the prompt beside ``exact_prompt_tokens``, if any.
 
     ``truncates``: the engine cuts the prompt down to a length that the client gives. ``prefix``:
     the keys of its prompt; None where nobody asked, or its beginning is not in the body.
     ``cache_salt``: its JSON, with which the client keeps caches apart; b"" without one.
     ``session``: JSON that names a conversation, or else a user: its beginning; b"" without one.
     On /v1/responses alone: ``previous``: which response it continues, b"" for none; then ``prefix``
-    is of what it adds. ``head``: what ``prompt_keys.head_of`` says. ``asked``: the name that the
-    client asked for, where that stands for ``model``.
+    is of what it adds. ``head``: what ``prompt_keys.head_of`` says. ``stored``: a field that names
+    what is stored, or refers to it otherwise; "" for none. ``asked``: the name that the client
+    asked for, where that stands for ``model``. ``most_prompt_tokens``: to which each prompt is
+    cut; 0: it is not. ``speech_s``: how long a recording plays, in seconds. ``wordy``:
+    probabilities are asked for, which make an answer longer than its tokens. ``form``: the body is
+    a form.
     """
 
     model: str | None
@@ -132,59 +98,77 @@ class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
     previous: bytes = b""
     head: int = 0
     asked: str = ""
+    stored: str = ""
+    most_prompt_tokens: int = 0
+    speech_s: float = 0.0
+    wordy: bool = False
+    form: bool = False
+
+
+# Where clients may set nothing that is not for them; and to read what has been read before.
+_NOTHING_ALLOWED = BodyReaders()
+_ALL_ALLOWED = BodyReaders(GUARDED_FIELDS)
 
 
 def parse_body(
     body: bytes | bytearray,
     content_type: bytes,
-    path: str = CHAT_COMPLETIONS,
+    path: str = INVOCATIONS,
     seed: int | None = None,
+    readers: BodyReaders = _NOTHING_ALLOWED,
 ) -> ParsedRequest:
     """Read what scheduling needs from a request's body.
 
     Args:
         seed: what the keys of its prompt begin with; None: none are wanted.
+        readers: how bodies are read, and what clients may set.
 
     Raises:
         Refusal: 400 for broken JSON, a body that is not an object, a ``model`` that is no
-            string, a number that no engine accepts; 404 for a name that is no model's.
-            Everything else is the engine's to judge.
+            string, a number that no engine accepts, a field that is not for clients; 404 for a
+            name that is no model's. Everything else is the engine's to judge.
     """
-    if content_type.startswith(b"multipart/"):
-        match = _MULTIPART_MODEL.search(body)
-        model = match.group(1).decode("utf-8", "replace") if match else None
-        return ParsedRequest(model, False, None, 1, 0, 1, None, 1)
     if len(body) < LEAST_BYTES:
+        reader = readers[path]
         try:
-            fields = _decode_body(body)
-        except _ERRORS:
+            fields = reader.decode(body)
+        except DECODE_ERRORS:
             pass  # what the engine would read may be there all the same
         else:
-            parsed = _describe(fields, _itself, path)
-            if path == RESPONSES:
-                _continue(parsed, fields, _itself, seed)
+            measured = None
+            if reader.shape is not Prompts.TEXT:
+                measured = finish(measure_body(reader.shape, fields, itself))
+            parsed = _describe(fields, itself, path, measured)
+            if path in _STORING:
+                _continue(parsed, fields, itself, seed)
             if seed is not None and fields.truncate_prompt_tokens is None:
                 if parsed.previous:
                     parsed.prefix = keys_after(fields, parsed.head, parsed.previous)
                 else:
                     parsed.prefix = keys_of_fields(fields, seed)
             return parsed
-    return finish(parse_in_steps(body, content_type, path, seed))
+    return finish(parse_in_steps(body, content_type, path, seed, readers))
 
 
 def parse_in_steps(
     body: bytes | bytearray,
     content_type: bytes,
-    path: str = CHAT_COMPLETIONS,
+    path: str = INVOCATIONS,
     seed: int | None = None,
+    readers: BodyReaders = _NOTHING_ALLOWED,
 ) -> Steps[ParsedRequest]:
     """``parse_body`` for a long one, for who has something else to do meanwhile."""
-    if content_type.startswith(b"multipart/"):
-        return parse_body(body, content_type, path)
-    fields, extent, items = yield from _fields(body)
+    if is_form(path, content_type):
+        form = yield from read_form(body, content_type)
+        return _describe_form(body, form, guarded_at(path) - readers.allowed)
+    reader = readers[path]
+    fields, extent, items = yield from read_fields(body, reader)
     yield
-    parsed = _describe(fields, extent, path)
-    if path == RESPONSES:
+    measured = None
+    if reader.shape is not Prompts.TEXT:
+        measured = yield from measure_body(reader.shape, fields, extent)
+    parsed = _describe(fields, extent, path, measured)
+    if path in _STORING:
         _continue(parsed, fields, extent, seed)
     if seed is not None and fields.truncate_prompt_tokens is None:
         yield
@@ -194,56 +178,126 @@ def parse_in_steps(
 
 def _continue(
     parsed: ParsedRequest,
-    fields: _Body,
+    fields: Any,
     extent: Callable[[msgspec.Raw], Extent],
     seed: int | None,
 ) -> None:
     """Which response one continues, and whether it begins as that does."""
     if seed is not None:
         parsed.head = head_of(fields, extent, seed)
-    if fields.previous_response_id:
-        data, start, end = extent(fields.previous_response_id)
-        if end - start <= _MOST_RESPONSE_ID_BYTES and data[start : start + 1] == b'"':
-            parsed.previous = bytes(data[start + 1 : end - 1])
+    if (previous := _given(fields.previous_response_id, extent)) is not None:
+        parsed.previous = _response_id(previous)
+    for name in _REFERENCES[1:]:
+        if _given(getattr(fields, name), extent) is not None:
+            parsed.stored = name
+            break
 
 
-def _describe(fields: _Body, extent: Callable[[msgspec.Raw], Extent], path: str) -> ParsedRequest:
+def _given(raw: msgspec.Raw, extent: Callable[[msgspec.Raw], Extent]) -> bytes | None:
+    """A field's JSON, of a long one its beginning; None: it is not there, or null."""
+    if not raw:
+        return None
+    data, start, end = extent(raw)
+    value = bytes(data[start : min(end, start + _MOST_RESPONSE_ID_BYTES + len('""'))])
+    return None if value == b"null" else value
+
+
+def _response_id(value: bytes) -> bytes:
+    """The id that a JSON text stands for, whatever is escaped in it; or what else it is."""
+    try:
+        return msgspec.json.decode(value, type=str).encode() or value
+    except (msgspec.MsgspecError, ValueError):
+        return value
+
+
+# Transcribing servers cut a recording into pieces of so many seconds, each a sequence of its own.
+_SPEECH_PIECE_S = 30.0
+
+
+def _describe(
+    fields: Any,
+    extent: Callable[[msgspec.Raw], Extent],
+    path: str,
+    measured: Measured | None,
+) -> ParsedRequest:
+    """``measured``: its prompts; None: they are one text, or ``prompt``."""
+    if measured is None:
+        tokens, prompts, text_bytes, media_parts = None, 1, 0, 0
+        if fields.prompt:
+            tokens, prompts, text_bytes = measure_prompt(*extent(fields.prompt))
+        for field in (
+            fields.messages, fields.input, fields.system, fields.instructions, fields.tools,
+            fields.documents, fields.previous_input_messages,
+        ):  # fmt: skip
+            if field is NOTHING:
+                continue
+            data, start, end = extent(field)
+            found, size = measure(data, start, end) if end > start else (0, 0)
+            media_parts += found
+            text_bytes += size
+    else:
+        tokens, prompts, text_bytes, media_parts = measured
     model = fields.model
-    if model is not None and len(model) > _MOST_MODEL_BYTES:
-        raise _no_model(len(model))
-    tokens: int | None = None
-    prompts, text_bytes = 1, 0
-    if fields.prompt:
-        tokens, prompts, text_bytes = measure_prompt(*extent(fields.prompt))
-    media_parts = 0
-    for field in (
-        fields.messages, fields.input, fields.system, fields.instructions, fields.tools
-    ):  # fmt: skip
-        if field is _NONE:
-            continue
-        data, start, end = extent(field)
-        found, size = measure(data, start, end) if end > start else (0, 0)
-        media_parts += found
-        text_bytes += size
-    salt = b""
-    if fields.cache_salt:
-        data, start, end = extent(fields.cache_salt)
-        salt = bytes(data[start:end])
-    session = fields.prompt_cache_key or fields.user
+    if model is not None and len(model) > MOST_MODEL_BYTES:
+        raise no_model(len(model))
     n, limit = _counts(fields, path)
     stream = fields.stream
+    parsed = ParsedRequest(
+        model,
+        stream is True or (stream is not None and _true(stream)),
+        limit,
+        min(prompts * n, whole_numbers.MOST_SEQUENCES),
+        text_bytes,
+        media_parts,
+        tokens,
+        prompts,
+    )
+    # What few requests have costs the others a look.
+    if fields.cache_salt is not NOTHING:
+        data, start, end = extent(fields.cache_salt)
+        parsed.cache_salt = bytes(data[start:end])
+    session = fields.prompt_cache_key or fields.user
+    if session:
+        parsed.session = _beginning(*extent(session))
+    cut = fields.truncate_prompt_tokens
+    if cut is not None:
+        parsed.truncates = True
+        if type(cut) is int and cut > 0 and path in CUTS_PROMPTS:
+            parsed.most_prompt_tokens = cut
+    if fields.logprobs is not NOTHING or fields.prompt_logprobs is not NOTHING:
+        parsed.wordy = True
+    return parsed
+
+
+def _describe_form(body: bytes | bytearray, form: Form, guarded: frozenset[str]) -> ParsedRequest:
+    """A recording and what is to be done with it."""
+    for name, (start, end) in form.items():
+        # No engine is known to look into a name, which says nothing of the next one.
+        own = name.replace("[", ".").partition(".")[0].strip()
+        if own in guarded and body[start : min(end, start + 8)].strip() not in (b"", b"null", b"0"):
+            raise not_allowed(own)
+
+    def text(name: str) -> str | None:
+        start, end = form.get(name, (0, 0))
+        if end - start > MOST_MODEL_BYTES:
+            raise no_model(end - start)
+        return body[start:end].decode("utf-8", "replace") or None
+
+    speech_s = seconds_of(body, *form.get("file", (0, 0)))
+    pieces = max(1, math.ceil(speech_s / _SPEECH_PIECE_S))
+    limit = text("max_completion_tokens")
+    start, end = form.get("prompt", (0, 0))
     return ParsedRequest(
-        model=model,
-        stream=stream is True or (stream is not None and _true(stream)),
-        max_output_tokens=limit,
-        sequences=min(prompts * n, whole_numbers.MOST_SEQUENCES),
-        text_bytes=text_bytes,
-        media_parts=media_parts,
-        exact_prompt_tokens=tokens,
-        prompt_count=prompts,
-        truncates=fields.truncate_prompt_tokens is not None,
-        cache_salt=salt,
-        session=_beginning(*extent(session)) if session else b"",
+        text("model"),
+        _true(text("stream") or ""),
+        whole_numbers.read(limit, "max_completion_tokens"),
+        pieces,
+        (end - start) * pieces,
+        1,
+        None,
+        pieces,
+        speech_s=speech_s,
+        form=True,
     )
 
 
@@ -252,7 +306,7 @@ def _beginning(data: bytes | bytearray, start: int, end: int) -> bytes:
 
 
 class _Model(msgspec.Struct):
-    model: msgspec.Raw = _NONE
+    model: msgspec.Raw = NOTHING
 
 
 _decode_model = msgspec.json.Decoder(_Model).decode
@@ -267,15 +321,15 @@ def with_model(body: bytes | bytearray, content_type: bytes, name: str) -> bytes
     Raises:
         Refusal: 400 for one in which there is no name to replace.
     """
-    if content_type.startswith(b"multipart/"):
-        match = _MULTIPART_MODEL.search(body)
-        if match is None:
+    if body.startswith(b"--"):  # no JSON does
+        start, end = finish(read_form(body, content_type)).get("model", (0, 0))
+        if start == end:
             raise _nothing_to_rewrite()
-        return b"".join((body[: match.start(1)], name.encode(), body[match.end(1) :]))
+        return b"".join((body[:start], name.encode(), body[end:]))
     short, cuts, _ = finish(fold(body))
     try:
         start, end = place(short, cuts, _decode_model(short).model)
-    except _ERRORS:
+    except DECODE_ERRORS:
         return _with_model_slowly(body, name)
     if start == end:  # it has none: the only one that is served was meant
         start = end = body.index(b"{") + 1
@@ -286,13 +340,26 @@ def with_model(body: bytes | bytearray, content_type: bytes, name: str) -> bytes
 
 
 def _with_model_slowly(body: bytes | bytearray, name: str) -> bytes:
-    if len(body) > _MOST_ODD_BYTES:
+    if len(body) > MOST_ODD_BYTES:
         raise _nothing_to_rewrite()
     try:
         found = json.loads(body)
         return json.dumps(found | {"model": name}).encode()
     except (ValueError, TypeError, RecursionError):
         raise _nothing_to_rewrite() from None
+
+
+def with_last_field(body: bytes | bytearray, field: bytes) -> bytes:
+    """A usable body with one field more, which is its last: of equal names that one counts.
+
+    Raises:
+        Refusal: 400 for one that no field can be added to.
+    """
+    body = body.rstrip(_SPACE)
+    if not body.endswith(b"}") or b"\0" in body[:4]:
+        raise Refusal(400, "invalid_json", "The request body must be a JSON object in UTF-8.")
+    comma = b"" if body[:-1].rstrip(_SPACE) == b"{" else b","
+    return b"".join((memoryview(body)[:-1], comma, field, b"}"))
 
 
 def _nothing_to_rewrite() -> Refusal:
@@ -302,115 +369,36 @@ def _nothing_to_rewrite() -> Refusal:
 
 def prompt_field(body: bytes | bytearray) -> bytes:
     """The raw JSON of ``messages``, or of ``prompt`` where there are none, in a usable body."""
-    fields, extent, _ = finish(_fields(body))
+    fields, extent, _ = finish(read_fields(body, _ALL_ALLOWED[INVOCATIONS]))
     data, start, end = extent(fields.messages or fields.prompt)
     return bytes(data[start:end])
 
 
-# The fields of a body
-
-
-_Found = tuple[_Body, Callable[[msgspec.Raw], Extent], Spans]
-
-
-def _fields(body: bytes | bytearray) -> Steps[_Found]:
-    """A body's fields, a function that knows where in the body one of them stands, their items."""
-    short, cuts, items = yield from fold(body)
-    if len(short) > _MOST_SHORT_BYTES:
-        detail = "The request body has too many fields."
-        raise Refusal(400, "too_many_fields", detail)
-    extent = partial(_extent, body, short, cuts)
-    try:
-        raw = _decode_raw(short)
-    except _ERRORS as error:
-        return (yield from _odd_fields(body, short, error))
-    fields = _Body()
-    for name in _PLAIN:
-        value = getattr(raw, name)
-        if value:
-            data, start, end = extent(value)
-            known = whole_numbers.decode(bytes(data[start : min(end, start + _LOOKED_AT)]))
-            if known is ... and name == "model" and data[start : start + 1] == b'"':
-                raise _no_model(end - start)
-            setattr(fields, name, known)
-    for name in _NESTED:
-        setattr(fields, name, getattr(raw, name))
-    return _with_a_model(fields), extent, items
-
-
-# Enough to see that a plain value is too long.
-_LOOKED_AT = whole_numbers.MOST_BYTES + 1
-
-
-def _itself(field: msgspec.Raw) -> Extent:
-    raw = bytes(field)
-    return raw, 0, len(raw)
-
-
-def _extent(body: bytes | bytearray, short: Buffer, cuts: list[Cut], field: msgspec.Raw) -> Extent:
-    return body, *place(short, cuts, field)
-
-
-def _odd_fields(
-    body: bytes | bytearray, short: bytes | bytearray, error: Exception
-) -> Steps[_Found]:
-    """The fields of what is no JSON, where Python's reads it; its prompt is all of the body."""
-    encoding = json.detect_encoding(bytes(body[:4]))
-    try:
-        if encoding != "utf-8":
-            text = body.decode(encoding, "surrogatepass")
-            return (yield from _fields(text.encode("utf-8", "surrogatepass")))
-        found = json.loads(short) if len(short) <= _MOST_ODD_BYTES else None
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise Refusal(
-            400, "invalid_json", f"The request body is not usable JSON: {error}"
-        ) from None
-    fields = _Body()
-    for name in _PLAIN:
-        value = found.get(name)
-        setattr(fields, name, ... if isinstance(value, (list, dict)) else value)
-    if any(found.get(name) for name in _NESTED):
-        fields.messages = msgspec.Raw(b"{}")
-    return _with_a_model(fields), lambda field: (body, 0, len(body) if field else 0), []
-
-
-def _with_a_model(fields: _Body) -> _Body:
-    model = fields.model
-    if model is not None and not isinstance(model, str):
-        raise Refusal(400, "invalid_type", "`model` must be a string.", param="model")
-    if model is not None:
-        # A lone surrogate is in no name, and in no answer of ours.
-        fields.model = model.encode("utf-8", "replace").decode()
-    return fields
-
-
-def _no_model(size: int) -> Refusal:
-    if size <= _MOST_MODEL_BYTES:
-        return Refusal(400, "invalid_json", "`model` is not a string in UTF-8.", param="model")
-    detail = f"No model has a name of {size} characters."
-    return Refusal(404, "model_not_found", detail, param="model")
-
-
-def _counts(fields: _Body, path: str) -> tuple[int, int | None]:
+def _counts(fields: Any, path: str) -> tuple[int, int | None]:
     """(``n``, the most output tokens that the client wants) as a path's engine reads them."""
     takes_n, limits = limits_of(path, chats=bool(fields.messages))
+    within = ""
+    if path == GENERATE:
+        fields, within = fields.sampling_params, SAMPLING + "."
+        if fields is None:
+            return 1, None
+    elif path == INVOCATIONS and not (fields.messages or fields.prompt):
+        return 1, 1  # of a pooling model, as which it is a prefill
     n = limit = None
     if takes_n and fields.n is not None:
-        n = whole_numbers.read(fields.n, "n")
+        n = whole_numbers.read(fields.n, within + "n")
         if n is not None:
-            whole_numbers.check(n, "n", 1, whole_numbers.MOST_SEQUENCES)
+            whole_numbers.check(n, within + "n", 1, whole_numbers.MOST_SEQUENCES)
     for name, least in limits:
         value = getattr(fields, name)
         if value is None:
             continue
         if type(value) is not int:
-            value = whole_numbers.read(value, name)
+            value = whole_numbers.read(value, within + name)
         if limit is None and value is not None:
             # Of two limits the engine minds the first one.
             if not least <= value <= whole_numbers.MOST_TOKENS:
-                whole_numbers.check(value, name, least, whole_numbers.MOST_TOKENS)
+                whole_numbers.check(value, within + name, least, whole_numbers.MOST_TOKENS)
             limit = value or None
     return n or 1, limit
 

@@ -45,7 +45,7 @@ def measure_prompt(data: bytes | bytearray, start: int, end: int) -> tuple[int |
         if counted is not None:
             return *counted, 0
     elif _JSON_STRINGS.match(data, start):
-        return None, max(1, _strings(data, start, end)), _text_bytes(data, start, end)
+        return None, max(1, count_strings(data, start, end)), _text_bytes(data, start, end)
     return None, 1, _text_bytes(data, start, end)
 
 
@@ -74,7 +74,7 @@ def _measure_lists(data: bytes | bytearray, start: int, end: int) -> tuple[int, 
     return count_byte(view, _COMMA) + 1 - count(view, b"[]"), max(1, lists - 1)
 
 
-def _strings(data: bytes | bytearray, start: int, end: int) -> int:
+def count_strings(data: bytes | bytearray, start: int, end: int) -> int:
     """How many strings there are in a list of strings."""
     view: Buffer = memoryview(data)[start:end]
     if data.find(b"\\", start, end) >= 0 and count(view, b"\\\\"):

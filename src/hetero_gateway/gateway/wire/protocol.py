@@ -169,7 +169,7 @@ class EngineProtocol(HttpToolsProtocol):
         """Go on where a part of a head, or a whole one, was kept."""
         buffer = self._buffer
         assert buffer is not None
-        if not self._seen:
+        if not self._seen or buffer.startswith(b"\r\n"):
             self.phase, self._buffer = _IDLE, None
             self._read(bytes(buffer))
             return
@@ -220,14 +220,17 @@ class EngineProtocol(HttpToolsProtocol):
         parts = [b"GET ", head.target, b" HTTP/1.1\r\n"]
         for name, value in head.headers:
             parts += (name, b": ", value, b"\r\n")
-        parts += (b"\r\n", rest)
+        parts.append(b"\r\n")
         protocol: Any = self.ws_protocol_class
         websocket = protocol(
             config=self.config, server_state=self.server_state, app_state=self.app_state
         )
         websocket.connection_made(self.transport)
+        websocket.watched_by(self.watch)
         self.transport.set_protocol(websocket)
         websocket.data_received(b"".join(parts))
+        if rest:
+            websocket.data_received(rest)
 
     def _uvicorn_cycle(self, head: RequestHead, path: bytes) -> RequestResponseCycle:
         text = path.decode("ascii")

@@ -310,12 +310,14 @@ class ChunkedBody:
 
     What ``feed`` returns is checked: whole lines of the framing, and bytes of chunks. A line that
     is not whole is held back, and so is the end until it is certain.
+
+    ``whole``: what it has returned so far is whole chunks, whatever came of what it was fed last.
     """
 
-    __slots__ = ("_held", "_left", "_trailers", "at_chunk", "ended", "extra")
+    __slots__ = ("_held", "_left", "_trailers", "at_chunk", "ended", "extra", "whole")
 
     def __init__(self) -> None:
-        self.at_chunk = True  # a chunk begins with the next byte
+        self.at_chunk = self.whole = True  # a chunk begins with the next byte
         # Of the present chunk, its CRLF included; 0: a size line is next; -1: trailers are.
         self._left = 0
         self._held = b""  # the beginning of a size line
@@ -330,6 +332,7 @@ class ChunkedBody:
         if self._held:
             data, self._held = self._held + data, b""
         passed = self._walk(data, self._left)
+        self.whole = self._left <= 0
         self.at_chunk = self._left == 0 and not self._held
         return passed
 

@@ -99,14 +99,26 @@ class ServerTls:
     Args:
         certificate_file, key_file: who we are (PEM).
         client_ca_file: clients must show a certificate of these authorities (PEM); None: need not.
+        section: of the configuration, that names them.
+        protocol: what is spoken (ALPN).
 
     Raises:
         ConfigError: a file cannot be used.
     """
 
-    def __init__(self, certificate_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
+    def __init__(
+        self,
+        certificate_file: Path,
+        key_file: Path,
+        client_ca_file: Path | None,
+        *,
+        section: str = "server",
+        protocol: str = "http/1.1",
+    ) -> None:
         self._identity = certificate_file, key_file
         self._client_ca_file = client_ca_file
+        self._section = section
+        self._protocol = protocol
         self.context = self._made()
 
     @property
@@ -114,16 +126,16 @@ class ServerTls:
         return [*self._identity, *([self._client_ca_file] if self._client_ca_file else [])]
 
     def _made(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context, section = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._section
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols([self._protocol])
         try:
             load_identity(context, *self._identity)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             certificate, key = self._identity
             raise ConfigError(
-                f"server.certificate_file, server.key_file: {certificate} and {key} cannot be "
-                f"used: {error}"
+                f"{section}.certificate_file, {section}.key_file: {certificate} and {key} cannot "
+                f"be used: {error}"
             ) from error
         if self._client_ca_file is not None:
             context.verify_mode = ssl.CERT_REQUIRED
@@ -131,7 +143,7 @@ class ServerTls:
                 context.load_verify_locations(self._client_ca_file)
             except (OSError, ssl.SSLError) as error:
                 raise ConfigError(
-                    f"server.client_ca_file: {self._client_ca_file} cannot be used: {error}"
+                    f"{section}.client_ca_file: {self._client_ca_file} cannot be used: {error}"
                 ) from error
         return context
 

@@ -117,6 +117,12 @@ class UpstreamConnection(asyncio.Protocol):
         return self.reused and not self.got_bytes
 
     @property
+    def passed_whole_chunks(self) -> bool:
+        """Of its chunked response all that the sink has got as it came ends with a chunk."""
+        body = self._body
+        return isinstance(body, ChunkedBody) and body.whole
+
+    @property
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 

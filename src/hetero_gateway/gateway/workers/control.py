@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from contextlib import suppress
 
 from hetero_gateway.errors import Refusal
@@ -16,6 +17,8 @@ from hetero_gateway.plain_httpx import httpx
 # A body that /admin takes is smaller; it says so itself.
 _MOST_BODY_BYTES = 2**20 + 1
 _TRIES, _PAUSE_S = 40, 0.05
+# A process that hangs accepts connections all the same: whether it is away, the worker knows.
+_AWAY_S, _LOOK_S = 5.0, 0.25
 _TIMEOUT_S = 60.0
 _ENGINE_CALL = re.compile(rb"/admin/(?:instances|models)/.*/engine/")
 _ENGINE_CALL_S = 10.0 + ENGINE_CALL_S
@@ -26,13 +29,15 @@ _PEER = PEER_HEADER.encode()
 
 
 class ControlRelay:
-    """An ASGI application. While the scheduler process is away, it is waited for, two seconds.
+    """An ASGI application. While the scheduler process is away, it is waited for, five seconds.
 
     Args:
         path: of the socket.
+        is_away: whether that process is gone, or has said nothing for some seconds.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, is_away: Callable[[], bool]) -> None:
+        self._is_away = is_away
         self._client = httpx.AsyncClient(
             # None is kept open: one that a process left behind would fail its next request.
             transport=httpx.AsyncHTTPTransport(
@@ -60,7 +65,7 @@ class ControlRelay:
         if not any(name == b"host" for name, _ in headers):
             headers.append((b"host", b""))
         try:
-            answer = await self._ask(scope["method"], target, headers, body)
+            answer = await self._ask_in_time(scope["method"], target, headers, body)
             fields = [
                 (name.lower(), value)
                 for name, value in answer.headers.raw
@@ -70,7 +75,7 @@ class ControlRelay:
                 await _pass_on(answer, fields, receive, send)
                 return
             status, content = answer.status_code, answer.content
-        except httpx.HTTPError:
+        except (httpx.HTTPError, TimeoutError):
             message = "The gateway's scheduler process does not answer."
             refusal = Refusal(503, "scheduler_unavailable", message, kind="server_error")
             content = error_body(refusal, scope["path"])
@@ -78,6 +83,29 @@ class ControlRelay:
         fields.append((b"content-length", b"%d" % len(content)))
         await send({"type": "http.response.start", "status": status, "headers": fields})
         await send({"type": "http.response.body", "body": content})
+
+    async def _ask_in_time(
+        self, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> httpx.Response:
+        """As long as the process is there, what it is asked may take its time.
+
+        Raises httpx.HTTPError, TimeoutError.
+        """
+        asking = asyncio.ensure_future(self._ask(method, target, headers, body))
+        try:
+            while not asking.done():
+                if not self._is_away():
+                    await asyncio.wait({asking}, timeout=_LOOK_S)
+                    continue
+                # Its successor takes up what waits at the socket.
+                await asyncio.wait({asking}, timeout=_AWAY_S)
+                if not asking.done() and self._is_away():
+                    raise TimeoutError
+            return asking.result()
+        finally:
+            if not asking.done():
+                asking.cancel()
+                await asyncio.wait({asking})
 
     async def _ask(
         self, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes

@@ -25,6 +25,7 @@ from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher, Place, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed, Placement
+from hetero_gateway.gateway.dataplane.responses import Response
 from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.wire.inbound import Inbound
@@ -33,7 +34,8 @@ from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 
 VIEW_INTERVAL_S = 1.0
-# By which the supervisor gives all of its processes one secret for the keys of prompts.
+# By which the supervisor gives all of its processes one secret: for the keys of prompts, and
+# the key of /admin.
 SECRET_ENV = "HETERO_GATEWAY_PROCESS_SECRET"
 
 _Describe = Callable[[Inbound, Client, ParsedRequest, int | None], Job]
@@ -44,14 +46,15 @@ _log = logging.getLogger(__name__)
 class SeenElsewhere:
     """A response as a worker reports it: ``dispatcher.Seen``."""
 
-    __slots__ = ("_usage", "complete", "congested", "empty", "error", "events", "first_body_at_s",
-                 "status")  # fmt: skip
+    __slots__ = ("_usage", "body_bytes", "complete", "congested", "empty", "error", "events",
+                 "first_body_at_s", "status")  # fmt: skip
 
     def __init__(self, report: messages.Report) -> None:
         self.status = report.status
         self.error = error_of(report.error)
         self.first_body_at_s = report.first_body_at_s
         self.events = report.events
+        self.body_bytes = report.body_bytes
         self.empty = report.empty
         self.complete = report.complete
         self.congested = False
@@ -172,6 +175,8 @@ class Session:
             messages.Leave: self._leave,
             messages.Began: self._began,
             messages.Made: self._made,
+            messages.Spend: self._spend,
+            messages.Known: self._known,
             messages.Settle: self._settle,
             messages.Outside: self._outside,
             messages.PassOn: self._pass_on,
@@ -233,6 +238,7 @@ class Session:
             return
         if self._hub.config is not None:
             self.channel.send(self._hub.config)
+        self.channel.send(self._hub.served())
         self.channel.send(self._hub.members())
         self._hub.greet_with_keys(self)
 
@@ -268,7 +274,10 @@ class Session:
         inbound.received_s = facts.received_s
         inbound.body = facts.body
         client = self._hub.admission.named(facts.client)
-        return describe(inbound, client, facts.parsed, facts.counted)
+        job = describe(inbound, client, facts.parsed, facts.counted)
+        if facts.path == REALTIME:
+            job.features = None  # as ``Realtime`` has it: nothing is learnt of a session's length
+        return job
 
     def _submit(self, said: messages.Submit) -> None:
         try:
@@ -301,6 +310,28 @@ class Session:
         request = self._requests.get(said.key)
         if request is not None and request.place is not None:
             self.dispatcher.made(request.job, request.place, said.name)
+
+    def _known(self, said: messages.Known) -> None:
+        now_s, responses = time.monotonic(), self.dispatcher.responses
+        for each in said.responses:
+            if responses.find(each.name, now_s) is None:
+                responses.note(
+                    Response(
+                        *(each.name, each.instance, each.tokens, None, 0, each.model),
+                        owner=each.owner,
+                    ),
+                    now_s,
+                )
+
+    def _spend(self, said: messages.Spend) -> None:
+        request = self._requests.get(said.key)
+        try:
+            if request is not None:
+                self.dispatcher.extend(request.job, said.tokens)
+        except Refusal as refusal:
+            self.channel.send(_refused(said.key, refusal))
+        else:
+            self.channel.send(messages.Spent(said.key))
 
     def _settle(self, said: messages.Settle) -> None:
         request = self._requests.get(said.key)
@@ -406,8 +437,9 @@ class Hub:
         self._timer: asyncio.TimerHandle | None = None
         self._soon: asyncio.Handle | None = None
         self._told: messages.Members | None = None
+        self._told_served: messages.Served | None = None
         self.config: messages.Configuration | None = None  # None: as when the processes started
-        self._keys_changed = False
+        self._keys: messages.Keys | None = None  # None: as when the processes started
         self._configs: dict[InstanceId, tuple[Any, bytes]] = {}
         metrics.workers = self.__len__
         metrics.client_connections = lambda: sum(s.connections for s in self._sessions)
@@ -427,15 +459,15 @@ class Hub:
 
     def tell_keys(self) -> None:
         """Clients' keys have changed."""
-        self._keys_changed = True
-        for session in self._sessions:
-            self.greet_with_keys(session)
+        if (keys := self.admission.keys) is not None:
+            self._keys = messages.Keys(keys.model_dump_json(by_alias=True).encode())
+            for session in self._sessions:
+                self.greet_with_keys(session)
 
     def greet_with_keys(self, session: Session) -> None:
         """Those that there are now, where they are not the ones that a worker began with."""
-        keys = self.admission.keys
-        if self._keys_changed and keys is not None:
-            session.channel.send(messages.Keys(keys.model_dump_json(by_alias=True).encode()))
+        if self._keys is not None:
+            session.channel.send(self._keys)
 
     async def start(self) -> None:
         """Let workers in."""
@@ -490,6 +522,10 @@ class Hub:
             del self._configs[gone]
         return messages.Members(instances)
 
+    def served(self) -> messages.Served:
+        """What workers answer /readyz and /v1/models by."""
+        return messages.Served(self._fleet.ready(), dict(self._fleet.models()))
+
     def tell_settings(self, config: GatewayConfig) -> None:
         """Another configuration is in effect, here and in all workers."""
         self.config = messages.Configuration(config.model_dump_json().encode())
@@ -505,14 +541,23 @@ class Hub:
         members = self.members()
         if members != self._told:
             self._told = members
+            self._tell_served()
             for session in self._sessions:
                 session.channel.send(members)
+
+    def _tell_served(self) -> None:
+        served = self.served()
+        if served != self._told_served:
+            self._told_served = served
+            for session in self._sessions:
+                session.channel.send(served)
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(VIEW_INTERVAL_S, self._tick)
         if not self._sessions:
             return
         self._tell()  # whom failures have ejected is published nowhere else
+        self._tell_served()  # nor what an engine says of a model
         scheduler, now_s = self._fleet.scheduler, time.monotonic()
         view = messages.View(
             [(name, scheduler.own_load(name, now_s)) for name in self._fleet.instances]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
@@ -20,6 +21,15 @@ class Members:
         self._fleet = fleet
         # By configuration, as they were said last.
         self._known: dict[bytes, tuple[InstanceId, messages.Member]] = {}
+        self.served = messages.Served(False, {})
+
+    def ready(self) -> bool:
+        """Whether any instance can take requests."""
+        return self.served.ready
+
+    def models(self) -> dict[str, ModelCard]:
+        """Names that live instances serve, each with a card."""
+        return self.served.models
 
     def take(self, said: messages.Members) -> None:
         """These are all there are."""

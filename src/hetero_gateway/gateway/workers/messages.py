@@ -7,12 +7,15 @@ share, in seconds. ``key`` numbers a request within its worker.
     worker → scheduler                            scheduler → worker
     Hello      who it is                          Members    the instances; the answer to Hello
     Outstanding what it has placed already        View       their loads, once a second
+                                                  Served     what /readyz and /v1/models answer by
                                                   Keys       clients', once they have changed
     Submit     a request                          Placed     where it goes
     Again      its next attempt                   Rejected   nobody can take it
     Leave      it wants no place any more         Refused    it waited too long; queue full
     Began      its stream's first bytes           Failed     placing it met a bug
-    Made       it is answered with a response
+    Made       it is answered with a response   Spent      the answer to Spend: it may go on
+    Spend      a session's tokens so far
+    Known      responses that it has passed on
     Settle     the attempt is over
     Outside    the same of one at a service elsewhere
     PassOn     the client gets a settled answer
@@ -32,6 +35,7 @@ import msgspec
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.limits.accounts import Standing
 from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
+from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.gateway.failures import Failure
 from hetero_gateway.gateway.wire.openai import ParsedRequest
 
@@ -90,6 +94,7 @@ class Report(msgspec.Struct, array_like=True, gc=False):
     complete: bool
     usage: Usage
     mark: bytes  # distinguishes the request's body from others
+    body_bytes: int
 
 
 # Worker to scheduler
@@ -204,6 +209,29 @@ class Made(_Message, tag=12):
     name: bytes
 
 
+class KnownResponse(msgspec.Struct, array_like=True, gc=False):
+    """A ``dataplane.responses.Response``, without its keys."""
+
+    name: bytes
+    instance: InstanceId
+    tokens: int
+    model: str
+    owner: str
+
+
+class Known(_Message, tag=15):
+    """For a scheduler process that is new: the worker's latest, in the order in which they came."""
+
+    responses: list[KnownResponse]
+
+
+class Spend(_Message, tag=14):
+    """A session's tokens so far, all of which its client is charged for."""
+
+    key: int
+    tokens: int
+
+
 FromWorker = (
     Hello
     | Outstanding
@@ -212,6 +240,8 @@ FromWorker = (
     | Leave
     | Began
     | Made
+    | Spend
+    | Known
     | Settle
     | Outside
     | PassOn
@@ -238,6 +268,13 @@ class Member(msgspec.Struct, array_like=True, gc=False):
 
 class Members(_Message, tag=101):
     instances: list[Member]
+
+
+class Served(_Message, tag=109):
+    """``ready``: an instance can take requests. ``models``: of live instances, with their cards."""
+
+    ready: bool
+    models: dict[str, ModelCard]
 
 
 class View(_Message, tag=102):
@@ -284,13 +321,21 @@ class Failed(_Message, tag=106):
     key: int
 
 
+class Spent(_Message, tag=110):
+    """The answer to a ``Spend``, unless that is ``Refused``: it was charged."""
+
+    key: int
+
+
 class Configuration(_Message, tag=107):
     """The gateway's configuration in effect, as JSON."""
 
     config: bytes
 
 
-FromScheduler = Configuration | Members | View | Keys | Placed | Rejected | Refused | Failed
+FromScheduler = (
+    Configuration | Members | Served | View | Keys | Placed | Rejected | Refused | Failed | Spent
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -84,6 +84,7 @@ def report_of(seen: Seen, body: bytes) -> messages.Report:
         seen.complete,
         seen.usage(),
         mark(body),
+        seen.body_bytes,
     )
 
 

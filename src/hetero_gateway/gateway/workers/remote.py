@@ -48,6 +48,8 @@ from hetero_gateway.gateway.workers.places import Assignment, RemoteJob, error_o
 # Without a word for so long the scheduler process is taken for gone; it says one each second.
 _SILENCE_S = 3.0
 _TICK_S = 1.0
+# Responses of which a new scheduler process hears: some 0.1 s of its time for each worker.
+_MOST_KNOWN = 10_000
 _OTHERS = "other workers"
 
 _Key = TypeVar("_Key")
@@ -140,13 +142,17 @@ class RemoteDispatcher:
         self._channel: Channel | None = None
         self._session = 0
         self._keys = itertools.count(1)
-        self._members = Members(fleet)
+        self.members = Members(fleet)
         self._asked: dict[int, _Ask] = {}
         self._open: dict[int, Assignment] = {}
+        # Answers to ``Spend`` that are waited for.
+        self._spending: dict[int, asyncio.Future[None]] = {}
         self._streams = StreamWatch()
         self._view: dict[InstanceId, PeerLoad] = {}
         self._heard_s = 0.0
         self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._told_keys: bytes | None = None  # that are not taken up yet
+        self._taking_keys: asyncio.Task[None] | None = None
 
     @property
     def alone(self) -> bool:
@@ -161,6 +167,8 @@ class RemoteDispatcher:
     def close(self) -> None:
         """Report what there is to report, and end."""
         self._timer.cancel()
+        if self._taking_keys is not None:
+            self._taking_keys.cancel()
         if self._channel is not None:
             self._tell_counts(self._channel)
         channel, self._channel, self._connected = self._connected, None, None
@@ -200,11 +208,26 @@ class RemoteDispatcher:
         else:
             self._send(messages.Began(place.job.key))
 
+    async def spend(self, job: Job, tokens: int) -> None:
+        assert isinstance(job, RemoteJob)
+        if not job.client.accounts:
+            return
+        if not self._knows(job):
+            await self._local.spend(job, tokens)
+            return
+        said = self._spending[job.key] = self._loop.create_future()
+        self._send(messages.Spend(job.key, tokens))
+        try:
+            await said
+        finally:
+            if self._spending.get(job.key) is said:
+                del self._spending[job.key]
+
     def made(self, job: Job, place: Place, name: bytes) -> None:
         assert isinstance(place, Assignment)
-        if place.local is not None:
-            self._local.made(place.job, place.local, name)
-        else:
+        # Here as well, for when the scheduler process is away or a new one.
+        self._local.made(place.job, place, name)
+        if place.local is None:
             self._send(messages.Made(place.job.key, name))
 
     def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
@@ -363,18 +386,38 @@ class RemoteDispatcher:
             kind = type(message)
             if kind is messages.Placed:
                 self._placed(message)
+            elif kind is messages.Spent:
+                self._charged(message.key, None)
             elif kind is messages.Members:
-                self._members.take(message)
+                self.members.take(message)
                 if self._channel is None and self._connected is not None:
                     self._greeted(self._connected)
+            elif kind is messages.Served:
+                self.members.served = message
             elif kind is messages.Configuration:
                 self._on_config(GatewayConfig.model_validate_json(message.config))
             elif kind is messages.View:
                 self._view = dict(message.loads)
             elif kind is messages.Keys:
-                self._admission.set_keys(KeysFile.model_validate_json(message.text))
+                self._told_keys = message.text
+                if self._taking_keys is None:
+                    self._taking_keys = self._loop.create_task(self._take_up_keys())
             else:
                 self._not_placed(message)
+
+    async def _take_up_keys(self) -> None:
+        """In a thread: thousands of them would hold up every stream."""
+
+        def prepare(text: bytes) -> Callable[[], None]:
+            return self._admission.prepare_keys(KeysFile.model_validate_json(text))
+
+        try:
+            while (text := self._told_keys) is not None:
+                self._told_keys = None
+                take_up = await asyncio.to_thread(prepare, text)
+                take_up()
+        finally:
+            self._taking_keys = None
 
     def unsent(self, message: Any, error: Exception) -> None:
         key = getattr(message, "key", None)
@@ -396,6 +439,8 @@ class RemoteDispatcher:
             return
         _log.warning("the scheduler process is gone: placing by the last view of it")
         now_s = time.monotonic()
+        for key in list(self._spending):
+            self._charged(key, None)  # the next one says all of them again
         for place in self._open.values():
             place.local = self._local.placement.adopt(
                 place.request,
@@ -456,24 +501,36 @@ class RemoteDispatcher:
         self._open[job.key] = place
         ask.owner.placed(place)
 
+    def _charged(self, key: int, refusal: Refusal | None) -> None:
+        """What came of a ``Spend``."""
+        waiting = self._spending.pop(key, None)
+        if waiting is None or waiting.done():
+            return
+        if refusal is None:
+            waiting.set_result(None)
+        else:
+            waiting.set_exception(refusal)
+
     def _not_placed(self, said: Any) -> None:
         ask = self._asked.pop(said.key, None)
-        if ask is None:
-            return
-        if isinstance(said, messages.Rejected):
-            ask.owner.placed(Reject(said.reason, said.detail))
-        elif isinstance(said, messages.Refused):
-            ask.owner.turned_away(
-                Refusal(
-                    said.status,
-                    said.code,
-                    said.message,
-                    param=said.param,
-                    kind=said.kind,
-                    retry_after_s=said.retry_after_s,
-                    headers=said.headers,
-                )
+        if isinstance(said, messages.Refused):
+            refusal = Refusal(
+                said.status,
+                said.code,
+                said.message,
+                param=said.param,
+                kind=said.kind,
+                retry_after_s=said.retry_after_s,
+                headers=said.headers,
             )
+            if ask is not None:
+                ask.owner.turned_away(refusal)
+            else:
+                self._charged(said.key, refusal)
+        elif ask is None:
+            return
+        elif isinstance(said, messages.Rejected):
+            ask.owner.placed(Reject(said.reason, said.detail))
         else:
             ask.owner.broke(RuntimeError("the scheduler process could not place it"))
 
@@ -496,6 +553,18 @@ class RemoteDispatcher:
             self._fleet.scheduler.set_peer(instance_id, _OTHERS, None)
         if carried:
             channel.send(messages.Outstanding(carried))
+        if self._session > 1:
+            known = self._local.responses.latest(_MOST_KNOWN)
+            channel.send(
+                messages.Known(
+                    [
+                        messages.KnownResponse(
+                            each.name, each.instance_id, each.tokens, each.model, each.owner
+                        )
+                        for each in known
+                    ]
+                )
+            )
         for ask in list(self._asked.values()):
             if ask.local is not None:
                 ask.local.leave()

@@ -1,7 +1,7 @@
-"""Starts the scheduler process and the workers, and starts anew what dies.
+"""Starts the scheduler process and the workers, and starts anew what dies or hangs (``heartbeat``).
 
-It holds their listening sockets, so that clients that come while a worker is being started wait in
-its backlog, and its requests are all that a worker takes with it. It serves nothing itself.
+It holds their listening sockets. While a worker is away or silent, the others accept what comes in
+at its socket, so its own connections are all that it takes with it. It serves nothing itself.
 
     signal            what is done
     SIGHUP            the scheduler process reads the configuration again, and informs the workers
@@ -12,15 +12,15 @@ its backlog, and its requests are all that a worker takes with it. It serves not
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
-import secrets
+import select
 import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +33,14 @@ from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.whole_file import write_whole
 from hetero_gateway.gateway.server import BACKLOG, url_of
+from hetero_gateway.gateway.workers.directory import SocketDirectory
+from hetero_gateway.gateway.workers.heartbeat import (
+    LOOK_S,
+    Condition,
+    Pulse,
+    is_stopped,
+    tell_cover,
+)
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, listen
 
 # Who has lived for less is given a pause before the next start.
@@ -51,14 +59,14 @@ class Role(msgspec.Struct):
         worker: its number; None: the scheduler process.
         listeners: descriptors of the sockets that it listens on: a worker's one for clients; or
             the workers' and the control paths'.
-        ready: descriptor to write a byte to, once it serves.
+        heart: descriptor of its end of what ``heartbeat`` describes.
         life: descriptor that ends when the supervisor does.
         directory: of the Unix sockets.
     """
 
     worker: int | None
     listeners: list[int]
-    ready: int
+    heart: int
     life: int
     directory: str
 
@@ -76,7 +84,14 @@ class Role(msgspec.Struct):
 
     def keep_config(self, config: GatewayConfig) -> None:
         """Another one is in effect: for whoever starts from now on."""
-        write_whole(Path(self.directory) / _CONFIG, config.model_dump_json(), mode=0o600)
+        try:
+            write_whole(Path(self.directory) / _CONFIG, config.model_dump_json(), mode=0o600)
+        except OSError as error:
+            _log.error(
+                "%s: %s; a process that is started again has the configuration before",
+                self.directory,
+                error.strerror,
+            )
 
     def sockets(self) -> list[socket.socket]:
         """The listeners."""
@@ -85,20 +100,19 @@ class Role(msgspec.Struct):
             listener.setblocking(False)
         return sockets
 
-    def serves(self) -> None:
-        """Say that the process is ready, once."""
-        with contextlib.suppress(OSError):
-            os.write(self.ready, b"1")
-            os.close(self.ready)
-
     def die_with_supervisor(self) -> None:
-        """End as after SIGTERM, when the supervisor is gone."""
+        """End as after SIGTERM, when the supervisor is gone; and leave nothing behind."""
 
         def wait() -> None:
             os.read(self.life, 1)
+            atexit.register(shutil.rmtree, self.directory, ignore_errors=True)
             os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=wait, daemon=True, name="supervisor").start()
+
+    def supervisor_gone(self) -> bool:
+        """Whether it has ended, before this process."""
+        return bool(select.select([self.life], [], [], 0)[0])
 
 
 def _config_in(directory: str) -> GatewayConfig:
@@ -113,7 +127,15 @@ class _Process:
         self.worker = worker
         self.listeners = listeners
         self.running: asyncio.subprocess.Process | None = None
-        self.ready = asyncio.Event()
+        self.ready = asyncio.Event()  # it has been up once
+        self.pulse: Pulse | None = None  # None: it does not run
+        self.link: socket.socket | None = None
+        self.is_covered = False
+        self.is_replaced = False  # it was killed as it hung
+
+    @property
+    def is_up(self) -> bool:
+        return self.pulse is not None and self.pulse.up
 
     def send(self, number: int) -> None:
         if self.running is not None and self.running.returncode is None:
@@ -128,17 +150,22 @@ class Supervisor:
         config: of the gateway.
         command: starts a process of it; ``Role`` as JSON is appended.
         on_ready: called with the gateway's URL, once all serve.
+        secret: what all processes have in common, in all their lives.
     """
 
     def __init__(
-        self, config: GatewayConfig, command: list[str], on_ready: Callable[[str], None]
+        self,
+        config: GatewayConfig,
+        command: list[str],
+        on_ready: Callable[[str], None],
+        secret: str,
     ) -> None:
         self._config = config
         self._command = command
         self._on_ready = on_ready
         self._ending: asyncio.Future[int] | None = None
         self._signal: int = signal.SIGTERM
-        self._secret = secrets.token_hex(32)
+        self._secret = secret
 
     async def run(self) -> int:
         """Until SIGINT or SIGTERM; returns the exit code.
@@ -152,18 +179,24 @@ class Supervisor:
         url = url_of(clients[0])
         if server.certificate_file is not None:
             url = url.replace("http:", "https:", 1)
-        self._directory = tempfile.mkdtemp(prefix="hetero-gateway-")
+        held = SocketDirectory()
+        self._directory = held.path
+        try:
+            directory = Path(self._directory)
+            write_whole(directory / _CONFIG, self._config.model_dump_json(), mode=0o600)
+            hub, control = listen(str(directory / _HUB)), listen(str(directory / _CONTROL))
+        except OSError as error:
+            held.remove()
+            raise HeteroGatewayError(f"{self._directory}: {error.strerror or error}") from error
         self._life, lifeline = os.pipe()
-        directory = Path(self._directory)
-        write_whole(directory / _CONFIG, self._config.model_dump_json(), mode=0o600)
-        hub, control = listen(str(directory / _HUB)), listen(str(directory / _CONTROL))
         scheduler = _Process("the scheduler process", None, [hub, control])
         workers = [_Process(f"worker {i}", i, [sock]) for i, sock in enumerate(clients)]
+        self._workers = workers
         self._ending = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._end, number, [scheduler, *workers])
         loop.add_signal_handler(signal.SIGHUP, scheduler.send, signal.SIGHUP)
-        tasks = []
+        tasks = [loop.create_task(self._watch([scheduler, *workers]))]
         try:
             for each in (scheduler, *workers):
                 tasks.append(loop.create_task(self._keep(each)))
@@ -185,7 +218,7 @@ class Supervisor:
             os.close(self._life)
             for listener in (*clients, hub, control):
                 listener.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            held.remove()
         return code
 
     def _end(self, number: int, processes: list[_Process]) -> None:
@@ -208,6 +241,8 @@ class Supervisor:
     async def _stop(
         self, scheduler: _Process, workers: list[_Process], clients: list[socket.socket]
     ) -> None:
+        for worker in workers:
+            self._cover(worker, on=False)
         for listener in clients:
             listener.close()  # who comes now is refused rather than kept waiting
         config = _config_in(self._directory)
@@ -236,15 +271,18 @@ class Supervisor:
                 return
             how = f"signal {-code}" if code < 0 else f"code {code}"
             _log.error("%s ended by %s; it is started again", process.name, how)
-            if time.monotonic() - began_s < _SHORT_LIFE_S:
+            if process.is_replaced:
+                process.is_replaced = False
+            elif time.monotonic() - began_s < _SHORT_LIFE_S:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _run_once(self, process: _Process) -> int:
-        reading, writing = os.pipe()
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
         role = Role(
             process.worker,
             [listener.fileno() for listener in process.listeners],
-            writing,
+            theirs.fileno(),
             self._life,
             self._directory,
         )
@@ -252,25 +290,78 @@ class Supervisor:
             process.running = await asyncio.create_subprocess_exec(
                 *self._command,
                 msgspec.json.encode(role).decode(),
-                pass_fds=(*role.listeners, writing, self._life),
+                pass_fds=(*role.listeners, role.heart, self._life),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, SECRET_ENV: self._secret},
                 # A terminal's SIGINT is for the supervisor, who sees to the order of the ends.
                 start_new_session=True,
             )
         finally:
-            os.close(writing)
+            theirs.close()
         loop = asyncio.get_running_loop()
-        loop.add_reader(reading, self._heard, reading, process)
+        process.link, process.pulse = ours, Pulse(self._config.server.worker_timeout_s)
+        loop.add_reader(ours, self._heard, ours, process)
         code = await process.running.wait()
-        loop.remove_reader(reading)
-        os.close(reading)
+        process.link = process.pulse = None
+        loop.remove_reader(ours)
+        ours.close()
+        self._cover(process, on=True)
         return code
 
-    def _heard(self, reading: int, process: _Process) -> None:
-        if os.read(reading, 1):
+    def _heard(self, link: socket.socket, process: _Process) -> None:
+        try:
+            said = link.recv(4096)
+        except OSError:
+            said = b""
+        if not said:
+            asyncio.get_running_loop().remove_reader(link)
+        elif process.pulse is not None:
+            was_up = process.is_up
+            process.pulse.beat()
             process.ready.set()
-        asyncio.get_running_loop().remove_reader(reading)
+            if not was_up:
+                self._came_up(process)
+
+    # Who hangs
+
+    async def _watch(self, processes: list[_Process]) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for process in processes:
+                try:
+                    self._look(process)
+                except Exception:  # the boundary of a loop that must go on
+                    _log.exception("%s cannot be looked at", process.name)
+
+    def _look(self, process: _Process) -> None:
+        if process.pulse is None or process.running is None:
+            return
+        condition = process.pulse.look(stopped=is_stopped(process.running.pid))
+        if condition in (Condition.STOPPED, Condition.HANGS):
+            why = "is stopped" if condition is Condition.STOPPED else "has hung for too long"
+            _log.error("%s (process %d) %s: it is killed", process.name, process.running.pid, why)
+            process.is_replaced = True
+            process.send(signal.SIGKILL)
+        elif process.is_up:
+            self._cover(process, on=condition is Condition.SILENT)
+
+    def _came_up(self, process: _Process) -> None:
+        self._cover(process, on=False)
+        if process.worker is not None and process.link is not None:
+            for other in self._workers:
+                if other.is_covered and other.worker is not None:
+                    tell_cover(process.link, other.worker, other.listeners[0])
+
+    def _cover(self, process: _Process, *, on: bool) -> None:
+        """Whether the other workers accept what comes in at this one's socket."""
+        assert self._ending is not None
+        on = on and not self._ending.done()
+        if process.worker is None or process.is_covered == on:
+            return
+        process.is_covered = on
+        for other in self._workers:
+            if other is not process and other.is_up and other.link is not None:
+                tell_cover(other.link, process.worker, process.listeners[0] if on else None)
 
 
 def listen_together(host: str, port: int, number: int) -> list[socket.socket]:

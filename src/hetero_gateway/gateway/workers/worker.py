@@ -1,8 +1,8 @@
 """A worker: the data plane, whose scheduler is in another process.
 
 It has what ``wiring.Gateway`` has but for probes, sharing and control: an own fleet and scheduler,
-which follow the scheduler process and decide while that is away. All paths that are not an
-engine's are passed on to it (``control``).
+which follow the scheduler process and decide while that is away. It answers the public paths
+itself; all others that are not an engine's are passed on to that process (``control``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.app import route, unready
+from hetero_gateway.gateway.app import route, worker_paths
 from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.control.public import Listing, is_public
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
@@ -33,7 +34,7 @@ from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.tls import server_tls
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
-from hetero_gateway.gateway.wiring import make_admission, make_tracing, prefix_secret
+from hetero_gateway.gateway.wiring import make_admission, make_hops, make_tracing, prefix_secret
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 from hetero_gateway.gateway.workers.control import ControlRelay
@@ -99,9 +100,10 @@ class Worker:
         self._base_dir = base_dir
         self.tls = server_tls(config.server, base_dir)
         self.admission = make_admission(config, base_dir)
-        self.fleet = Fleet(self.config, base_dir)
+        self.fleet = Fleet(self.config, base_dir, make_hops())
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges)
-        self.control = ControlRelay(control_path)
+        self.control = ControlRelay(control_path, lambda: self.remote.alone)
+        self._paths = worker_paths(self)
         self._predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
         self._hub_path = hub_path
         self._stack = AsyncExitStack()
@@ -128,11 +130,17 @@ class Worker:
             await self._live(receive, send)
         elif scope["type"] == "websocket":
             await self.realtime.serve(scope, receive, send)
-        elif self.draining and scope["path"] == "/readyz":
-            # The scheduler process hears of it within a second, which is late.
-            await unready()(scope, receive, send)
         else:
-            await route(scope, receive, send, self.dataplane, self.control)
+            await route(scope, receive, send, self.dataplane, self._answer)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        paths = self._paths if is_public(scope["path"]) else self.control
+        await paths(scope, receive, send)
+
+    @property
+    def listing(self) -> Listing:
+        """What /readyz and /v1/models answer by: what the scheduler process said last."""
+        return self.remote.members
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()

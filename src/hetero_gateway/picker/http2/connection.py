@@ -1,21 +1,41 @@
 """A data plane's connection: frames in, frames out, and what a peer may ask of us.
 
 A connection carries many calls. What the calls write in a turn of the event loop goes out in one
-write. Header blocks are the same for every call of a data plane: with a header table of size 0 a
-block means the same wherever it stands, so that one that was decoded before is only looked up.
+write.
 
 What a peer could make us do or keep, and what bounds it:
 
-    frames that carry no message       each costs a credit, a message earns some, time gives some
-                                       back; none left: ENHANCE_YOUR_CALM
-      (PING, SETTINGS, resets, empty DATA, WINDOW_UPDATE, PRIORITY, calls without a message)
-    CONTINUATION                       MAX_BLOCK_BYTES of a block, MAX_FRAGMENTS pieces
-    open calls                         MAX_CALLS, and the server's for all: REFUSED_STREAM
-    bytes of messages                  the budget of bodies (``calls``). Windows bound nothing: what
-                                       comes is read at once, and they are opened again
-    what it does not read              above WRITE_HIGH_BYTES nothing is read; after STALL_S closed
-    a connection that says nothing     PREFACE_S for its preface and SETTINGS
-    connections                        the server's limit: closed at once
+    CPU, of whatever frames            SLICE_S in a turn of the event loop, and what is over BURST_S
+                                       or its SHARE waits in line (``turns``, ``reader``); no frame
+                                       costs more than its own bytes do: a window is a number,
+                                       however many calls it is for, and the calls that wait for
+                                       one are looked at once in a turn
+    frames that carry no message       each costs one of CREDITS, a message earns
+                                       CREDITS_PER_MESSAGE, a second CREDITS_PER_S; none left:
+                                       ENHANCE_YOUR_CALM
+      (PING, resets, empty DATA, WINDOW_UPDATE, PRIORITY, GOAWAY, calls without a message)
+    SETTINGS, header blocks            more than one: SETTINGS_CREDITS, a credit for every
+                                       BLOCK_BYTES_PER_CREDIT
+    header blocks                      MAX_BLOCK_BYTES, decoded and not (``blocks``);
+                                       MAX_FRAGMENTS pieces
+    open calls                         MAX_CALLS of a connection, and no more than it leaves to the
+                                       others: REFUSED_STREAM
+    bytes that are kept for it         HELD_BYTES of a connection, MAX_HELD_BYTES of all, no more
+                                       than it leaves to the others (``shares``): a message is
+                                       refused, a call that reads nothing is reset
+      (short messages and bodies, what it does not read, CALL_BYTES for each call)
+    bytes of long messages             the budget of bodies, half of it for a connection; what has
+                                       come counts, not what was announced
+    what it does not read              of a call: UNREAD_BYTES, then it may not send more than
+                                       STREAM_WINDOW_BYTES, after UNREAD_S it is reset; in all:
+                                       above WRITE_HIGH_BYTES nothing is read, after STALL_S closed
+    what comes late                    (``calls``) FIRST_MESSAGE_S, MESSAGE_S, LINGER_S; the
+                                       receivers' own limits, for a body and for all of a request
+    a connection that says nothing     HANDSHAKE_S for TLS, PREFACE_S for its preface and SETTINGS,
+                                       IDLE_S without a message or a call, CLOSE_S at its end; and
+                                       the first to go when there is no room
+    connections                        MAX_CONNECTIONS, MAX_PER_ADDRESS (``register``): one that
+                                       does nothing goes, or the newcomer
 """
 
 from __future__ import annotations
@@ -25,9 +45,8 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-import hpack
-
-from hetero_gateway.picker.http2.calls import Call
+from hetero_gateway.picker.http2.blocks import MAX_BLOCK_BYTES, HeaderBlocks
+from hetero_gateway.picker.http2.calls import CREDITS, STREAM_WINDOW_BYTES, Call
 from hetero_gateway.picker.http2.frames import (
     ACK,
     CONTINUATION,
@@ -63,21 +82,38 @@ from hetero_gateway.picker.http2.frames import (
     settings,
     window_update,
 )
+from hetero_gateway.picker.http2.reader import Reader
+from hetero_gateway.picker.http2.register import address_of
+from hetero_gateway.picker.http2.shares import CALL_BYTES, Share
 
 if TYPE_CHECKING:
+    from hetero_gateway.picker.http2.handshakes import Handshake
     from hetero_gateway.picker.http2.server import Server
 
-MAX_CALLS = 16384
-MAX_BLOCK_BYTES = 32768
+# A data plane with more opens another connection; so many calls fit in HELD_BYTES.
+MAX_CALLS = 1024
+# A block comes in one frame, but for those of MAX_BLOCK_BYTES in small frames.
 MAX_FRAGMENTS = 16
-CREDITS = 4096
 CREDITS_PER_S = 200
-CREDITS_PER_MESSAGE = 16
+# A data plane sends one frame of them, and one to acknowledge ours.
+SETTINGS_CREDITS = 32
+# A new block of 200 bytes costs as much as 30 frames without one, which a message pays for.
+BLOCK_BYTES_PER_CREDIT = 64
+# A data plane sends both as soon as it is connected.
 PREFACE_S = 10.0
+# One without calls and messages for so long: it will open another one when it needs it. Health
+# checks are messages.
+IDLE_S = 600
+# For the last bytes, of a connection that is to be closed.
+CLOSE_S = 5
 STALL_S = 30.0
 WRITE_HIGH_BYTES = 2**20
-# Of the whole connection; half of it is given back at a time.
+# Of what is pending, in a turn of the event loop.
+PUSH_BYTES = 2**17
+# Of the whole connection; half of it is given back at a time. It bounds nothing: what comes is read
+# at once, kept within the budgets, or refused.
 WINDOW_BYTES = 2**24
+_LOW_ROOM_BYTES = STREAM_WINDOW_BYTES // 2
 _DEFAULT_WINDOW_BYTES = 65535
 _MOST_STREAM_ID = 2**31 - 1
 _DRAINING = b"draining"
@@ -86,64 +122,63 @@ _GREETING = settings(
     {
         HEADER_TABLE_SIZE: 0,
         MAX_CONCURRENT_STREAMS: MAX_CALLS,
-        INITIAL_WINDOW_SIZE: 2**20,
+        INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
         MAX_HEADER_LIST_SIZE: MAX_BLOCK_BYTES,
     }
 ) + window_update(0, WINDOW_BYTES - _DEFAULT_WINDOW_BYTES)
 _SETTINGS_ACK = frame(SETTINGS, ACK, 0)
 
 
-class Connection(asyncio.Protocol):
-    """One connection of ``server``."""
+class Connection(Reader):
+    """One connection of ``server``: a ``Member`` of its register, ``Waiting`` for its turns."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, handshake: Handshake | None = None) -> None:
+        super().__init__(server.turns)
         self.server = server
+        self._handshake = handshake
         # For its users: whether the peer reports on responses; until when that is not relied on.
         self.reports = False
         self.stray_until_s = 0.0
         self.calls: dict[int, Call] = {}
-        self.blocked: dict[Call, None] = {}  # by a window; in the order in which they came
-        self.window = _DEFAULT_WINDOW_BYTES  # the peer's, for what is sent
-        self._stream_window = _DEFAULT_WINDOW_BYTES
+        self.share = Share(server.limits, server.margin_bytes, server.pool, self.calls)
+        self.address = ""
+        self.at_work = False
+        self.heard = False  # a message, in this tick
+        self.has_spoken = False
+        self.spoke_tick = server.tick
+        # The peer's windows, for what is sent: the connection's, each call's at its beginning.
+        self.window = self.initial_window = _DEFAULT_WINDOW_BYTES
+        # Calls that wait, for the connection's window or for the socket, and for their own.
+        self.blocked: dict[Call, None] = {}
+        self.narrow: dict[Call, None] = {}
+        self.push_bytes = PUSH_BYTES  # what may still be sent in this turn, of what is pending
         self._room = WINDOW_BYTES  # ours
         self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport
-        self._decoder = hpack.Decoder(MAX_BLOCK_BYTES)
-        self._stateless = False  # every block means the same, wherever it stands
-        self._rest = b""
-        self._out: list[bytes] = []
-        self._reading = False
+        self._blocks = HeaderBlocks(server.known_blocks)
+        self._unblock_due = False
+        self._widened = False  # the initial window, and calls wait for that
         self._flush_due = False
         self._greeted = False
         self._last_id = 0
         self._draining = False
         self._refusing = False
+        self._closing_tick = 0
         self._block: tuple[int, int, bytearray] | None = None  # of which CONTINUATIONs follow
         self._fragments = 0
-        self._credits = CREDITS
+        self.credits = CREDITS
         self._credited_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._handlers: dict[int, Callable[[int, int, bytes], None]] = {
-            HEADERS: self._on_headers,
-            PRIORITY: self._on_priority,
-            RST_STREAM: self._on_reset,
-            SETTINGS: self._on_settings,
-            PUSH_PROMISE: self._on_push,
-            PING: self._on_ping,
-            GOAWAY: self._on_goaway,
-            WINDOW_UPDATE: self._on_window_update,
-            CONTINUATION: self._on_continuation,
-        }
 
     def __repr__(self) -> str:
-        return f"<Connection {len(self.calls)} calls, {self._credits} credits>"
+        return f"<Connection {len(self.calls)} calls, {self.credits} credits>"
 
-    # What the transport calls
+    # What the transport calls, besides those of ``Reader``
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's is none by inheritance.
         self._transport = transport = cast(asyncio.Transport, transport)
-        if not self.server.add(self):
+        self.address = address_of(transport)
+        if not self.server.add(self, self._handshake):
             transport.abort()
             return
         transport.set_write_buffer_limits(WRITE_HIGH_BYTES)
@@ -152,37 +187,55 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.discard(self)
+        self._forget_rest()
         self._stop_timer()
         self._out.clear()
         for call in list(self.calls.values()):
             call.lose()
 
     def pause_writing(self) -> None:
-        self._transport.pause_reading()
+        super().pause_writing()
+        self.push_bytes = 0
         self._stop_timer()
         self._timer = self._loop.call_later(STALL_S, self._transport.abort)
 
     def resume_writing(self) -> None:
+        super().resume_writing()
         self._stop_timer()
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
+        self.unblock_soon()
 
     def eof_received(self) -> bool:
         return False
 
-    def data_received(self, data: bytes) -> None:
-        if self._rest:
-            data = self._rest + data
-            self._rest = b""
-        self._reading = True
-        try:
-            self._read(data)
-        except ProtocolError as error:
-            self._fail(error)
-        finally:
-            self._reading = False
-        if self._out:
-            self._flush()
+    # What its server asks
+
+    def look(self, tick: int) -> int:
+        """Once in a tick: what is late. Returns how many calls were looked at."""
+        if self._is_closing:
+            if self._closing_tick <= tick:
+                self._transport.abort()
+            return 0
+        if self.heard:
+            self.heard = False
+            self.has_spoken = True
+            self.spoke_tick = tick
+        calls = list(self.calls.values())
+        for call in calls:
+            call.look(tick)
+        self.works()
+        if not self.calls and self.spoke_tick + IDLE_S < tick:
+            self.drain()
+            self._refuse_new()
+        return len(calls)
+
+    def works(self) -> bool:
+        """Whether a call is at work, now."""
+        self.at_work = any(call.at_work for call in self.calls.values())
+        return self.at_work
+
+    def make_room(self) -> None:
+        """Another one needs the place, and this one does nothing."""
+        self._transport.abort()
 
     # Frames in
 
@@ -198,11 +251,11 @@ class Connection(asyncio.Protocol):
                 self._rest = data
                 return
             at = len(PREFACE)
-            if data[at + 3] != SETTINGS:
+            if data[at + 3] != SETTINGS or data[at + 4] & ACK:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "no SETTINGS behind the preface")
             self._greeted = True
             self._stop_timer()
-        unpack = HEAD.unpack_from
+        unpack, until_s = HEAD.unpack_from, self._until_s
         while size - at >= HEAD_BYTES:
             word, flags, stream_id = unpack(data, at)
             length = word >> 8
@@ -218,14 +271,19 @@ class Connection(asyncio.Protocol):
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a header block is not complete")
             if kind == DATA:
                 self._on_data(flags, stream_id & _MOST_STREAM_ID, payload)
-                continue
-            handler = self._handlers.get(kind)
-            if handler is None:
-                self._spend()
             else:
-                handler(flags, stream_id & _MOST_STREAM_ID, payload)
+                handler = _HANDLERS.get(kind)
+                if handler is None:
+                    self._spend()
+                else:
+                    handler(self, flags, stream_id & _MOST_STREAM_ID, payload)
+            if until_s and at < size and self._slice_is_over():
+                self._rest = data[at:]
+                self._wait()
+                return
         if at < size:
             self._rest = data[at:]
+            self._unmetered = 0  # what follows is put behind it
 
     def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
         size = len(payload)
@@ -239,10 +297,11 @@ class Connection(asyncio.Protocol):
             self._check_known(stream_id)
             self._spend()
             if call is not None:
-                self.write(reset(stream_id, ErrorCode.PROTOCOL_ERROR))
-                call.lose()
+                call.cut(ErrorCode.STREAM_CLOSED)
             return
-        call.consume(size, ends=bool(ends))
+        room = call.room = call.room - size
+        if room < _LOW_ROOM_BYTES and not ends:
+            call.widen_room()
         if flags & PADDED:
             payload = _unpadded(payload)
         if payload:
@@ -250,9 +309,15 @@ class Connection(asyncio.Protocol):
         elif not ends:
             self._spend()
         if ends:
-            call.end()
+            if self._behind is call:
+                self._behind_ends = True
+            else:
+                call.end()
 
     def _on_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if not stream_id & 1:
+            # 0 is the connection, and even numbers are for pushes.
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "HEADERS of no call")
         if flags & PADDED:
             payload = _unpadded(payload)
         if flags & WITH_PRIORITY:
@@ -279,55 +344,37 @@ class Connection(asyncio.Protocol):
 
     def _open(self, stream_id: int, flags: int, block: bytes) -> None:
         """A header block is complete: a new call, or the end of one."""
-        server = self.server
-        path = server.known_blocks.get(block) if self._stateless else None
+        path = self._blocks.known(block)
         if path is None:
-            path = self._decode(block)
+            self._spend(len(block) // BLOCK_BYTES_PER_CREDIT)
+            path = self._blocks.path_of(block)
         call = self.calls.get(stream_id)
         if call is not None:
             if not flags & END_STREAM or call.half_closed:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a second head")
             call.end()
             return
-        if stream_id <= self._last_id:
-            self._spend()
-            return  # what was still on its way of a call that is over
-        if not stream_id & 1:
-            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a call's number is even")
         self._spend()
-        if self._refusing or len(self.calls) >= MAX_CALLS or not server.has_room:
+        if stream_id <= self._last_id:
+            return  # what was still on its way of a call that is over
+        server = self.server
+        if self._refusing or len(self.calls) >= MAX_CALLS or not self.share.has_room(CALL_BYTES):
             if not self._refusing:
                 self._last_id = stream_id
             self.write(reset(stream_id, ErrorCode.REFUSED_STREAM))
             return
         self._last_id = stream_id
-        call = Call(self, stream_id, self._stream_window)
-        self.calls[stream_id] = call
-        server.open_calls += 1
+        call = self.calls[stream_id] = Call(self, stream_id)
+        server.pool.open_calls += 1
         server.route(path, call)
         if flags & END_STREAM:
             call.end()
 
-    def _decode(self, block: bytes) -> str:
-        """The path that a header block asks for; "" where it is no call of gRPC's."""
-        decoder = self._decoder
-        try:
-            found = {str(name): str(value) for name, value in decoder.decode(block)}
-        except hpack.HPACKError as error:
-            raise ProtocolError(ErrorCode.COMPRESSION_ERROR, "a header block") from error
-        path = found.get(":path", "")
-        if found.get(":method") != "POST" or not found.get("content-type", "").startswith(
-            "application/grpc"
-        ):
-            path = ""
-        if self._stateless:
-            self.server.remember_block(block, path)
-        elif decoder.max_allowed_table_size == 0 and decoder.header_table_size == 0:
-            # From now on; this one began with the update of the size.
-            self._stateless = True
-        return path
-
     def _on_priority(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if not stream_id:
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "PRIORITY of no call")
+        if len(payload) != 5:
+            raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "PRIORITY")
         self._spend()
 
     def _on_reset(self, flags: int, stream_id: int, payload: bytes) -> None:
@@ -341,12 +388,13 @@ class Connection(asyncio.Protocol):
             call.lose()
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id or len(payload) % 6 or (flags & ACK and payload):
+        if stream_id:
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "SETTINGS of a call")
+        if len(payload) % 6 or (flags & ACK and payload):
             raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS")
-        self._spend()
+        self._spend(SETTINGS_CREDITS)
         if flags & ACK:
-            # The next block begins with the header table's new size.
-            self._decoder.max_allowed_table_size = 0
+            self._blocks.forbid_table()
             return
         # First: what is sent by the new window would be too much for a peer that has not heard
         # that it holds.
@@ -355,9 +403,10 @@ class Connection(asyncio.Protocol):
             if key == INITIAL_WINDOW_SIZE:
                 if value > MAX_WINDOW_BYTES:
                     raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "an initial window")
-                more, self._stream_window = value - self._stream_window, value
-                for call in list(self.calls.values()) if more else ():
-                    call.widen(more)
+                if value > self.initial_window and (self.narrow or self._widened):
+                    self._widened = True
+                    self.unblock_soon()
+                self.initial_window = value
             elif key == ENABLE_PUSH and value > 1:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH")
             elif key == MAX_FRAME_SIZE and not MAX_FRAME_BYTES <= value < 2**24:
@@ -367,7 +416,9 @@ class Connection(asyncio.Protocol):
         raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a client cannot push")
 
     def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id or len(payload) != 8:
+        if stream_id:
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "PING of a call")
+        if len(payload) != 8:
             raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "PING")
         self._spend()
         if not flags & ACK:
@@ -376,6 +427,11 @@ class Connection(asyncio.Protocol):
             self._refuse_new()
 
     def _on_goaway(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id:
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "GOAWAY of a call")
+        if len(payload) < 8:
+            raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY")
+        self._spend()
         # It opens no calls any more; those that are open go on.
         self._draining = self._refusing = True
         self._close_if_done()
@@ -397,31 +453,26 @@ class Connection(asyncio.Protocol):
         self.window += more
         if self.window > MAX_WINDOW_BYTES:
             raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window")
-        for call in list(self.blocked):
-            call.push()
+        if self.blocked:
+            self.unblock_soon()
 
     def _check_known(self, stream_id: int) -> None:
         """What is over may still be named; what has not begun, may not."""
         if stream_id > self._last_id and not self._refusing:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a frame of a call that is not open")
-        if not stream_id:
+        if not stream_id & 1:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a frame of no call")
 
     # Credits
 
-    def credit(self) -> None:
-        """A message came."""
-        if self._credits < CREDITS:
-            self._credits += CREDITS_PER_MESSAGE
-
-    def _spend(self) -> None:
-        self._credits -= 1
-        if self._credits < 0:
+    def _spend(self, credits: int = 1) -> None:
+        self.credits -= credits
+        if self.credits < 0:
             now_s = self._loop.time()
             earned = (now_s - self._credited_s) * CREDITS_PER_S
             self._credited_s = now_s
-            self._credits = min(CREDITS, int(earned)) - 1
-            if self._credits < 0:
+            self.credits = min(CREDITS, int(earned)) - credits
+            if self.credits < 0:
                 raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "frames without messages")
 
     # Frames out
@@ -439,6 +490,29 @@ class Connection(asyncio.Protocol):
         if out and not self._transport.is_closing():
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
         out.clear()
+
+    def unblock_soon(self) -> None:
+        """Let the calls that wait look again, once in a turn of the event loop."""
+        if not (self._unblock_due or self._stalled):
+            self._unblock_due = True
+            self._loop.call_soon(self._unblock)
+
+    def _unblock(self) -> None:
+        """Let the calls that wait send what they can, in turn."""
+        self._unblock_due = False
+        if self._stalled or self._is_closing:
+            return
+        self.push_bytes = PUSH_BYTES
+        if self._widened:
+            # Once for all frames, as it may be for a thousand calls.
+            self._widened = False
+            self.blocked.update(self.narrow)
+            self.narrow.clear()
+        blocked = self.blocked
+        while blocked and self.window > 0 and self.push_bytes > 0:
+            call = next(iter(blocked))
+            del blocked[call]
+            call.push()
 
     # Ends
 
@@ -460,12 +534,16 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close it, whatever is open."""
         self._flush()
+        self._end()
+
+    def _end(self) -> None:
+        self._is_closing = True
+        self._closing_tick = self.server.tick + 1 + CLOSE_S
         self._transport.close()
 
     def _close_if_done(self) -> None:
         if self._refusing and not self.calls:
-            self._flush()
-            self._transport.close()
+            self.close()
 
     def forget(self, stream_id: int, call: Call) -> None:
         """A call is over."""
@@ -473,6 +551,7 @@ class Connection(asyncio.Protocol):
             del self.calls[stream_id]
             self.server.call_ended()
             self.blocked.pop(call, None)
+            self.narrow.pop(call, None)
             if self._refusing and not self.calls:
                 self._loop.call_soon(self._close_if_done)
 
@@ -480,7 +559,7 @@ class Connection(asyncio.Protocol):
         self.server.on_misuse(error)
         self._transport.write(b"".join(self._out) + goaway(self._last_id, error.code, str(error)))
         self._out.clear()
-        self._transport.close()
+        self._end()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -492,3 +571,16 @@ def _unpadded(payload: bytes) -> bytes:
     if not payload or payload[0] >= len(payload):
         raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "padding")
     return payload[1 : len(payload) - payload[0]]
+
+
+_HANDLERS: dict[int, Callable[[Connection, int, int, bytes], None]] = {
+    HEADERS: Connection._on_headers,
+    PRIORITY: Connection._on_priority,
+    RST_STREAM: Connection._on_reset,
+    SETTINGS: Connection._on_settings,
+    PUSH_PROMISE: Connection._on_push,
+    PING: Connection._on_ping,
+    GOAWAY: Connection._on_goaway,
+    WINDOW_UPDATE: Connection._on_window_update,
+    CONTINUATION: Connection._on_continuation,
+}

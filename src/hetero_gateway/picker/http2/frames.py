@@ -32,6 +32,7 @@ class ErrorCode(enum.IntEnum):
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
     FLOW_CONTROL_ERROR = 3
+    STREAM_CLOSED = 5
     FRAME_SIZE_ERROR = 6
     REFUSED_STREAM = 7
     CANCEL = 8
@@ -44,6 +45,7 @@ class Status(enum.IntEnum):
 
     OK = 0
     INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     RESOURCE_EXHAUSTED = 8
     UNIMPLEMENTED = 12

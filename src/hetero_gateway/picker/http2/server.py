@@ -7,21 +7,22 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.gateway.wire.bodies import BodyLimits
+from hetero_gateway.picker.http2.blocks import KnownBlocks
 from hetero_gateway.picker.http2.calls import Call, Receiver
 from hetero_gateway.picker.http2.connection import Connection
 from hetero_gateway.picker.http2.frames import ProtocolError, Status
+from hetero_gateway.picker.http2.handshakes import Handshake
+from hetero_gateway.picker.http2.register import Register
+from hetero_gateway.picker.http2.shares import Pool
+from hetero_gateway.picker.http2.turns import Turns
 
-# A data plane has a connection for each of its threads, and some for its health checks.
-MAX_CONNECTIONS = 1024
-# Each is a client's request, and a few kilobytes.
-MAX_CALLS = 65536
-# Data planes have a few different blocks each; those with a trace's id in them are all different.
-_MAX_BLOCKS = 256
-_MAX_BLOCK_BYTES = 1024
+# How often it is looked for what is late, and how many calls are looked at in one go (1 ms).
+TICK_S = 1.0
+_LOOKED_AT_ONCE = 4096
 _BACKLOG = 512
 _LOG_EVERY_S = 10.0
 _CLOSE_S = 1.0
@@ -47,10 +48,14 @@ class Server:
         self.limits = limits
         self.margin_bytes = margin_bytes
         self.on_bug = on_bug
-        self.known_blocks: dict[bytes, str] = {}
-        self.open_calls = 0
+        self.known_blocks: KnownBlocks = {}
+        self.pool = Pool()
+        self.turns = Turns()
+        self.register: Register[Connection | Handshake] = Register()
+        self.tick: int = 0  # seconds, while there are connections
+        self._ticking: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._methods = methods
-        self._connections: set[Connection] = set()
         self._listeners: list[asyncio.Server] = []
         self._changed = asyncio.Event()  # a call or a connection has ended
         self._logged_s = -_LOG_EVERY_S
@@ -60,7 +65,10 @@ class Server:
         loop = asyncio.get_running_loop()
         try:
             listener = await loop.create_server(
-                lambda: Connection(self), host, port, ssl=tls, backlog=_BACKLOG
+                lambda: Connection(self) if tls is None else Handshake(self, tls),
+                host,
+                port,
+                backlog=_BACKLOG,
             )
         except OSError as error:
             raise HeteroGatewayError(
@@ -74,12 +82,14 @@ class Server:
         """Listen no more, let open calls end for so long, and close all connections."""
         for listener in self._listeners:
             listener.close()
-        for connection in list(self._connections):
+        for connection in list(self.register):
             connection.drain()
         await self._until(lambda: not self.open_calls, grace_s)
-        for connection in list(self._connections):
+        for connection in list(self.register):
             connection.close()
-        await self._until(lambda: not self._connections, _CLOSE_S)
+        await self._until(lambda: not self.register, _CLOSE_S)
+        if self._ticking is not None:
+            self._ticking.cancel()
 
     async def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -91,29 +101,47 @@ class Server:
     # What connections ask
 
     @property
-    def has_room(self) -> bool:
-        return self.open_calls < MAX_CALLS
+    def open_calls(self) -> int:
+        return self.pool.open_calls
 
-    def add(self, connection: Connection) -> bool:
-        """Whether there may be one more."""
-        if len(self._connections) >= MAX_CONNECTIONS:
+    def add(self, connection: Connection | Handshake, handshake: Handshake | None = None) -> bool:
+        """Whether there may be one more, or it may take its handshake's place."""
+        if handshake is not None:
+            return self.register.replace(handshake, connection)
+        if not self.register.add(connection):
+            self._warn("a data plane's connection is refused: there are as many as there may be")
             return False
-        self._connections.add(connection)
+        if self._ticking is None:
+            self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._look)
         return True
 
-    def discard(self, connection: Connection) -> None:
-        self._connections.discard(connection)
+    def discard(self, connection: Connection | Handshake) -> None:
+        self.register.discard(connection)
         self._changed.set()
+
+    def start(self, work: Coroutine[None, None, None]) -> None:
+        """Run what a connection has to wait for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _look(self) -> None:
+        self.tick += 1
+        self._look_at(list(self.register))
+
+    def _look_at(self, connections: list[Connection | Handshake]) -> None:
+        """Let connections look for what is late, some in each turn of the event loop."""
+        loop, looked_at = asyncio.get_running_loop(), 0
+        while connections and looked_at < _LOOKED_AT_ONCE:
+            looked_at += 1 + connections.pop().look(self.tick)
+        if connections:
+            loop.call_soon(self._look_at, connections)
+        else:
+            self._ticking = loop.call_later(TICK_S, self._look) if self.register else None
 
     def call_ended(self) -> None:
-        self.open_calls -= 1
+        self.pool.open_calls -= 1
         self._changed.set()
-
-    def remember_block(self, block: bytes, path: str) -> None:
-        if len(block) <= _MAX_BLOCK_BYTES:
-            if len(self.known_blocks) >= _MAX_BLOCKS:
-                self.known_blocks.clear()
-            self.known_blocks[block] = path
 
     def route(self, path: str, call: Call) -> None:
         """Give a new call its receiver."""
@@ -126,10 +154,13 @@ class Server:
 
     def on_misuse(self, error: ProtocolError) -> None:
         """A peer broke the protocol."""
+        self._warn(f"a data plane's connection ends: {error.code.name}: {error}")
+
+    def _warn(self, text: str) -> None:
         now_s = time.monotonic()
         if now_s - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now_s
-            _log.warning("a data plane's connection ends: %s: %s", error.code.name, error)
+            _log.warning("%s", text)
 
 
 class _Nobody:

@@ -69,6 +69,15 @@ function withKey(headers = {}) {
   return key ? { ...headers, authorization: `Bearer ${key}` } : headers;
 }
 
+/** Take up the key of a link that the gateway printed; it leaves the address at once. */
+function takeKeyOfLink() {
+  const [, key] = location.hash.match(/^#key=([\x21-\x7e]+)$/) ?? [];
+  if (!key) return false;
+  history.replaceState(null, "", location.pathname + location.search);
+  sessionStorage.setItem(KEY_NAME, key);
+  return true;
+}
+
 async function refusalOf(response) {
   const body = await response.json().catch(() => ({}));
   return new Closed(response.status, body.error?.message ?? `status ${response.status}`);
@@ -805,4 +814,10 @@ document.addEventListener("visibilitychange", () => {
     pollDecisions();
   }
 });
+addEventListener("hashchange", () => {
+  if (!takeKeyOfLink()) return;
+  leave();
+  follow();
+});
+takeKeyOfLink();
 follow();

@@ -15,7 +15,14 @@ DEFAULT_PORT = 8000
 
 
 class SourceError(HeteroGatewayError):
-    """A source cannot be asked now; what it has named stays."""
+    """A source cannot be asked now; what it has named stays.
+
+    ``retry_after_s``: when it wants to be asked again, if it says so.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Found(NamedTuple):

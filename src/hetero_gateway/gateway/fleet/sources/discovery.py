@@ -26,6 +26,7 @@ from hetero_gateway.gateway.fleet.sources.base import Found, Source, SourceError
 from hetero_gateway.gateway.fleet.sources.dns import DnsSource
 from hetero_gateway.gateway.fleet.sources.file import FileSource
 from hetero_gateway.gateway.fleet.sources.kubernetes import KubernetesSource
+from hetero_gateway.gateway.fleet.sources.pace import LONGEST_PAUSE_S, Backoff
 from hetero_gateway.gateway.settings import Prepared
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _LONGEST_ID = 63
+# Of instances that may have changed, this many are looked at in a turn of the event loop.
+_LOOKED_AT = 128
 
 
 class Follower:
@@ -74,22 +76,21 @@ class Follower:
         self._changed.set()
 
     async def _follow(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        loop, backoff = asyncio.get_running_loop(), Backoff()
         while True:
-            began_s = asyncio.get_running_loop().time()
+            began_s, retry_after_s = loop.time(), 0.0
             try:
                 await self._source.follow(self.tell)
             except SourceError as error:
-                self.problem = str(error)
+                self.problem, retry_after_s = str(error), error.retry_after_s
                 _log.warning("source %s: %s; what it named stays", self.config.name, error)
             except Exception as error:
                 # The boundary of a background loop.
                 self.problem = repr(error)
                 _log.exception("source %s failed", self.config.name)
-            if asyncio.get_running_loop().time() - began_s > _LONGEST_PAUSE_S:
-                pause_s = _FIRST_PAUSE_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if loop.time() - began_s > LONGEST_PAUSE_S:
+                backoff.reset()
+            await backoff.pause(retry_after_s)
 
     async def _apply_all(self) -> None:
         while True:
@@ -105,7 +106,9 @@ class Follower:
     async def _apply(self, found: list[Found]) -> None:
         gateway = self._gateway
         wanted = {each.key: each for each in found}
-        for key, instance in list(self.named.items()):
+        for number, (key, instance) in enumerate(list(self.named.items())):
+            if number % _LOOKED_AT == _LOOKED_AT - 1:
+                await asyncio.sleep(0)
             each = wanted.get(key)
             if gateway.fleet.instances.get(instance.id) is not instance:
                 del self.named[key]  # somebody removed it over /admin

@@ -22,10 +22,13 @@ from hetero_gateway.gateway.fleet.sources.base import (
     Tell,
     url_of,
 )
+from hetero_gateway.gateway.fleet.sources.pace import Allowance
 
 # However short a TTL is, and however often nothing is there.
 _SHORTEST_S = 1.0
 _LIFETIME_S = 5.0
+# However many names an answer has: two queries for each.
+_QUERIES_PER_S, _QUERIES_AT_ONCE = 50.0, 100
 
 
 class DnsSource:
@@ -46,6 +49,7 @@ class DnsSource:
             ) from error
         assert config.host is not None
         self._host, self._config = config.host, config
+        self._allowance = Allowance(_QUERIES_PER_S, _QUERIES_AT_ONCE)
         self._no_answer: Any = (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer)
         self._failed: Any = (dns.exception.DNSException, OSError)
         try:
@@ -92,6 +96,7 @@ class DnsSource:
         return list(found.values()), ttl_s
 
     async def _ask(self, name: str, kind: str) -> tuple[list[Any], float]:
+        await self._allowance.take()
         try:
             answer = await self._resolver.resolve(name, kind, lifetime=_LIFETIME_S, search=True)
         except self._no_answer:

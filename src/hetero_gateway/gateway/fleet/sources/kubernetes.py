@@ -4,6 +4,11 @@ As client-go's reflectors do it: a full list, then a watch from its resource ver
 watch ends it is taken up again, and after ``interval_s``, or when the server says that the version
 is too old (410), all is listed anew. The token is the service account's, read again for each
 request, as the kubelet exchanges it. What needs a right: get, list and watch of the resource.
+
+An API server that is ill, or a proxy in front of it, must not be asked the harder for it. Whatever
+is answered, requests come at a bounded rate; what ends at once is begun again ever later, until a
+watch has lived for a while; pages, lines and their time have limits. What documents may say is
+``kubernetes_objects``'.
 """
 
 from __future__ import annotations
@@ -11,21 +16,14 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from hetero_gateway.files.discovery_config import SourceConfig
-from hetero_gateway.gateway.fleet.sources.base import (
-    DEFAULT_PORT,
-    MOST_INSTANCES,
-    Found,
-    SourceError,
-    Tell,
-    url_of,
-)
+from hetero_gateway.gateway.fleet.sources.base import MOST_INSTANCES, Found, SourceError, Tell
+from hetero_gateway.gateway.fleet.sources.kubernetes_objects import Gone, ObjectReader, said
+from hetero_gateway.gateway.fleet.sources.pace import Allowance, Backoff
 from hetero_gateway.plain_httpx import httpx
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -35,15 +33,23 @@ _PATHS = {
     "endpointslices": "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices",
 }
 _PAGE = 500
+# Of one list: three times what it takes for all the instances that are believed.
+_MOST_PAGES = 27
 _TIMEOUT_S = 10.0
+# For a page, however slowly its bytes drip.
+_PAGE_TIMEOUT_S = 30.0
+# Pods have some ten kilobytes each.
+_MOST_PAGE_BYTES = 1 << 25
 # An object has some kilobytes; a megabyte is the most that etcd takes.
 _MOST_LINE_BYTES = 1 << 22
-# Many changes come at once: they are reported together.
-_TOGETHER_S = 0.05
-
-
-class _Gone(Exception):
-    """The resource version is too old: list anew."""
+# Events are read at this rate at most: what is more waits in the kernel, and at the server.
+_EVENT_BYTES_PER_S = 1 << 23
+# A list of 500 and a watch at once, and again; then one request a second (client-go: five).
+_REQUESTS_PER_S, _REQUESTS_AT_ONCE = 1.0, 4
+# A watch that has lived for so long may be begun again at once.
+_LIVED_S = 5.0
+# Many changes come at once: they are reported together, and not all the time.
+_TOGETHER_S, _APART_S = 0.05, 0.5
 
 
 class KubernetesSource:
@@ -57,8 +63,12 @@ class KubernetesSource:
     def __init__(self, config: SourceConfig, account: Path = _ACCOUNT) -> None:
         self._config = config
         self._account = account
-        self._objects: dict[str, dict[str, Any]] = {}
+        self._reader = ObjectReader(config)
+        self._objects: dict[str, tuple[Found, ...]] = {}
         self._soon: asyncio.TimerHandle | None = None
+        self._told_s = 0.0
+        self._allowance = Allowance(_REQUESTS_PER_S, _REQUESTS_AT_ONCE)
+        self._backoff = Backoff()
 
     async def follow(self, tell: Tell) -> None:
         config = self._config
@@ -74,15 +84,20 @@ class KubernetesSource:
                     version = await self._list(client, path)
                     tell(self._found())
                     listed_s = time.monotonic()
-                    try:
-                        while (left_s := listed_s + config.interval_s - time.monotonic()) > 0:
+                    while (left_s := listed_s + config.interval_s - time.monotonic()) > 0:
+                        began_s = time.monotonic()
+                        try:
                             version = await self._watch(client, path, version, left_s, tell)
-                    except _Gone:
-                        continue
+                        except Gone:
+                            version = ""
+                        if time.monotonic() - began_s >= _LIVED_S:
+                            self._backoff.reset()
+                        else:
+                            await self._backoff.pause()
+                        if not version:
+                            break
         except httpx.HTTPError as error:
-            raise SourceError(f"the API server: {error or type(error).__name__}") from error
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
-            raise SourceError(f"the API server's answer cannot be read: {error!r}") from error
+            raise SourceError(f"the API server: {said(error or type(error).__name__)}") from error
         finally:
             if self._soon is not None:
                 self._soon.cancel()
@@ -98,118 +113,148 @@ class KubernetesSource:
         return httpx.AsyncClient(base_url=url, verify=verify, timeout=_TIMEOUT_S, trust_env=False)
 
     def _headers(self) -> dict[str, str]:
+        # Compressed, a page could be as large as it likes.
+        headers = {"accept": "application/json", "accept-encoding": "identity"}
         try:
-            return {"authorization": f"Bearer {self._read('token')}"}
+            return headers | {"authorization": f"Bearer {self._read('token')}"}
         except OSError:
-            return {}  # a proxy of kubectl's needs none
+            return headers  # a proxy of kubectl's needs none
 
     async def _list(self, client: httpx.AsyncClient, path: str) -> str:
-        """All objects; returns their resource version."""
-        objects: dict[str, dict[str, Any]] = {}
-        query = {"labelSelector": self._config.selector or "", "limit": str(_PAGE)}
-        while True:
-            answer = await client.get(path, params=query, headers=self._headers())
-            if answer.status_code == 410 and "continue" in query:
-                del query["continue"]
-                objects.clear()
-                continue
-            answer.raise_for_status()
-            page = msgspec.json.decode(answer.content)
-            for each in page["items"]:
-                objects[each["metadata"]["name"]] = each
-            more = page["metadata"].get("continue")
-            if not more or len(objects) > MOST_INSTANCES:
+        """All objects; returns their resource version. Raises SourceError."""
+        objects: dict[str, tuple[Found, ...]] = {}
+        query = self._query({"limit": str(_PAGE)})
+        for _ in range(_MOST_PAGES):
+            async with self._answer(client, path, query, _TIMEOUT_S) as answer:
+                if answer.status_code == 410 and "continue" in query:
+                    del query["continue"]
+                    objects.clear()
+                    continue
+                _check(answer)
+                body = await _body(answer)
+            page = await asyncio.to_thread(self._reader.page, body)
+            objects.update(page.objects)
+            if not page.more or len(objects) > MOST_INSTANCES:
                 self._objects = objects
-                return str(page["metadata"]["resourceVersion"])
-            query["continue"] = more
+                return page.version
+            query["continue"] = page.more
+        raise SourceError(f"the API server's list has more than {_MOST_PAGES} pages")
 
     async def _watch(
         self, client: httpx.AsyncClient, path: str, version: str, for_s: float, tell: Tell
     ) -> str:
-        """Until the server ends it; returns the version to go on from. Raises _Gone."""
-        query = {
-            "labelSelector": self._config.selector or "",
-            "watch": "1",
-            "allowWatchBookmarks": "true",
-            "resourceVersion": version,
-            "timeoutSeconds": str(max(1, round(for_s))),
-        }
-        timeout = httpx.Timeout(_TIMEOUT_S, read=for_s + _TIMEOUT_S)
+        """Until the server ends it, or its time is over; returns the version to go on from.
+
+        Raises Gone, SourceError.
+        """
+        query = self._query(
+            {
+                "watch": "1",
+                "allowWatchBookmarks": "true",
+                "resourceVersion": version,
+                "timeoutSeconds": str(max(1, round(for_s))),
+            }
+        )
+        try:
+            async with (
+                asyncio.timeout(for_s + _TIMEOUT_S),
+                self._answer(client, path, query, for_s + _TIMEOUT_S) as answer,
+            ):
+                if answer.status_code == 410:
+                    raise Gone
+                _check(answer)
+                async for line in _lines(answer):
+                    change = self._reader.event(line)
+                    if change is not None:
+                        version = change.version
+                        self._take(change.name, change.found, tell)
+        except TimeoutError:
+            pass  # a server that does not end it in time, whatever it sends
+        return version
+
+    def _query(self, more: dict[str, str]) -> dict[str, str]:
+        return {"labelSelector": self._config.selector or "", **more}
+
+    @asynccontextmanager
+    async def _answer(
+        self, client: httpx.AsyncClient, path: str, query: dict[str, str], silence_s: float
+    ) -> AsyncIterator[httpx.Response]:
+        """The answer to a GET, which may be made as soon as there is allowance for it.
+
+        Args:
+            silence_s: how long the server may say nothing.
+        """
+        await self._allowance.take()
+        timeout = httpx.Timeout(_TIMEOUT_S, read=silence_s)
         async with client.stream(
             "GET", path, params=query, headers=self._headers(), timeout=timeout
         ) as answer:
-            if answer.status_code == 410:
-                raise _Gone
-            answer.raise_for_status()
-            buffer = b""
-            async for part in answer.aiter_bytes():
-                *lines, buffer = (buffer + part).split(b"\n")
-                if len(buffer) > _MOST_LINE_BYTES:
-                    raise SourceError("the API server's event has no end")
-                for line in lines:
-                    if line.strip():
-                        version = self._take(msgspec.json.decode(line), version, tell)
-        return version
+            yield answer
 
-    def _take(self, event: dict[str, Any], version: str, tell: Tell) -> str:
-        kind, body = event["type"], event["object"]
-        if kind == "ERROR":
-            if body.get("code") == 410:
-                raise _Gone
-            raise SourceError(f"the API server: {str(body.get('message'))[:200]}")
-        metadata = body["metadata"]
-        if kind != "BOOKMARK":
-            if kind == "DELETED":
-                self._objects.pop(metadata["name"], None)
-            else:
-                self._objects[metadata["name"]] = body
-            if self._soon is None:
-                loop = asyncio.get_running_loop()
-                self._soon = loop.call_later(_TOGETHER_S, self._tell_now, tell)
-        return str(metadata["resourceVersion"])
+    def _take(self, name: str, found: tuple[Found, ...] | None, tell: Tell) -> None:
+        """Heed a change of an object; "" is none's name."""
+        if not name:
+            return
+        if found is None:
+            if not self._objects.pop(name, ()):
+                return
+        elif name in self._objects or len(self._objects) <= MOST_INSTANCES:
+            if self._objects.get(name) == found:
+                return
+            self._objects[name] = found
+        if self._soon is None:
+            loop = asyncio.get_running_loop()
+            wait_s = max(_TOGETHER_S, self._told_s + _APART_S - time.monotonic())
+            self._soon = loop.call_later(wait_s, self._tell_now, tell)
 
     def _tell_now(self, tell: Tell) -> None:
         self._soon = None
+        self._told_s = time.monotonic()
         tell(self._found())
 
     def _found(self) -> list[Found]:
-        read = _of_pod if self._config.resource == "pods" else _of_slice
-        found: dict[str, Found] = {}
-        for body in self._objects.values():
-            try:
-                for each in read(body, self._config):
-                    found[each.key] = each
-            except (KeyError, TypeError, AttributeError, ValueError):
-                continue  # an object that is not as it must be is no instance
+        found = {each.key: each for many in self._objects.values() for each in many}
         return list(found.values())[:MOST_INSTANCES]
 
 
-def _labels(metadata: dict[str, Any]) -> dict[str, str]:
-    """Labels, and annotations, whose values may have slashes."""
-    both = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
-    return {str(name): str(value) for name, value in both.items()}
+def _check(answer: httpx.Response) -> None:
+    """Raises SourceError: it is no good one."""
+    if answer.status_code != 200:
+        after = answer.headers.get("retry-after", "")
+        raise SourceError(
+            f"the API server answered {answer.status_code}",
+            float(after) if after.isascii() and after.isdigit() and len(after) < 9 else 0.0,
+        )
+    if answer.headers.get("content-encoding", "identity") != "identity":
+        raise SourceError("the API server's answer is encoded, which was not asked for")
 
 
-def _of_pod(body: dict[str, Any], config: SourceConfig) -> Iterator[Found]:
-    metadata, status = body["metadata"], body.get("status") or {}
-    conditions = status.get("conditions") or []
-    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
-    if not ready or metadata.get("deletionTimestamp") or not status.get("podIP"):
-        return
-    url = url_of(config.scheme, status["podIP"], config.port or DEFAULT_PORT)
-    if url is not None:
-        yield Found(metadata["name"], url, _labels(metadata))
+async def _body(answer: httpx.Response) -> bytearray:
+    """Raises SourceError: it is too large, or too slow."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_PAGE_TIMEOUT_S):
+            async for part in answer.aiter_raw():
+                body += part
+                if len(body) > _MOST_PAGE_BYTES:
+                    raise SourceError("a page of the API server's list is too large")
+    except TimeoutError as error:
+        raise SourceError(f"a page took more than {_PAGE_TIMEOUT_S:g} s") from error
+    return body
 
 
-def _of_slice(body: dict[str, Any], config: SourceConfig) -> Iterator[Found]:
-    ports = [p["port"] for p in body.get("ports") or [] if p.get("port")]
-    port = config.port or (int(ports[0]) if ports else DEFAULT_PORT)
-    for endpoint in body.get("endpoints") or []:
-        conditions = endpoint.get("conditions") or {}
-        if conditions.get("ready") is False or conditions.get("terminating"):
-            continue
-        address = endpoint["addresses"][0]
-        url = url_of(config.scheme, address, port)
-        if url is not None:
-            name = (endpoint.get("targetRef") or {}).get("name") or address
-            yield Found(str(name), url, _labels(body["metadata"]))
+async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a watch that are not empty. Raises SourceError: one has no end."""
+    buffer, seen = bytearray(), 0
+    async for part in answer.aiter_raw():
+        buffer += part
+        start = 0
+        while (end := buffer.find(b"\n", max(start, seen))) >= 0:
+            if line := bytes(buffer[start:end]).strip():
+                yield line
+            start = end + 1
+        del buffer[:start]
+        seen = len(buffer)
+        if seen > _MOST_LINE_BYTES:
+            raise SourceError("the API server's event has no end")
+        await asyncio.sleep(len(part) / _EVENT_BYTES_PER_S)

@@ -1,0 +1,54 @@
+"""The key of /admin that a gateway made at its start: who is told of it, and for how long."""
+
+from __future__ import annotations
+
+import logging
+from typing import TextIO
+
+from hetero_gateway.files.admin_key import forget, keep
+
+_log = logging.getLogger(__name__)
+
+
+class MadeKey:
+    """Commands of this user find the key from the announcement until ``close``.
+
+    Args:
+        key: None: the gateway made none.
+    """
+
+    def __init__(self, key: str | None) -> None:
+        self._key = key
+
+    def close(self) -> None:
+        """The gateway has ended."""
+        if self._key is not None:
+            forget(self._key)
+
+    def dashboard(self, url: str, stream: TextIO) -> str:
+        """The dashboard of a gateway that serves at ``url`` now, as ``stream`` is told of it."""
+        if self._key is None:
+            return f"{url}/dashboard"
+        try:
+            keep(self._key, url)
+        except OSError as error:
+            _log.warning(
+                "commands on this machine do not find the admin key, which cannot be kept (%s): "
+                "set server.admin_key_env", error,
+            )  # fmt: skip
+        return dashboard_link(url, self._key, stream)
+
+
+def dashboard_address(url: str, key: str) -> str:
+    """With the key behind "#": a browser sends that part of an address to nobody."""
+    return f"{url.rstrip('/')}/dashboard#key={key}"
+
+
+def dashboard_link(url: str, key: str, stream: TextIO) -> str:
+    """What ``stream`` is told of the dashboard: on a terminal, the address that opens it.
+
+    What is no terminal may be a log, which others read.
+    """
+    if stream.isatty():
+        return dashboard_address(url, key)
+    return f"{url}/dashboard (its key: hetero-gateway key admin {url})"

@@ -1,0 +1,49 @@
+"""Whom an engine serves first: its priority for each class of requests.
+
+The gateway orders what waits for an engine. What has been sent is the engine's to order, and it
+goes by time unless it runs with ``--scheduling-policy priority``; then a lower number is sooner,
+and preempts. A client may not say that number; its class does, as ``scheduler.engine_priorities``
+has it. It is written into the body, where every version of vLLM reads it, as the last field, which
+is the one that counts; and into the head, where newer ones look first and where paths that have no
+such field (/v1/messages) have it. Classes without one are sent on byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hetero_gateway.engines.vllm import Work
+from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.wire.forms import is_form
+from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.gateway.wire.openai import with_last_field
+
+
+class Priorities:
+    """By class. ``priorities``: those that are not 0, which is what an engine takes for granted."""
+
+    def __init__(self, priorities: Mapping[str, int]) -> None:
+        self._priorities = priorities
+
+    def check(self, inbound: Inbound, client: Client) -> None:
+        """Raises Refusal: 400 for a body that its priority cannot be written into, else 403."""
+        self.given(inbound, client)
+
+    def given(self, inbound: Inbound, client: Client) -> tuple[int | None, bytes]:
+        """(the request's priority, its body); None: it has none, and is sent as it came."""
+        body = inbound.body
+        priority = self._priorities.get(client.class_of(inbound.headers))
+        if priority is None or inbound.work is Work.LIGHT or _is_form(inbound):
+            return None, body
+        return priority, with_last_field(body, b'"priority":%d' % priority)
+
+
+def _is_form(inbound: Inbound) -> bool:
+    """No engine has a priority for recordings."""
+    return is_form(inbound.path, inbound.content_type)
+
+
+def priorities_of(configured: Mapping[str, int]) -> Priorities | None:
+    """As configured; None: no class has any."""
+    wanted = {name: priority for name, priority in configured.items() if priority}
+    return Priorities(wanted) if wanted else None

@@ -1,0 +1,96 @@
+"""Seeded runs of what compares short ways with long ones; scripts/fuzz has a million of each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from hetero_gateway.gateway.admission.clients import Admission
+from hetero_gateway.gateway.wire import body_fields, chunks, upstream
+from hetero_gateway.gateway.wire.folding import Folded, Steps
+from hetero_gateway.gateway.wire.protocol import EngineProtocol
+from tests.fuzz.short_ways import SHORT_WAYS
+
+
+def run(name: str, count: int, most_differences: int) -> tuple[int, int, list[str]]:
+    """(accepted, refused, differences)."""
+    way = SHORT_WAYS[name](random.Random(1))
+    accepted = seen = 0
+    differences: list[str] = []
+    while seen < count and len(differences) < most_differences:
+        drawn = way.draw()
+        ok, difference = way.differs(drawn)
+        seen += 1
+        accepted += ok
+        if difference:
+            differences.append(f"{difference}: {drawn!r}")
+    return accepted, seen - accepted, differences
+
+
+@pytest.mark.parametrize("name", SHORT_WAYS)
+def test_a_short_way_reads_what_its_long_way_reads(name: str) -> None:
+    accepted, refused, differences = run(name, 1500, 5)
+    assert not differences, "\n".join(each[:1000] for each in differences)
+    assert accepted > 50
+    assert refused > 50
+
+
+def _signed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_HEX_DIGITS", chunks._HEX_DIGITS + b"+")
+
+
+def _known_key_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    client_of = Admission.client_of
+    monkeypatch.setattr(
+        Admission,
+        "client_of",
+        lambda self, headers, several: client_of(self, headers, several=False),
+    )
+
+
+def _whole_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_body = EngineProtocol._take_body
+
+    def take(self: EngineProtocol, data: bytes) -> None:
+        if self._left == len(data) - 1:
+            self._left = len(data)
+        take_body(self, data)
+
+    monkeypatch.setattr(EngineProtocol, "_take_body", take)
+
+
+def _any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Equal:
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    monkeypatch.setattr(upstream, "whole_chunk_length", lambda start: Equal())
+
+
+def _cut_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    fold = body_fields.fold
+
+    def spoilt(body: bytes) -> Steps[Folded]:
+        short, cuts, items = yield from fold(body)
+        return Folded(short, cuts, items[1:])
+
+    monkeypatch.setattr(body_fields, "fold", spoilt)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("chunks", _signed_sizes),
+        ("credentials", _known_key_first),
+        ("requests", _whole_too_soon),
+        ("answers", _any_chunk),
+        ("bodies", _cut_too_much),
+    ],
+)
+def test_a_short_way_that_reads_otherwise_is_noticed(
+    name: str, spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch)
+    assert run(name, 3000, 1)[2]
