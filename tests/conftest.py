@@ -1,3 +1,4 @@
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,14 @@ def _keys_of_gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
         send_keys(patch)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _environment_as_found() -> Iterator[None]:
+    """Gateways read the environment: what one test left there would be another's."""
+    found = set(os.environ)
+    yield
+    assert set(os.environ) - found <= {"PYTEST_CURRENT_TEST"}
 
 
 # Tests that one process runs, one after the other, by how their ids begin. The names of groups
