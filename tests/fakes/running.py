@@ -139,17 +139,20 @@ async def running_gateway(
             with kept(app.gateway.made_admin_key, url):
                 yield RunningGateway(url, app, server, ports=[_port_of(url)])
         return
-    # Their supervisor would see to it that all make the same keys of a prompt.
+    # Their supervisor would see to it that all make the same keys of a prompt. They read it when
+    # they are made: it stands there no longer, as gateways may end in any order.
     secret = patch.dict(os.environ, {SECRET_ENV: "11" * 32})
-    with secret, tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory:
         hub, control = f"{directory}/hub", f"{directory}/control"
-        app = create_app(config, config_path, listen(hub), record)
+        with secret:
+            app = create_app(config, config_path, listen(hub), record)
         shared = config.model_copy(
             update={"server": config.server.model_copy(update={"workers": workers, "port": 0})}
         )
         async with contextlib.AsyncExitStack() as stack:
             server, _ = await stack.enter_async_context(serving(app, app.gateway, listen(control)))
-            many = [Worker(shared, config_path, i, hub, control) for i in range(workers)]
+            with secret:
+                many = [Worker(shared, config_path, i, hub, control) for i in range(workers)]
             listeners: list[socket.socket | None] = [None] * workers
             if one_port:
                 listeners = [*listen_together("127.0.0.1", config.server.port, workers)]

@@ -255,6 +255,27 @@ async def test_who_is_refused_while_it_writes_can_write_on_and_read_why(path: st
             assert status in (401, 404, 413)
 
 
+async def test_who_is_refused_amid_a_long_body_can_write_on_and_read_why() -> None:
+    # As much has been read by then, and as much is to come, as is dropped of one.
+    most = protocol._MOST_DROPPED_BYTES
+    half, piece = most + 2**20, b"x" * 2**18
+    limits = {"max_body_bytes": 3 * half, "max_buffered_bytes": 4 * half}
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {3 * half}\r\n\r\n"
+    async with serving(server=limits) as (running, _):
+        async with connected(running) as one, connected(running) as other:
+            # Both are let in: there is room for one, and for the beginning of another.
+            for client in (one, other):
+                client.writer.write(head.encode())
+            for _ in range(3 * half // len(piece)):
+                for client in (one, other):
+                    client.writer.write(piece)
+                    await client.writer.drain()
+                await asyncio.sleep(0.001)
+            answers = [await client.response() for client in (one, other)]
+            # The other is read to its end, and is no JSON.
+            assert sorted(status for status, _ in answers) == [400, 503]
+
+
 # Those who take too long
 
 QUICK = {"header_s": 1, "body_s": 1, "write_s": 1, "keep_alive_s": 3}

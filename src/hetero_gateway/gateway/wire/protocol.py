@@ -370,6 +370,8 @@ class EngineProtocol(HttpToolsProtocol):
 
     def close(self) -> None:
         """Close the connection once what was written is sent; not under a client that writes."""
+        if self.phase is _CLOSING:
+            return  # it is closed as soon as its client has read the answer
         if self.phase is not _BODY or not self.transport.can_write_eof():
             self.transport.close()
         elif not self.transport.is_closing():

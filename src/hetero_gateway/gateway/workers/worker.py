@@ -100,6 +100,7 @@ class Worker:
         self._base_dir = base_dir
         self.tls = server_tls(config.server, base_dir)
         self.admission = make_admission(config, base_dir)
+        self._prefix_secret = prefix_secret(config)
         self.fleet = Fleet(self.config, base_dir, make_hops())
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges)
         self.control = ControlRelay(control_path, lambda: self.remote.alone)
@@ -180,7 +181,7 @@ class Worker:
             tokenizer_of(tokens, self._base_dir),
             deadlines,
             placement,
-            prefix_secret(config),
+            self._prefix_secret,
         )
         self.remote = RemoteDispatcher(
             self.dataplane.dispatcher,
