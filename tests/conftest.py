@@ -62,7 +62,6 @@ def _environment_as_found() -> Iterator[None]:
 TOGETHER = {
     # They share servers, or what else is expensive to make.
     "tests/cli/test_plan_again.py": "plan again",
-    "tests/containers/test_compose.py": "containers",
     "tests/docker/test_commands.py": "docker",
     "tests/e2e/test_openai_client.py": "openai",
     "tests/gateway/test_leaving_clients.py": "leaving clients",
@@ -77,7 +76,7 @@ TOGETHER = {
     "tests/sim/test_prefixes.py::test_compiled": "compiled",
 }
 # What takes longest, or what others wait for.
-FIRST = ("compiled", "containers")
+FIRST = ("compiled",)
 
 
 def group_of(nodeid: str) -> str:

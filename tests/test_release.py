@@ -94,7 +94,7 @@ def test_the_workflow_is_one_by_its_schema() -> None:
 
 def test_the_workflow_publishes_wheel_image_and_chart_after_the_checks(workflow: Any) -> None:
     jobs = workflow["jobs"]
-    assert {"wheel", "image", "chart"} <= set(jobs)
+    assert {"containers", "wheel", "image", "chart"} <= set(jobs)
     for name in set(jobs) - {"check"}:
         reached, needs = set(), jobs[name]["needs"]
         while needs != "check" and needs not in reached:
@@ -107,7 +107,7 @@ def test_what_the_workflow_names_is_there(workflow: Any) -> None:
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     text = " ".join(str(step.get("run", "")) + str(step.get("with", "")) for step in steps)
     named = set(re.findall(r"\b(?:scripts|docker|requirements|src)/[\w./]*\w", text))
-    assert {"scripts/test", "docker/Dockerfile", "docker/kubernetes/chart"} <= named
+    assert {"scripts/test", "scripts/containers", "docker/Dockerfile", "docker/kubernetes/chart"} <= named
     assert all((ROOT / path).exists() for path in named), named
 
 

@@ -18,7 +18,7 @@ import yaml
 from tests.containers.engine import ROOT, Podman, Project
 from tests.fakes.processes import Process
 
-pytestmark = [pytest.mark.system, pytest.mark.slow]
+pytestmark = pytest.mark.containers
 
 INIT_IMAGE = "localhost/hetero-gateway:init"
 GATEWAY, ADMIN, PROMETHEUS = (f"http://127.0.0.1:{port}" for port in (8000, 9001, 9090))
@@ -55,6 +55,8 @@ def started(podman: Podman, tmp_path: Path) -> Iterator[Callable[[Path], Project
 
     yield start
     for project in projects:
+        # Shown where the test has failed.
+        print(podman.try_run("logs", "--tail", "60", project.container("gateway")).stderr)
         project.down()
 
 
