@@ -107,7 +107,12 @@ def test_what_the_workflow_names_is_there(workflow: Any) -> None:
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     text = " ".join(str(step.get("run", "")) + str(step.get("with", "")) for step in steps)
     named = set(re.findall(r"\b(?:scripts|docker|requirements|src)/[\w./]*\w", text))
-    assert {"scripts/test", "scripts/containers", "docker/Dockerfile", "docker/kubernetes/chart"} <= named
+    assert {
+        "scripts/test",
+        "scripts/containers",
+        "docker/Dockerfile",
+        "docker/kubernetes/chart",
+    } <= named
     assert all((ROOT / path).exists() for path in named), named
 
 

@@ -56,7 +56,7 @@ def started(podman: Podman, tmp_path: Path) -> Iterator[Callable[[Path], Project
     yield start
     for project in projects:
         # Shown where the test has failed.
-        print(podman.try_run("logs", "--tail", "60", project.container("gateway")).stderr)
+        sys.stderr.write(podman.try_run("logs", project.container("gateway")).stderr)
         project.down()
 
 
