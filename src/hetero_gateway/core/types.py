@@ -135,6 +135,11 @@ class Outcome(enum.Enum):
     INSTANCE_REMOVED = "instance_removed"
 
 
+# What is asked of every request: an enumeration looks a member up at each use, for the price of
+# several calls.
+COMPLETED, CLIENT_DISCONNECTED = Outcome.COMPLETED, Outcome.CLIENT_DISCONNECTED
+
+
 class RejectReason(enum.Enum):
     UNKNOWN_MODEL = "unknown_model"
     NO_AVAILABLE_INSTANCE = "no_available_instance"

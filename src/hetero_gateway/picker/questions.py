@@ -108,7 +108,7 @@ def inbound_of(head: HttpHeaders, guarded: Withheld) -> tuple[str, Inbound | Non
     for field in head.headers.headers:
         name = _READ_FIELDS.get(field.key)
         if name is None:
-            if field.key != answers.DESTINATION and guarded(field.key.encode()):
+            if field.key != answers.DESTINATION and guarded[field.key.encode()]:
                 removed.append(field.key)  # but for what the answer sets
             continue
         value = field.raw_value or field.value.encode()

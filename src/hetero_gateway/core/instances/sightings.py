@@ -12,7 +12,7 @@ from collections import deque
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.observation import FirstTokenRow, Observations, StepRow
 from hetero_gateway.core.instances.prefix_hits import Interval, PrefixHits, reported_hits
-from hetero_gateway.core.types import Outcome, Usage
+from hetero_gateway.core.types import COMPLETED, Usage
 
 # Rows, about one a second, that wait for the ends of their requests.
 _MOST_AWAITED = 1024
@@ -68,7 +68,7 @@ class Sightings:
         """A request is over: what of its prompt was cached, if its answer reported."""
         prefix = self.prefix
         entry.hit_tokens = reported_hits(entry, usage)
-        if entry.outcome is Outcome.COMPLETED:
+        if entry.outcome is COMPLETED:
             prefix.end(entry)
         interval, entry.interval = entry.interval, None
         if interval is not None:

@@ -25,7 +25,7 @@ from hetero_gateway.core.instances.table import Slots
 from hetero_gateway.core.prefixes.index import PrefixIndex
 from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.prefixes.trust import Trust
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome
+from hetero_gateway.core.types import COMPLETED, InstanceId, InstanceSpec, Outcome
 
 # Of an instance that does not say what its KV cache holds: some machine's.
 _ASSUMED_KV_TOKENS = 400_000
@@ -141,7 +141,7 @@ class PrefixCaches:
             return
         shared_bytes = self.index.end(instance_id, keys)
         dispatch.state.set_shared(shared_bytes / self._bytes_per_token)
-        if outcome is Outcome.COMPLETED:
+        if outcome is COMPLETED:
             self.index.insert(instance_id, keys)  # used once more
         elif not dispatch.streaming:
             self.index.withdraw(instance_id, keys, known)

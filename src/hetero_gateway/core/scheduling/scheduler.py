@@ -53,6 +53,7 @@ from hetero_gateway.core.scheduling.restraints import Restraints
 from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits, predicted_wait_s
 from hetero_gateway.core.scheduling.views import Views, drain_time_s
 from hetero_gateway.core.types import (
+    COMPLETED,
     InstanceId,
     InstanceSpec,
     Outcome,
@@ -712,12 +713,12 @@ class Scheduler:
             self.caches.settled(dispatch, keys, outcome)
         state = dispatch.state
         if self._shares is not None and dispatch.turn is not None:
-            cut = outcome is not Outcome.COMPLETED and dispatch.tracked
+            cut = outcome is not COMPLETED and dispatch.tracked
             made_tokens = state.made_tokens(dispatch, now_s) if cut else None
             self._shares.settled(dispatch, usage, made_tokens)
         if not state.settle(dispatch, outcome, now_s, usage):
             return False
-        if keys is not None and self.caches is not None and outcome is Outcome.COMPLETED:
+        if keys is not None and self.caches is not None and outcome is COMPLETED:
             if (hits := state.prefix.believed_hits(dispatch)) is not None:
                 self.caches.observe(dispatch, hits)
         return True

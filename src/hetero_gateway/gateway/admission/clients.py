@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import math
+import operator
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from hashlib import sha256
@@ -79,6 +80,8 @@ class Client(NamedTuple):
 
 
 EVERYBODY = Client("")
+
+_name_of = operator.itemgetter(0)
 
 
 class Admission:
@@ -172,13 +175,10 @@ class Admission:
 
     def admit(self, inbound: Inbound) -> Client:
         """The client of a request whose head is here. Raises Refusal: it may not be served."""
-        return self.client_of(inbound.headers, several=inbound.two_keys)
+        return self.client_of(inbound.headers)
 
-    def client_of(self, headers: Headers, *, several: bool = True) -> Client:
+    def client_of(self, headers: Headers) -> Client:
         """Who sent these headers: of several keys, the first that is known counts.
-
-        Args:
-            several: whether there may be more than one.
 
         Raises:
             Refusal: 401 unless they carry a key that is known.
@@ -186,7 +186,8 @@ class Admission:
         if self._key is None and self.keys is None:
             return EVERYBODY
         client = None
-        if not several:
+        names = list(map(_name_of, headers))
+        if names.count(b"authorization") + names.count(b"x-api-key") == 1:
             # Nearly always one that was right before: found without a step in Python for each
             # field. Of several, the first need not be the one that is remembered.
             client = next(filter(None, map(self._shown.get, headers)), None)

@@ -39,7 +39,7 @@ import logging
 import time
 from typing import Any
 
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason
+from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, RejectReason
 from hetero_gateway.engines.vllm import Work, response_id_in
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
@@ -327,27 +327,19 @@ class Attempts(Understanding):
         body = inbound.body
         if isinstance(instance, Outside):
             return head_to_outside(inbound, instance, rooms.hops), body
-        priority = None
+        priority = parent = None
         if rooms.priorities is not None:
             assert self._client is not None
             priority, body = rooms.priorities.given(inbound, self._client)
-        parent = None
         if rooms.tracing is not None:
             if self._span is None:
                 self._span = rooms.tracing.begin(inbound)
             parent = rooms.tracing.parent_header(self._span)
+        fields = rooms.fields
         hidden = rooms.admission.has_key or instance.api_key is not None
-        withheld = rooms.fields.withheld_with_credentials if hidden else rooms.fields.withheld
-        head = head_to_instance(
-            inbound,
-            instance,
-            rooms.hops,
-            withheld,
-            size_bytes=len(body),
-            traceparent=parent,
-            priority=priority,
-        )
-        return head, body
+        withheld = fields.withheld_with_credentials if hidden else fields.withheld
+        hops, size = rooms.hops, len(body)
+        return head_to_instance(inbound, instance, hops, withheld, size, parent, priority), body
 
     # An ExchangeOwner
 
@@ -408,7 +400,7 @@ class Attempts(Understanding):
                 )
             if exchange.status == LOOP_DETECTED:
                 self._note_loop(exchange, placed)
-            self._settle(Outcome.UPSTREAM_ERROR if failed else Outcome.COMPLETED, final=True)
+            self._settle(Outcome.UPSTREAM_ERROR if failed else COMPLETED, final=True)
             self._end()
         else:
             self._go_on_after(error, placed, exchange)
@@ -441,7 +433,7 @@ class Attempts(Understanding):
         answered = exchange.complete
         outcome = error.failure.outcome
         if answered and exchange.status >= 400 and not retry and fallback is None:
-            outcome = Outcome.COMPLETED  # with what its engine had to say
+            outcome = COMPLETED  # with what its engine had to say
         self._settle(outcome, final=not retry and fallback is None)
         spent = len(self._tried) > 1
         if retry or fallback is not None:
@@ -566,11 +558,11 @@ class Attempts(Understanding):
             assert self._job is not None
             if isinstance(placed, OutsidePlace):
                 self._rooms.dispatcher.settle_outside(
-                    self._job, placed.label, exchange, Outcome.COMPLETED, final=True
+                    self._job, placed.label, exchange, COMPLETED, final=True
                 )
             else:
                 self._rooms.dispatcher.pass_on(self._job, placed, exchange)
-            self._last = placed, exchange, Outcome.COMPLETED
+            self._last = placed, exchange, COMPLETED
             self._pass_on(exchange)
             return
         self._note(outcome)

@@ -53,6 +53,8 @@ _LEFT_BYTES = 1024
 _SUFFIX_BYTES = 8
 _MOST_REQUEST_ID_BYTES = 128
 _SESSION_HEADER = b"x-session-id"
+# A member of an enumeration is looked up at each use, which costs as much as a call.
+_GENERATE, _LIGHT, _PREFILL = Work.GENERATE, Work.LIGHT, Work.PREFILL
 _NO_SESSION = (b"", b"null", b'""')
 
 
@@ -100,7 +102,7 @@ class Job:
     def estimated_tokens(self) -> int:
         """All of its prompts' and outputs' tokens, as its client is charged for them at first."""
         request = self.request
-        if self.inbound.work is Work.LIGHT:
+        if self.inbound.work is _LIGHT:
             return 0
         output_tokens = round(request.predicted_output_tokens * request.sequences)
         return request.prompt_tokens * self.parsed.prompt_count + output_tokens
@@ -108,7 +110,7 @@ class Job:
     @property
     def waits(self) -> bool:
         """Whether it may have to wait: what an engine does without a step never does."""
-        return self.inbound.work is not Work.LIGHT
+        return self.inbound.work is not _LIGHT
 
     def __repr__(self) -> str:
         return f"<Job {self.inbound!r} {self.request!r}>"
@@ -203,7 +205,7 @@ class Intake:
 
     def read(self, inbound: Inbound, client: Client | None) -> ParsedRequest:
         """What the body says, its model filled in. Raises Refusal: 400 for an unusable one."""
-        if inbound.work is Work.LIGHT and (asked := self._asked(inbound, client)) is not None:
+        if inbound.work is _LIGHT and (asked := self._asked(inbound, client)) is not None:
             return asked
         parsed = parse_body(
             inbound.body, inbound.content_type, inbound.path, self._seed_for(inbound), self.readers
@@ -212,7 +214,7 @@ class Intake:
 
     def read_in_steps(self, inbound: Inbound, client: Client | None) -> Steps[ParsedRequest]:
         """``read`` for a long body, for which the event loop cannot stand still."""
-        if inbound.work is Work.LIGHT and (asked := self._asked(inbound, client)) is not None:
+        if inbound.work is _LIGHT and (asked := self._asked(inbound, client)) is not None:
             return asked
         parsed = yield from parse_in_steps(
             inbound.body, inbound.content_type, inbound.path, self._seed_for(inbound), self.readers
@@ -255,7 +257,7 @@ class Intake:
 
     def _seed_for(self, inbound: Inbound) -> int | None:
         """What the keys of its prompt begin with; None: it has none that are of use."""
-        if self._seed is None or inbound.work is not Work.GENERATE:
+        if self._seed is None or inbound.work is not _GENERATE:
             return None
         return self._seed if self._tenants is None else self._tenants.seed(inbound, self._seed)
 
@@ -268,7 +270,7 @@ class Intake:
             parsed.model = self._default_model()
         elif self.routes:
             self._redirect(parsed, inbound)
-        if self._tenants is not None and inbound.work is Work.GENERATE:
+        if self._tenants is not None and inbound.work is _GENERATE:
             inbound.body = self._tenants.salted(inbound, parsed.cache_salt)
         if inbound.path == RESPONSES and self._owned:
             self._keep_apart(parsed, inbound)
@@ -344,7 +346,7 @@ class Intake:
             self._tokenizer is not None
             and parsed.exact_prompt_tokens is None
             and parsed.text_bytes > 0
-            and inbound.work is not Work.LIGHT
+            and inbound.work is not _LIGHT
         )
 
     async def count(self, inbound: Inbound) -> int | None:
@@ -366,7 +368,7 @@ class Intake:
         model = sys.intern(parsed.model)
         client.check_model(parsed.asked or model)
         party, request_class = client.party, client.class_of(inbound.headers)
-        if inbound.work is Work.LIGHT:
+        if inbound.work is _LIGHT:
             if parsed.previous:
                 self._previous(parsed)
             light = Request(model, 1, 0.0, streams=False, client=party)
@@ -375,7 +377,7 @@ class Intake:
         prompt_tokens = max(1, -(-tokens // parsed.prompt_count))
         if parsed.most_prompt_tokens:
             prompt_tokens = min(prompt_tokens, parsed.most_prompt_tokens)
-        if inbound.work is Work.PREFILL:
+        if inbound.work is _PREFILL:
             # An engine may cut what is too long for it into pieces: nothing is certain.
             request = Request(
                 model, prompt_tokens, 0.0, parsed.sequences, False, party,
@@ -409,15 +411,16 @@ class Intake:
         """(tokens of all its prompts, whether that is certain)."""
         given = parsed.exact_prompt_tokens
         tokens = given if given is not None else counted
-        exact = tokens is not None and not (parsed.media_parts or parsed.truncates)
+        exact = False
         if tokens is None:
             tokens = self._bytes_per_token.tokens(model, parsed.text_bytes)
         elif given is not None and parsed.text_bytes:
             tokens += self._bytes_per_token.tokens(model, parsed.text_bytes)
-            exact = False
+        else:
+            exact = not (parsed.media_parts or parsed.truncates)
         if parsed.speech_s:
             tokens += round(parsed.speech_s * self._speech_tokens_per_s)
-        else:
+        elif parsed.media_parts:
             tokens += parsed.media_parts * self._image_tokens
         return tokens, exact
 

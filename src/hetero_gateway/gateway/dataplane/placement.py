@@ -24,7 +24,7 @@ from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.scheduler_config import QueueConfig
@@ -363,7 +363,7 @@ class Placement:
     ) -> None:
         """Take a dispatch off, and give its room to the next at the end of this turn."""
         now_s, usage = time.monotonic(), None
-        if outcome is Outcome.COMPLETED and stream is not None:
+        if outcome is COMPLETED and stream is not None:
             usage = stream.usage()
             if dispatch.predicted_s is not None and usage.output_tokens:
                 # Nobody saw its tokens: how long they took in all is what it says of the speed.

@@ -269,7 +269,7 @@ class _Session:
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in self._inbound.headers
-            if not withheld(name) and name not in named and not name.startswith(b"sec-websocket-")
+            if not withheld[name] and name not in named and not name.startswith(b"sec-websocket-")
         ]
         headers.append(("x-request-id", self._inbound.request_id.decode()))
         headers.append(self._rooms.hops.pair_behind(self._inbound.came_through))

@@ -17,7 +17,7 @@ from typing import Protocol
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.lengths.estimates import BytesPerToken, can_hold
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
-from hetero_gateway.core.types import Outcome, Usage
+from hetero_gateway.core.types import CLIENT_DISCONNECTED, COMPLETED, Outcome, Usage
 from hetero_gateway.engines.vllm import (
     REALTIME,
     Work,
@@ -39,6 +39,8 @@ from hetero_gateway.gateway.wire.openai import ParsedRequest
 
 _log = logging.getLogger(__name__)
 
+# A member of an enumeration is looked up at each use, which costs as much as a call.
+_GENERATE, _LIGHT = Work.GENERATE, Work.LIGHT
 # How long a request's counts may wait for others', and how many do at most.
 LATER_S = 0.05
 _MOST_LATER = 32
@@ -47,7 +49,7 @@ _MOST_LATER = 32
 _NO_FAULT = (501, 505, LOOP_DETECTED)
 # What a request is taken to last where nothing is known of its instance.
 _UNKNOWN_LATENCY_S = 1.0
-_COSTS_A_PROMPT = (Outcome.CLIENT_DISCONNECTED, Outcome.TIMED_OUT)
+_COSTS_A_PROMPT = (CLIENT_DISCONNECTED, Outcome.TIMED_OUT)
 # Of an instance that does not tell its own.
 _MOST_CONTEXT_TOKENS = 1 << 24
 # Of an answer that is no longer, its size says nothing.
@@ -153,11 +155,11 @@ class Recorder:
                 self._bill(job, context_of(placed.instance), exchange, outcome, time.monotonic())
             return  # removed meanwhile: its series are gone for good
         now_s = time.monotonic()
-        if outcome is Outcome.COMPLETED and exchange.error is None and exchange.status < 400:
+        if outcome is COMPLETED and exchange.error is None and exchange.status < 400:
             # What makes the engine do nothing says nothing of it.
-            if job.inbound.work is not Work.LIGHT:
+            if job.inbound.work is not _LIGHT:
                 self._outcomes.succeeded(instance, placed.dispatch, job.inbound.body, now_s)
-        elif outcome is not Outcome.CLIENT_DISCONNECTED:
+        elif outcome is not CLIENT_DISCONNECTED:
             self._note_failure(job, placed, exchange, outcome)
         if final:
             self.count(job, placed, exchange, outcome, now_s)
@@ -209,7 +211,7 @@ class Recorder:
         label = label_of(outcome, exchange)
         series.outcomes[label] += 1
         metrics.classes[job.request.request_class, label] += 1
-        if outcome is Outcome.CLIENT_DISCONNECTED:
+        if outcome is CLIENT_DISCONNECTED:
             metrics.client_disconnects[instance.id] += 1
         duration_s = now_s - job.inbound.received_s
         series.duration.observe(duration_s)
@@ -239,7 +241,7 @@ class Recorder:
         if not client:
             return told_prompt, output
         prompt = cached = 0
-        if job.inbound.work is not Work.LIGHT and (answered or outcome in _COSTS_A_PROMPT):
+        if job.inbound.work is not _LIGHT and (answered or outcome in _COSTS_A_PROMPT):
             request = job.request
             prompt = told_prompt or request.prompt_tokens * job.parsed.prompt_count
             cached = min(exchange.usage().cached_tokens or 0, prompt) if answered else 0
@@ -266,14 +268,14 @@ class Recorder:
         series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
         series.output_tokens += output
         dispatch = placed.dispatch
-        if outcome is Outcome.COMPLETED and request.prefix is not None:
+        if outcome is COMPLETED and request.prefix is not None:
             series.cached_tokens += dispatch.state.prefix.believed_hits(dispatch) or 0.0
         if parsed.stream:
             series.ttft.observe(first_s - job.inbound.received_s)
             per_sequence = output / request.sequences
             if per_sequence > 1:
                 series.tpot.observe((now_s - first_s) / (per_sequence - 1))
-        if outcome is not Outcome.COMPLETED:
+        if outcome is not COMPLETED:
             return  # cut short: its length says nothing
         if (
             told_prompt
@@ -303,7 +305,7 @@ class Recorder:
         """
         request, parsed = job.request, job.parsed
         prompt, output, _ = exchange.usage()
-        if prompt is not None and not (_is_session(job) or _can_be(prompt, parsed, context)):
+        if prompt is not None and not (_can_be(prompt, parsed, context) or _is_session(job)):
             # (A session's prompts are many, and its tokens the gateway's own count.)
             prompt = None
         longest = min(context, parsed.max_output_tokens or context) * request.sequences
@@ -348,8 +350,9 @@ def _can_be(prompt_tokens: int, parsed: ParsedRequest, context_tokens: int) -> b
         return False
     if parsed.media_parts or parsed.previous:
         return True
-    given, text_bytes = parsed.exact_prompt_tokens or 0, parsed.text_bytes
-    if (given or text_bytes) and not can_hold(given + text_bytes, prompt_tokens):
+    given = parsed.exact_prompt_tokens or 0
+    here = given + parsed.text_bytes
+    if here and not can_hold(here, prompt_tokens):
         return False
     return prompt_tokens >= given or parsed.truncates
 
@@ -357,7 +360,7 @@ def _can_be(prompt_tokens: int, parsed: ParsedRequest, context_tokens: int) -> b
 def _least_output_tokens(job: Job, exchange: Answered) -> int:
     """What came of an answer that is no stream is so many tokens at least."""
     parsed = job.parsed
-    if parsed.wordy or job.inbound.work is not Work.GENERATE:
+    if parsed.wordy or job.inbound.work is not _GENERATE:
         return 0
     asked_bytes = parsed.text_bytes + _BYTES_OF_AN_ID * (parsed.exact_prompt_tokens or 0)
     return least_tokens_of_bytes(
@@ -367,7 +370,7 @@ def _least_output_tokens(job: Job, exchange: Answered) -> int:
 
 def label_of(outcome: Outcome, exchange: Answered) -> str:
     """How a request that reached an instance is counted."""
-    if outcome is Outcome.COMPLETED and exchange.status >= 400:
+    if outcome is COMPLETED and exchange.status >= 400:
         return "client_error" if exchange.status < 500 else "upstream_error"
     return outcome.value
 

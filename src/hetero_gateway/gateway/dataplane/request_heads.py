@@ -18,10 +18,9 @@ def head_to_instance(
     instance: Instance,
     hops: Hops,
     withheld: Withheld,
-    *,
     size_bytes: int,
     traceparent: bytes | None,
-    priority: int | None = None,
+    priority: int | None,
 ) -> bytes:
     """Of a request to an engine: all of its end-to-end fields, but what is the gateway's own.
 
@@ -37,7 +36,8 @@ def head_to_instance(
         inbound.method, b" ", pool.path_prefix, inbound.target,
         b" HTTP/1.1\r\nhost: ", pool.host_header,
         b"\r\nx-request-id: ", inbound.request_id,
-        b"\r\ncontent-length: %d\r\n" % size_bytes, _hops_field(inbound, hops),
+        b"\r\ncontent-length: %d\r\n" % size_bytes,
+        hops.field_behind(inbound.came_through) if inbound.came_through else hops.field,
     ]  # fmt: skip
     headers = inbound.headers
     if inbound.dropped:
@@ -48,9 +48,8 @@ def head_to_instance(
     if priority is not None:
         headers = [pair for pair in headers if pair[0] != PRIORITY_HEADER]
         parts += (PRIORITY_HEADER, b": %d\r\n" % priority)
-    passing = withheld.passing
     for name, value in headers:
-        if name in passing or not withheld(name):
+        if not withheld[name]:
             parts += (name, b": ", value, b"\r\n")
     return _ended(parts, instance.api_key)
 
@@ -60,17 +59,13 @@ def head_to_outside(inbound: Inbound, outside: Outside, hops: Hops) -> bytes:
     parts = [
         inbound.method, b" ", outside.pool.path_prefix, inbound.target,
         b" HTTP/1.1\r\nhost: ", outside.pool.host_header,
-        b"\r\ncontent-length: %d\r\n" % len(inbound.body), _hops_field(inbound, hops),
+        b"\r\ncontent-length: %d\r\n" % len(inbound.body),
+        hops.field_behind(inbound.came_through) if inbound.came_through else hops.field,
     ]  # fmt: skip
     for name, value in inbound.headers:
         if name in _TO_OUTSIDE:
             parts += (name, b": ", value, b"\r\n")
     return _ended(parts, outside.api_key)
-
-
-def _hops_field(inbound: Inbound, hops: Hops) -> bytes:
-    came = inbound.came_through
-    return hops.field_behind(came) if came else hops.field
 
 
 def _ended(parts: list[bytes], api_key: str | None) -> bytes:

@@ -47,8 +47,8 @@ _MOST_REMEMBERED = 1024
 _LONGEST_REMEMBERED = 64
 
 
-class Withheld:
-    """Which fields of a request do not go to an instance.
+class Withheld(dict[bytes, bool]):
+    """Whether a request's field of a name, in lower case, does not go to an instance.
 
     Those that are for an engine's machinery are known by their beginnings, of which there may be
     any number of names: a name is looked at once, and then costs a look-up.
@@ -56,29 +56,22 @@ class Withheld:
     Args:
         names: those that never do.
         allowed: those for an engine's machinery that do.
-
-    Attributes:
-        passing: names that were found to go there: ``name in passing or not withheld(name)``.
     """
 
-    __slots__ = ("_allowed", "_names", "passing")
+    __slots__ = ("_allowed", "_names")
 
     def __init__(self, names: Iterable[bytes], allowed: Iterable[bytes] = ()) -> None:
+        super().__init__()
         self._names = frozenset(names)
         self._allowed = frozenset(allowed)
-        self.passing: set[bytes] = set()
 
-    def __call__(self, name: bytes) -> bool:
-        """Whether the field of this name, in lower case, does not."""
-        if name in self._names:
-            return True
-        if is_guarded_header(name) and name not in self._allowed:
-            return True
+    def __missing__(self, name: bytes) -> bool:
+        withheld = name in self._names or (is_guarded_header(name) and name not in self._allowed)
         if len(name) <= _LONGEST_REMEMBERED:
-            if len(self.passing) >= _MOST_REMEMBERED:
-                self.passing.clear()
-            self.passing.add(name)
-        return False
+            if len(self) >= _MOST_REMEMBERED:
+                self.clear()
+            self[name] = withheld
+        return withheld
 
 
 class RequestFields:

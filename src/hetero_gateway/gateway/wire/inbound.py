@@ -21,7 +21,6 @@ class Inbound:
         dropped: names of fields that its Connection names: they end here.
         content_type: "" where there is none.
         content_length: in bytes, as announced; 0 where it is not.
-        two_keys: it has a field for a key of each kind.
         came_through: the gateways that it has come through, as ``hops`` has them; "" for none.
         asked_id: the client's own x-request-id, "" without one.
         request_id: by which the gateway names it; set by who opens it.
@@ -44,7 +43,6 @@ class Inbound:
         "received_s",
         "request_id",
         "target",
-        "two_keys",
         "work",
     )
 
@@ -64,12 +62,9 @@ class Inbound:
         self.work = work
         self.headers = headers
         self.dropped: Collection[bytes] = ()
-        if by_name is None:
-            by_name = dict(headers)
-        field = by_name.get
+        field = (dict(headers) if by_name is None else by_name).get
         self.content_type = field(b"content-type", b"")
         self.content_length = int(field(b"content-length", 0))
-        self.two_keys = b"x-api-key" in by_name and b"authorization" in by_name
         self.came_through = field(HOPS, b"")
         self.asked_id = field(b"x-request-id", b"")
         self.request_id = b""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -65,6 +66,7 @@ _STORING = frozenset((RESPONSES, RESPONSES + "/render"))
 # vLLM's own have 21 characters; a client may choose longer ones.
 _MOST_RESPONSE_ID_BYTES = 256
 _SPACE = b" \t\r\n"
+_TEXT = Prompts.TEXT
 
 
 class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
@@ -136,7 +138,7 @@ def parse_body(
             pass  # what the engine would read may be there all the same
         else:
             measured = None
-            if reader.shape is not Prompts.TEXT:
+            if reader.shape is not _TEXT:
                 measured = finish(measure_body(reader.shape, fields, itself))
             parsed = _describe(fields, itself, path, measured)
             if path in _STORING:
@@ -165,7 +167,7 @@ def parse_in_steps(
     fields, extent, items = yield from read_fields(body, reader)
     yield
     measured = None
-    if reader.shape is not Prompts.TEXT:
+    if reader.shape is not _TEXT:
         measured = yield from measure_body(reader.shape, fields, extent)
     parsed = _describe(fields, extent, path, measured)
     if path in _STORING:
@@ -214,6 +216,12 @@ def _response_id(value: bytes) -> bytes:
 _SPEECH_PIECE_S = 30.0
 
 
+# Where the text of a prompt may be, beside ``prompt``.
+_texts_of = attrgetter(
+    "messages", "input", "system", "instructions", "tools", "documents", "previous_input_messages"
+)
+
+
 def _describe(
     fields: Any,
     extent: Callable[[msgspec.Raw], Extent],
@@ -225,10 +233,7 @@ def _describe(
         tokens, prompts, text_bytes, media_parts = None, 1, 0, 0
         if fields.prompt:
             tokens, prompts, text_bytes = measure_prompt(*extent(fields.prompt))
-        for field in (
-            fields.messages, fields.input, fields.system, fields.instructions, fields.tools,
-            fields.documents, fields.previous_input_messages,
-        ):  # fmt: skip
+        for field in _texts_of(fields):
             if field is NOTHING:
                 continue
             data, start, end = extent(field)
