@@ -84,10 +84,13 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
     start = tail.rfind(b'"usage"')
     if start < 0:
         return None, None, None
-    prompt_tokens = _count(_USAGE_PROMPT, tail, start)
-    output_tokens = _count(_USAGE_OUTPUT, tail, start)
-    cached_tokens = _count(_USAGE_CACHED, tail, start)
-    if cached_tokens is None and tail.find(b'_input_tokens"', start) >= 0:
+    prompt = _USAGE_PROMPT.search(tail, start)
+    output = _USAGE_OUTPUT.search(tail, start)
+    cached = _USAGE_CACHED.search(tail, start)
+    prompt_tokens = None if prompt is None else int(prompt[1])
+    output_tokens = None if output is None else int(output[1])
+    cached_tokens = None if cached is None else int(cached[1])
+    if cached is None and tail.find(b'_input_tokens"', start) >= 0:
         cached_tokens = _count(_USAGE_READ, tail, start)
         if prompt_tokens is not None:
             created_tokens = _count(_USAGE_CREATED, tail, start)

@@ -280,7 +280,10 @@ class Attempts(Understanding):
             headers += rate_limit_headers(self._job.standing)
         exchange = Exchange(self._downstream, inbound.path, headers, self._deadline_s, self)
         self._exchange = exchange
-        rooms.deadlines.add(exchange)
+        exchange.frees_body = inbound.buffer is not None
+        rooms.deadlines.exchanges.add(exchange)
+        if not rooms.deadlines.watches:
+            rooms.deadlines.watch()
         connection = instance.pool.take_idle()
         if connection is None:
             self._start(self._connect(exchange, instance, first=not self._tried))
@@ -315,11 +318,12 @@ class Attempts(Understanding):
             self._overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
             self._rooms.metrics.overhead_s.observe(self._overhead_s)
         head, body = self._request(instance)
+        exchange.connection = connection
         if len(body) < LEAST_BYTES:
             # One write is cheapest while it is small.
-            exchange.begin(connection, head + body)
+            connection.send(head + body, exchange)
         else:
-            exchange.begin(connection, head, body)
+            connection.send(head, exchange, body)
 
     def _request(self, instance: Instance | Outside) -> tuple[bytes, bytes]:
         """(head, body) as they are sent there."""
@@ -377,44 +381,46 @@ class Attempts(Understanding):
         if exchange is None:
             return
         try:
-            self._conclude(exchange)
+            if exchange.held is not None and exchange.error is None:
+                exchange.error = self._failure_of(exchange)
+            if exchange.error is not None:
+                self._go_on_after(exchange.error, exchange)
+                return
+            if exchange.held is not None:
+                exchange.let_pass()
+            outcome = COMPLETED
+            if exchange.streams and exchange.engine_failed():
+                outcome = Outcome.UPSTREAM_ERROR
+                self._note_break()
+            elif exchange.status == 200 and exchange.empty and self._inbound.work is Work.GENERATE:
+                outcome = Outcome.UPSTREAM_ERROR
+            elif exchange.status == LOOP_DETECTED:
+                self._note_loop(exchange)
+            self._settle(outcome, final=True)
+            self._end()
         except Exception as error:
             self.broke(error)
 
-    def _conclude(self, exchange: Exchange) -> None:
-        placed = self._placed
-        assert placed is not None
-        if exchange.held is not None and exchange.error is None:
-            exchange.error = self._failure_of(exchange)
-        error = exchange.error
-        if error is None:
-            if exchange.held is not None:
-                exchange.let_pass()
-            broke_off = exchange.engine_failed()
-            failed = broke_off or self._lacks_body(exchange)
-            if broke_off:
-                _log.warning(
-                    "request %s: the engine of %s broke its answer off",
-                    self._inbound.request_id.decode(),
-                    placed.instance.id,
-                )
-            if exchange.status == LOOP_DETECTED:
-                self._note_loop(exchange, placed)
-            self._settle(Outcome.UPSTREAM_ERROR if failed else COMPLETED, final=True)
-            self._end()
-        else:
-            self._go_on_after(error, placed, exchange)
+    def _note_break(self) -> None:
+        """The HTTP response is complete, and the engine's answer is not."""
+        assert self._placed is not None
+        _log.warning(
+            "request %s: the engine of %s broke its answer off",
+            self._inbound.request_id.decode(),
+            self._placed.instance.id,
+        )
 
-    def _note_loop(self, exchange: Exchange, placed: Place | OutsidePlace) -> None:
+    def _note_loop(self, exchange: Exchange) -> None:
         """The request has been somewhere before."""
-        self._rooms.hops.note_loop(placed.instance.id)
+        assert self._placed is not None
+        self._rooms.hops.note_loop(self._placed.instance.id)
         if not self._inbound.came_through:
             exchange.error = InstanceError(Failure.LOOP, "it leads back to a gateway")
 
-    def _go_on_after(
-        self, error: InstanceError, placed: Place | OutsidePlace, exchange: Exchange
-    ) -> None:
+    def _go_on_after(self, error: InstanceError, exchange: Exchange) -> None:
         """An attempt failed: try again, ask a fallback, or answer with what there is."""
+        placed = self._placed
+        assert placed is not None
         instance, connection = placed.instance, exchange.connection
         if connection is not None and connection.stale and error.failure is Failure.RESET:
             # The instance was closing this idle connection when the request was written. A new one
@@ -499,12 +505,9 @@ class Attempts(Understanding):
             return InstanceError(Failure.BUSY, message, held.retry_after_s())
         if status >= 500:
             return InstanceError(Failure.SERVER_ERROR, f"it answered {status}")
-        if self._lacks_body(exchange):
+        if exchange.empty and status == 200 and self._inbound.work is Work.GENERATE:
             return InstanceError(Failure.EMPTY, "its answer is empty")
         return None
-
-    def _lacks_body(self, exchange: Exchange) -> bool:
-        return exchange.empty and exchange.status == 200 and self._inbound.work is Work.GENERATE
 
     def _pass_on(self, exchange: Exchange) -> None:
         """Nobody has a better answer than the one that was held back: the client gets that."""
@@ -534,7 +537,7 @@ class Attempts(Understanding):
         if exchange.head_sent:
             self._status = exchange.status
         rooms = self._rooms
-        rooms.deadlines.discard(exchange)
+        rooms.deadlines.exchanges.discard(exchange)
         if isinstance(placed, OutsidePlace):
             rooms.dispatcher.settle_outside(job, placed.label, exchange, outcome, final=final)
         else:
@@ -634,6 +637,6 @@ class Attempts(Understanding):
         self._placed = self._exchange = None
         if exchange is not None:
             exchange.abort()
-            self._rooms.deadlines.discard(exchange)
+            self._rooms.deadlines.exchanges.discard(exchange)
         if placed is not None and not isinstance(placed, OutsidePlace):
             self._rooms.dispatcher.withdraw(placed, exchange)

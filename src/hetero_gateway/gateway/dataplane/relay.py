@@ -86,6 +86,10 @@ class Exchange:
     After ``ended`` exactly one of ``complete`` and ``error`` says how; who leaves it by ``abort``
     hears nothing more.
 
+    ``streams``: as far as its head is here, it is one of server-sent events. ``body_bytes``: of a
+    complete response's body, as its head says, or at least. ``frees_body``: its owner wants to hear
+    that an answer has begun.
+
     Args:
         downstream: where the response goes.
         path: the request's; errors look different on some.
@@ -95,7 +99,6 @@ class Exchange:
     """
 
     __slots__ = (
-        "_announced_bytes",
         "_decode",
         "_downstream",
         "_extra_headers",
@@ -108,18 +111,20 @@ class Exchange:
         "_usage",
         "_write",
         "active",
+        "body_bytes",
         "complete",
         "congested",
         "connection",
-        "content_type",
         "error",
         "events",
         "first_body_at_s",
+        "frees_body",
         "head_sent",
         "held",
         "last_active_s",
         "started_s",
         "status",
+        "streams",
         "total_deadline_s",
     )
 
@@ -140,7 +145,6 @@ class Exchange:
         self._extra_headers = extra_headers
         self._tail: deque[bytes] = deque(maxlen=_TAIL_READS)
         self._usage: Usage | None = None  # once it is complete
-        self._announced_bytes: int | None = None
         self._pending = b""
         self._decode = False
         self._rechunk = False
@@ -151,9 +155,11 @@ class Exchange:
         self.total_deadline_s = total_deadline_s
         self.first_body_at_s: float | None = None
         self.status = 0
-        self.content_type = b""
+        self.streams = False
         self.events = 0
+        self.body_bytes = 0
         self.head_sent = False
+        self.frees_body = False
         self.complete = False
         self.error: InstanceError | None = None
         # An error, or nothing at all, that the owner either lets pass or keeps to itself.
@@ -163,7 +169,7 @@ class Exchange:
 
     def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
         self.status = head.status
-        self._announced_bytes = head.content_length
+        self.body_bytes = head.content_length or 0
         self.active = True
         self._decode = not self._downstream.passes_framing
         self._rechunk = not self._decode and head.ends_at_close
@@ -180,7 +186,7 @@ class Exchange:
         for pair in head.headers:
             name = pair[0]
             if name == b"content-type":
-                self.content_type = pair[1]
+                self.streams = pair[1].startswith(b"text/event-stream")
             elif name in NOT_TO_CLIENTS:
                 continue
             headers.append(pair)
@@ -188,7 +194,8 @@ class Exchange:
         chunked = not self._decode and (head.chunked or head.ends_at_close)
         self._pending = self._downstream.start(head.status, headers, chunked=chunked)
         self.head_sent = True
-        self._owner.answer_began(self)
+        if self.frees_body:
+            self._owner.answer_began(self)
 
     def _flush_head(self) -> None:
         pending, self._pending = self._pending, b""
@@ -228,6 +235,8 @@ class Exchange:
 
     def on_complete(self) -> None:
         self.complete = True
+        if not self.body_bytes:
+            self.body_bytes = sum(map(len, self._tail))
         if self.held is None:
             self._finish()
         self._owner.ended(self)
@@ -248,11 +257,6 @@ class Exchange:
         self._owner.broke(error)
 
     # What the owner calls
-
-    def begin(self, connection: UpstreamConnection, request: bytes, rest: bytes = b"") -> None:
-        """Send the request, whole or its head and the rest; what comes of it comes by callbacks."""
-        self.connection = connection
-        connection.send(request, self, rest)
 
     def begin_again(self) -> None:
         """Forget an error that came of a connection which was stale: nothing has happened."""
@@ -290,17 +294,6 @@ class Exchange:
         """The response is complete, and has no body."""
         tail = self._tail
         return not tail or (len(tail) == 1 and tail[0] == _LAST_CHUNK)
-
-    @property
-    def body_bytes(self) -> int:
-        """Of the response's body, as its head says, or at least."""
-        announced = self._announced_bytes
-        return sum(map(len, self._tail)) if announced is None else announced
-
-    @property
-    def streams(self) -> bool:
-        """Whether the response, as far as its head is here, is one of server-sent events."""
-        return self.content_type.startswith(b"text/event-stream")
 
     def fail(self, error: InstanceError) -> None:
         """End the exchange from outside: a time-out."""
@@ -347,7 +340,9 @@ class Exchange:
         """The tokens as the engine reported them, where it did."""
         usage = self._usage
         if usage is None:
-            usage = Usage(*usage_in_tail(self.tail()))
+            tail = self._tail
+            last = tail[0] if len(tail) == 1 else self.tail()
+            usage = Usage(*usage_in_tail(last))
             if self.complete:
                 self._usage = usage
         return usage
@@ -366,6 +361,8 @@ def _is_held(head: ResponseHead) -> bool:
 class Deadlines:
     """The time-outs of all exchanges, by one timer.
 
+    ``exchanges``: that are open; whoever adds one calls ``watch`` unless it ``watches`` already.
+
     It looks at every exchange each tick instead of arming timers per chunk: a chunk only sets a
     flag. A time-out is late by up to one tick, an eighth of the shortest time-out (20 ms to 1 s).
     """
@@ -373,8 +370,9 @@ class Deadlines:
     def __init__(self, config: TimeoutsConfig) -> None:
         self._loop = asyncio.get_running_loop()
         self.set_config(config)
-        self._exchanges: set[Exchange] = set()
+        self.exchanges: set[Exchange] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self.watches = False
 
     def set_config(self, config: TimeoutsConfig) -> None:
         """Other times from now on, for those that are open as well."""
@@ -393,15 +391,12 @@ class Deadlines:
         return self._config.write_s
 
     def __len__(self) -> int:
-        return len(self._exchanges)
+        return len(self.exchanges)
 
-    def add(self, exchange: Exchange) -> None:
-        self._exchanges.add(exchange)
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._tick_s, self._check)
-
-    def discard(self, exchange: Exchange) -> None:
-        self._exchanges.discard(exchange)
+    def watch(self) -> None:
+        """Look at the exchanges from now on, for as long as there are any."""
+        self.watches = True
+        self._timer = self._loop.call_later(self._tick_s, self._check)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -410,7 +405,7 @@ class Deadlines:
     def _check(self) -> None:
         now_s = time.monotonic()
         config = self._config
-        for exchange in list(self._exchanges):
+        for exchange in list(self.exchanges):
             if exchange.active:
                 exchange.active = False
                 exchange.last_active_s = now_s
@@ -426,4 +421,5 @@ class Deadlines:
             elif silent_s >= config.idle_s and not exchange.congested:
                 message = f"no bytes for {config.idle_s:g} s"
                 exchange.fail(InstanceError(Failure.IDLE_TIMEOUT, message))
-        self._timer = self._loop.call_later(self._tick_s, self._check) if self._exchanges else None
+        self.watches = bool(self.exchanges)
+        self._timer = self._loop.call_later(self._tick_s, self._check) if self.watches else None

@@ -294,6 +294,10 @@ class CountedBody:
         return data[:left]
 
 
+# One that is here already.
+WHOLE_BODY = CountedBody(0)
+
+
 class UnframedBody:
     """A body that ends with the connection."""
 

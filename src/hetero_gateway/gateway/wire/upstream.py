@@ -24,6 +24,7 @@ from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.response import (
     MOST_HEAD_BYTES,
+    WHOLE_BODY,
     Body,
     ChunkedBody,
     DecodedBody,
@@ -126,15 +127,6 @@ class UpstreamConnection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    @property
-    def silent(self) -> bool:
-        """Nothing has arrived that the event loop has yet to read: no byte, and no end.
-
-        An idle connection on which something has is no good. Bytes behind an answer would be taken
-        for the next one's.
-        """
-        return not self._arrivals.poll(0)
-
     def __repr__(self) -> str:
         if not self.usable:
             state = "closed"
@@ -175,13 +167,26 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             if body is None:
                 self.got_bytes = True
-                found = self._read_head(data)
-                if found is None:
-                    return
-                head, data = found
-                body = self._body = body_of(head)
+                end = data.find(b"\r\n\r\n") + 4
+                if self._reader is None and 4 <= end <= MOST_HEAD_BYTES:
+                    head = parse_head(data[:end])
+                if head is not None and head.status >= 200:
+                    # A head comes whole nearly always, and a short answer with it.
+                    rest = data[end:]
+                else:
+                    found = self._gather_head(data)
+                    if found is None:
+                        return
+                    head, rest = found
                 self._keep_alive = head.keep_alive
-            data = body.feed(data)
+                if head.content_length == len(rest) and not head.chunked:
+                    body, data = WHOLE_BODY, rest
+                else:
+                    body = body_of(head)
+                    data = body.feed(rest)
+                self._body = body
+            else:
+                data = body.feed(data)
         except MalformedResponse as error:
             message = f"the response is not valid HTTP/1.1: {error}"
             self._fail(InstanceError(Failure.PROTOCOL, message))
@@ -201,14 +206,9 @@ class UpstreamConnection(asyncio.Protocol):
         except Exception as error:
             self._broke(sink, error)
 
-    def _read_head(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
-        """As ``HeadReader.feed``, which most responses do not need: their head comes whole."""
+    def _gather_head(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
+        """As ``HeadReader.feed``."""
         if self._reader is None:
-            end = data.find(b"\r\n\r\n") + 4
-            if 4 <= end <= MOST_HEAD_BYTES:
-                head = parse_head(data[:end])
-                if head.status >= 200:
-                    return head, data[end:]
             self._reader = HeadReader()
         return self._reader.feed(data)
 
@@ -327,8 +327,15 @@ class InstancePool:
         now_s = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
-            fresh = now_s - connection.idle_since_s < self._idle_expiry_s
-            if fresh and connection.usable and connection.silent:
+            transport = connection._transport
+            if (
+                now_s - connection.idle_since_s < self._idle_expiry_s
+                and transport is not None
+                and not transport.is_closing()
+                # Nothing has arrived that the event loop has yet to read: no byte, and no end.
+                # Bytes behind an answer would be taken for the next one's.
+                and not connection._arrivals.poll(0)
+            ):
                 connection.reused = True
                 return connection
             connection.abort()
