@@ -94,6 +94,24 @@ def test_what_is_no_yaml_mapping_is_refused_with_its_line(
     assert error_of(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"a: !!float 1.{'f' * 9000}\n",
+        f"a: !!python/object:{'x' * 9000} {{}}\n",
+        f"a: *{'x' * 9000}\n",
+        f"{'a' * 9000}: 1\n{'a' * 9000}: 2\n",
+    ],
+)
+def test_what_the_yaml_reader_says_stays_one_line_that_can_be_read(
+    tmp_path: Path, text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "gateway.yaml"
     path.write_bytes(b"\xff\xfe\x00")

@@ -511,7 +511,7 @@ def _credentials(rng: random.Random) -> ShortWay:
 
 def _client(admission: Admission, inbound: Inbound) -> str | None:
     try:
-        return admission.admit(inbound).name
+        return admission.client_of(inbound.headers).name
     except Refusal:
         return None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hetero_gateway.gateway.admission.clients import Admission
+from hetero_gateway.gateway.admission import clients
 from hetero_gateway.gateway.wire import body_fields, chunks, upstream
 from hetero_gateway.gateway.wire.folding import Folded, Steps
 from hetero_gateway.gateway.wire.protocol import EngineProtocol
@@ -42,12 +42,8 @@ def _signed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _known_key_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    client_of = Admission.client_of
-    monkeypatch.setattr(
-        Admission,
-        "client_of",
-        lambda self, headers, several: client_of(self, headers, several=False),
-    )
+    # As if each request had one.
+    monkeypatch.setattr(clients, "_name_of", lambda pair: pair[0].replace(b"x-api-key", b""))
 
 
 def _whole_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:

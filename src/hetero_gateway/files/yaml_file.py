@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.problems import Document, Key, Problems
+from hetero_gateway.files.problems import Document, Key, Problems, shown
 
 # Far above 100 000 keys, and read in minutes at worst.
 _MOST_BYTES = 1 << 25
@@ -90,9 +90,10 @@ def parse_yaml(text: str, source: str, *, expands: bool = True, quotes: bool = T
         mark = getattr(error, "problem_mark", None)
         where = f"{mark.line + 1}:" if mark else ""
         problem = (quotes and getattr(error, "problem", None)) or "broken YAML"
-        raise ConfigError(f"{source}:{where} {problem}") from error
+        raise ConfigError(f"{source}:{where} {shown(problem)}") from error
     except _UNFIT as error:  # a date or number that PyYAML takes for one and cannot build
-        what = error if quotes and isinstance(error, ValueError) else "a value does not fit its tag"
+        told = quotes and isinstance(error, ValueError)
+        what = shown(str(error)) if told else "a value does not fit its tag"
         raise ConfigError(f"{source}: {what}") from error
     except RecursionError as error:
         raise ConfigError(f"{source}: nested too deeply, or an alias of itself") from error

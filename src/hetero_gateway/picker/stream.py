@@ -255,11 +255,11 @@ class Stream(Understanding):
         subset = subset_of(message.metadata_context)
         if subset is not None:
             self._subset = picker.endpoints.instances_at(subset)
-        self._client = rooms.admission.admit(inbound)
+        self._client = rooms.admission.client_of(inbound.headers)
         if self._head_bytes:
             self._call.hold(self._head_bytes)
         self._call.at_work = True
-        rooms.intake.check_size(inbound.content_length)
+        rooms.intake.limits.check(inbound.content_length)
         if head.end_of_stream:
             self._has_body = False
             self._take_whole()

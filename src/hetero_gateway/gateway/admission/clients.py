@@ -4,9 +4,9 @@ A key is looked up by its hash: what is compared is nothing that a client can ch
 long it takes says nothing. A field that was right once is remembered, since to hash it for each
 request costs as much as all else that is done for a client here; it is found again by Python's
 keyed hash (SipHash), which says nothing either. Who a client is, is found before a byte of the body
-is read (``Admission.admit``); which model and which class it may have, once the body is understood;
-how much, in ``limits``. The one key of ``server.api_key_env`` goes on as it was: a client without
-name and limits.
+is read (``Admission.client_of``); which model and which class it may have, once the body is
+understood; how much, in ``limits``. The one key of ``server.api_key_env`` goes on as it was: a
+client without name and limits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from hetero_gateway.files.client_keys import MOST_KEY_BYTES, ClientLimits, KeyCo
 from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, Amounts, Usage, added
 from hetero_gateway.gateway.turns import in_turns
 from hetero_gateway.gateway.wire.headers import Headers
-from hetero_gateway.gateway.wire.inbound import Inbound
 
 # Steps of some milliseconds.
 _ENTRIES_AT_ONCE, _CLIENTS_AT_ONCE = 4000, 100
@@ -93,7 +92,8 @@ class Admission:
         hash_key: the secret of hashes under one.
         clock: the time since 1970 in seconds.
 
-    ``usage``: what clients with names have used.
+    ``usage``: what clients with names have used. ``has_key``: clients' credentials are for the
+    gateway, and none of an instance's business.
     """
 
     def __init__(
@@ -116,13 +116,9 @@ class Admission:
         self.usage = Usage(clock)
         self.chooses_class = False  # any client may name a request's class
         self.keys = keys
+        self.has_key = self._key is not None or keys is not None
         if keys is not None:
             self.set_keys(keys)
-
-    @property
-    def has_key(self) -> bool:
-        """Whether clients' credentials are for the gateway, and none of an instance's business."""
-        return self._key is not None or self.keys is not None
 
     @property
     def has_names(self) -> bool:
@@ -164,6 +160,7 @@ class Admission:
                 account.set_limits(limits[name])
             self._accounts, self._by_name = accounts, by_name
             self.keys, self._plain, self._keyed = keys, plain, keyed
+            self.has_key = True
             self._shown = {}
             self.chooses_class = any(client.classes for client in by_name.values())
 
@@ -173,15 +170,11 @@ class Admission:
         """The client of that name; one that is not known (any more) may do nothing special."""
         return self._by_name.get(name) or (Client(name) if name else EVERYBODY)
 
-    def admit(self, inbound: Inbound) -> Client:
-        """The client of a request whose head is here. Raises Refusal: it may not be served."""
-        return self.client_of(inbound.headers)
-
     def client_of(self, headers: Headers) -> Client:
         """Who sent these headers: of several keys, the first that is known counts.
 
         Raises:
-            Refusal: 401 unless they carry a key that is known.
+            Refusal: 401 unless they carry a key that is known: it may not be served.
         """
         if self._key is None and self.keys is None:
             return EVERYBODY

@@ -150,8 +150,8 @@ class Attempts(Understanding):
             if self._inbound.came_through:
                 # Before the key: what comes back has none where the gateway keeps it to itself.
                 rooms.hops.check(self._inbound.came_through)
-            self._client = rooms.admission.admit(self._inbound)
-            rooms.intake.check_size(self._inbound.content_length)
+            self._client = rooms.admission.client_of(self._inbound.headers)
+            rooms.intake.limits.check(self._inbound.content_length)
         except Refusal as refusal:
             self._refuse(refusal)
         except Exception as error:
@@ -232,8 +232,10 @@ class Attempts(Understanding):
             return
         if isinstance(place, Waiting):
             self._wait = place
-        else:
+        elif isinstance(place, Reject):
             self._take(place)
+        else:
+            self._send(place)
 
     # An Owner
 
@@ -466,7 +468,7 @@ class Attempts(Understanding):
     def _next_fallback(self) -> Fallback | None:
         """Who is asked now that nothing can take the request; None: nobody (any more)."""
         job, client, routes = self._job, self._client, self._rooms.intake.routes
-        if not routes or job is None or client is None or job.parsed.previous:
+        if not routes.by_name or job is None or client is None or job.parsed.previous:
             return None
         if self._inbound.method != b"POST":
             return None

@@ -208,10 +208,10 @@ class LocalDispatcher:
     ) -> Placed | Reject | Waiting:
         first = True if job.fell_back else None
         place = self.placement.submit(job.request, tried, waits=job.waits, first=first)
-        if isinstance(place, Ticket):
-            return _LocalWait(self, job, failure, place, deadline_s, owner)
         if isinstance(place, Placed):
             self.note_place(job, failure, place)
+        elif isinstance(place, Ticket):
+            return _LocalWait(self, job, failure, place, deadline_s, owner)
         elif self.engine_calls is not None and place.reason is _UNAVAILABLE:
             request = job.request
             waking = self.engine_calls.wake_for(request.model, request.only)

@@ -65,7 +65,8 @@ class Job:
     ``response``: on /v1/responses, what it is answered with, once its id is here.
     ``fell_back``: it is for another model than at first, and has been let in.
     ``charge``, ``standing``: what its client was charged, and how that stands since; None: it has
-    no limits, or another process knows.
+    no limits, or another process knows. ``waits``: it may have to: what an engine does without a
+    step never does.
     """
 
     __slots__ = (
@@ -78,6 +79,7 @@ class Job:
         "request",
         "response",
         "standing",
+        "waits",
     )
 
     def __init__(
@@ -97,6 +99,7 @@ class Job:
         self.charge: Charge | None = None
         self.standing: Standing | None = None
         self.fell_back = False
+        self.waits = inbound.work is not _LIGHT
 
     @property
     def estimated_tokens(self) -> int:
@@ -106,11 +109,6 @@ class Job:
             return 0
         output_tokens = round(request.predicted_output_tokens * request.sequences)
         return request.prompt_tokens * self.parsed.prompt_count + output_tokens
-
-    @property
-    def waits(self) -> bool:
-        """Whether it may have to wait: what an engine does without a step never does."""
-        return self.inbound.work is not _LIGHT
 
     def __repr__(self) -> str:
         return f"<Job {self.inbound!r} {self.request!r}>"
@@ -159,6 +157,8 @@ class Intake:
         prefix_secret: what the keys of prompts begin with.
 
     Attributes:
+        limits: of bodies.
+        tokenizer: counts prompts; None: their tokens are estimated.
         readers: how bodies are read, and what clients may set in them.
         responses: those that others may continue.
         routes: names that stand for others, and who is asked if no instance can.
@@ -174,7 +174,7 @@ class Intake:
         tokenizer: Tokenizer | None,
         prefix_secret: bytes,
     ) -> None:
-        self._limits = limits
+        self.limits = limits
         self._fleet = fleet
         self.predictor = predictor
         self._bytes_per_token = bytes_per_token
@@ -193,23 +193,27 @@ class Intake:
         """Other settings from now on."""
         self._image_tokens = config.tokens.image_tokens
         self._speech_tokens_per_s = config.tokens.speech_tokens_per_s
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._sessions = config.policy == "session"
         looked_at = ((_SESSION_HEADER, self._sessions), (CLASS_HEADER, self._classes))
         # Of a request's headers, what ``describe`` looks at.
         self.described_headers = frozenset(name for name, looks in looked_at if looks)
 
-    def check_size(self, size_bytes: int) -> None:
-        """Raises Refusal: 413, or 503 where there is no room for it now."""
-        self._limits.check(size_bytes)
-
     def read(self, inbound: Inbound, client: Client | None) -> ParsedRequest:
         """What the body says, its model filled in. Raises Refusal: 400 for an unusable one."""
         if inbound.work is _LIGHT and (asked := self._asked(inbound, client)) is not None:
             return asked
-        parsed = parse_body(
-            inbound.body, inbound.content_type, inbound.path, self._seed_for(inbound), self.readers
-        )
+        seed = self._seed
+        if seed is not None and (self._tenants is not None or inbound.work is not _GENERATE):
+            seed = self._seed_for(inbound)
+        parsed = parse_body(inbound.body, inbound.content_type, inbound.path, seed, self.readers)
+        if (
+            parsed.model
+            and not (parsed.form or parsed.previous or self._owned)
+            and self._tenants is None
+            and not self.routes.by_name
+        ):
+            return parsed  # nothing of it has another name here
         return self._named(parsed, inbound, client)
 
     def read_in_steps(self, inbound: Inbound, client: Client | None) -> Steps[ParsedRequest]:
@@ -268,7 +272,7 @@ class Intake:
             check_one_type(inbound.headers)
         if not parsed.model:
             parsed.model = self._default_model()
-        elif self.routes:
+        elif self.routes.by_name:
             self._redirect(parsed, inbound)
         if self._tenants is not None and inbound.work is _GENERATE:
             inbound.body = self._tenants.salted(inbound, parsed.cache_salt)
@@ -333,8 +337,6 @@ class Intake:
 
     def _session(self, inbound: Inbound, parsed: ParsedRequest) -> int | None:
         """What it belongs to: the same in every gateway, so that each finds the same instance."""
-        if not self._sessions:
-            return None
         for name, value in inbound.headers:
             if name == _SESSION_HEADER and value:
                 return namespace(0, value)
@@ -343,7 +345,7 @@ class Intake:
     def counts(self, inbound: Inbound, parsed: ParsedRequest) -> bool:
         """Whether the prompt is to be counted by the tokenizer."""
         return (
-            self._tokenizer is not None
+            self.tokenizer is not None
             and parsed.exact_prompt_tokens is None
             and parsed.text_bytes > 0
             and inbound.work is not _LIGHT
@@ -351,8 +353,8 @@ class Intake:
 
     async def count(self, inbound: Inbound) -> int | None:
         """The prompt's tokens by the tokenizer; None: there is no text in it."""
-        assert self._tokenizer is not None
-        return await self._tokenizer.count(prompt_field(inbound.body))
+        assert self.tokenizer is not None
+        return await self.tokenizer.count(prompt_field(inbound.body))
 
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None = None
@@ -366,8 +368,11 @@ class Intake:
             return self._about_a_response(inbound, client, parsed)
         # What is kept of a request shares its model's name with the others.
         model = sys.intern(parsed.model)
-        client.check_model(parsed.asked or model)
-        party, request_class = client.party, client.class_of(inbound.headers)
+        if client.models is not None:
+            client.check_model(parsed.asked or model)
+        party, request_class = client.party, client.request_class
+        if client.classes:
+            request_class = client.class_of(inbound.headers)
         if inbound.work is _LIGHT:
             if parsed.previous:
                 self._previous(parsed)
@@ -399,7 +404,8 @@ class Intake:
         request = Request(
             model, prompt_tokens, output_tokens, parsed.sequences, streams, party,
             prefix=parsed.prefix, certain_tokens=certain_tokens + exact,
-            session=self._session(inbound, parsed), request_class=request_class,
+            session=self._session(inbound, parsed) if self._sessions else None,
+            request_class=request_class,
         )  # fmt: skip
         if parsed.previous:
             request = self._continued(request, parsed)

@@ -369,9 +369,10 @@ class Placement:
                 # Nobody saw its tokens: how long they took in all is what it says of the speed.
                 self._scheduler.observe_answer(dispatch, usage.output_tokens, now_s, usage)
         self._scheduler.settle(dispatch, outcome, now_s, usage)
-        if stream is not None:
+        if stream is not None and dispatch.request.streams:
             self._steps.discard(stream, now_s)
-        self.pump_soon()
+        if self._scheduler.queued:
+            self.pump_soon()
 
     # Pumping
 

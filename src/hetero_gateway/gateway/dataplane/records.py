@@ -204,7 +204,7 @@ class Recorder:
         self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
     ) -> None:
         metrics, instance = self._metrics, placed.instance
-        told_prompt, output = self._bill(job, context_of(placed.instance), exchange, outcome, now_s)
+        told = self._bill(job, context_of(instance), exchange, outcome, now_s)
         if self._fleet.instances.get(instance.id) is not instance:
             return
         series = metrics.counts(job.request.model, instance.id)
@@ -213,10 +213,8 @@ class Recorder:
         metrics.classes[job.request.request_class, label] += 1
         if outcome is CLIENT_DISCONNECTED:
             metrics.client_disconnects[instance.id] += 1
-        duration_s = now_s - job.inbound.received_s
-        series.duration.observe(duration_s)
-        if exchange.first_body_at_s is not None and exchange.status < 400:
-            told = told_prompt, output
+        series.duration.observe(now_s - job.inbound.received_s)
+        if told is not None:
             self._record_tokens(series, job, placed, exchange, outcome, now_s, told)
 
     def count_outside(self, job: Job, exchange: Answered, outcome: Outcome) -> None:
@@ -227,28 +225,28 @@ class Recorder:
 
     def _bill(
         self, job: Job, context_tokens: int, exchange: Answered, outcome: Outcome, now_s: float
-    ) -> tuple[int | None, int]:
+    ) -> tuple[int | None, int] | None:
         """Settle with the request's client; returns (prompt tokens as told, output tokens).
 
-        What an engine refused or failed to answer costs nothing; who left it, or had it run out of
-        time, before an answer has cost it the prompt.
+        What an engine refused or failed to answer costs nothing, and None is returned; who left it,
+        or had it run out of time, before an answer has cost it the prompt.
         """
-        told_prompt, output = None, 0
-        answered = exchange.first_body_at_s is not None and exchange.status < 400
-        if answered:
-            told_prompt, output = self._believed(job, context_tokens, exchange)
+        told = None
+        if exchange.first_body_at_s is not None and exchange.status < 400:
+            told = self._believed(job, context_tokens, exchange)
         client, charge = job.client.name, job.charge
         if not client:
-            return told_prompt, output
+            return told
         prompt = cached = 0
-        if job.inbound.work is not _LIGHT and (answered or outcome in _COSTS_A_PROMPT):
+        told_prompt, output = told or (None, 0)
+        if job.inbound.work is not _LIGHT and (told is not None or outcome in _COSTS_A_PROMPT):
             request = job.request
             prompt = told_prompt or request.prompt_tokens * job.parsed.prompt_count
-            cached = min(exchange.usage().cached_tokens or 0, prompt) if answered else 0
+            cached = min(exchange.usage().cached_tokens or 0, prompt) if told is not None else 0
         if charge is not None:
             charge.settle(prompt + output, now_s)
         self._usage.count(client, job.request.model, prompt, cached, output)
-        return told_prompt, output
+        return told
 
     def _record_tokens(
         self,
@@ -288,7 +286,17 @@ class Recorder:
         if output and predicted and job.features is not None:
             actual = output / request.sequences
             self.predictor.observe(job.features, actual)
-            self._remember(job, told_prompt, actual)
+            prompt_tokens = request.prompt_tokens
+            if told_prompt:
+                prompt_tokens = max(1, round(told_prompt / parsed.prompt_count))
+            self._history.append(
+                job.inbound.received_s,
+                request.model,
+                prompt_tokens,
+                max(1, round(actual)),
+                parsed.max_output_tokens,
+                request.sequences,
+            )
             if self._fleet.queues:
                 self._fleet.scheduler.observe_output_tokens(request.model, actual)
             metrics.output_prediction.observe(actual / predicted)
@@ -318,20 +326,6 @@ class Recorder:
         elif exchange.body_bytes > _SHORT_ANSWER_BYTES:
             output = max(output, min(_least_output_tokens(job, exchange), longest))
         return prompt, output
-
-    def _remember(self, job: Job, told_prompt: int | None, output_tokens: float) -> None:
-        request, parsed = job.request, job.parsed
-        prompt_tokens = request.prompt_tokens
-        if told_prompt:
-            prompt_tokens = max(1, round(told_prompt / parsed.prompt_count))
-        self._history.append(
-            job.inbound.received_s,
-            request.model,
-            prompt_tokens,
-            max(1, round(output_tokens)),
-            parsed.max_output_tokens,
-            request.sequences,
-        )
 
 
 def _is_session(job: Job) -> bool:

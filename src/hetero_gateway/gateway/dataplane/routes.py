@@ -81,7 +81,9 @@ class _Route(NamedTuple):
 
 
 class ModelRoutes:
-    """What becomes of requests by the name that they ask for. False where nothing is configured.
+    """What becomes of requests by the name that they ask for.
+
+    ``by_name``: the names of which something else becomes.
 
     Args:
         config: of the gateway.
@@ -92,7 +94,7 @@ class ModelRoutes:
     """
 
     def __init__(self, config: GatewayConfig, contexts: ClientContexts) -> None:
-        self._routes = {
+        self.by_name = {
             name: _Route(
                 _targets(each),
                 each.split_by == "client",
@@ -101,12 +103,9 @@ class ModelRoutes:
             for name, each in config.models.items()
         }
 
-    def __len__(self) -> int:
-        return len(self._routes)
-
     def target(self, name: str | None, inbound: Inbound) -> str | None:
         """The model that a name stands for; None: it stands for itself."""
-        route = self._routes.get(name or "")
+        route = self.by_name.get(name or "")
         if route is None or not route.targets:
             return None
         targets = route.targets
@@ -130,7 +129,7 @@ class ModelRoutes:
         Returns:
             How many have been looked at now, and the fallback.
         """
-        route = self._routes.get(name)
+        route = self.by_name.get(name)
         fallbacks = () if route is None else route.fallbacks
         for number, fallback in enumerate(fallbacks[seen:], seen + 1):
             allowed = models is None or fallback.label in models
@@ -140,7 +139,7 @@ class ModelRoutes:
 
     def aliases(self, served: Callable[[str], bool]) -> Iterable[tuple[str, str]]:
         """Names that stand for models of which some are served, and the first of these."""
-        for name, route in self._routes.items():
+        for name, route in self.by_name.items():
             for _, model in route.targets:
                 if served(model):
                     yield name, model
@@ -148,7 +147,7 @@ class ModelRoutes:
 
     def close(self) -> None:
         """Close the connections elsewhere, each when its exchange is over."""
-        for route in self._routes.values():
+        for route in self.by_name.values():
             for fallback in route.fallbacks:
                 if fallback.outside is not None:
                     fallback.outside.pool.close()

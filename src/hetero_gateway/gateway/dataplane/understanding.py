@@ -69,7 +69,8 @@ class Understanding:
                 self._start(self._read_on(rooms, inbound, steps))
                 return
             parsed = first
-        if rooms.intake.counts(inbound, parsed):
+        intake = rooms.intake
+        if intake.tokenizer is not None and intake.counts(inbound, parsed):
             self._start(self._count(rooms, inbound, parsed))
         else:
             self._describe(parsed, None)

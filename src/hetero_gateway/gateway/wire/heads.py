@@ -158,7 +158,22 @@ def read_head(data: bytes) -> RequestHead:
         method, target, http_10, host = _request_line(lines[0])
         headers = list(map(_field, lines[1:]))
     head = RequestHead(method, target, http_10, headers)
-    _decide(head)
+    # How the message is framed; where that is uncertain, it is refused.
+    named, length, coding, options = _decisive(head)
+    if options is not None and (options != b"keep-alive" or http_10):
+        _read_options(head, options)
+    if named is None:
+        if not http_10:
+            raise bad_request("The request has no Host.")
+    elif not _is_host(named):
+        raise bad_request("The request's Host is malformed.")
+    if coding is not None:
+        _check_coding(head, coding, length)
+        head.length = None
+    elif length is not None:
+        if _LENGTH.fullmatch(length) is None:
+            raise bad_request("The request's Content-Length is malformed.")
+        head.length = int(length)
     if host is not None:
         # It is for the target's host, whatever Host says (RFC 9112, 3.2.2).
         head.headers = [(b"host", host), *(pair for pair in headers if pair[0] != b"host")]
@@ -196,25 +211,6 @@ def _field(line: bytes) -> tuple[bytes, bytes]:
 
 _known_request_line = lru_cache(_REMEMBERED)(_request_line)
 _known_field = lru_cache(_REMEMBERED)(_field)
-
-
-def _decide(head: RequestHead) -> None:
-    """Find how the message is framed. Raises Refusal: that is uncertain."""
-    host, length, coding, options = _decisive(head)
-    if options is not None and (options != b"keep-alive" or head.http_10):
-        _read_options(head, options)
-    if host is None:
-        if not head.http_10:
-            raise bad_request("The request has no Host.")
-    elif not _is_host(host):
-        raise bad_request("The request's Host is malformed.")
-    if coding is not None:
-        _check_coding(head, coding, length)
-        head.length = None
-    elif length is not None:
-        if _LENGTH.fullmatch(length) is None:
-            raise bad_request("The request's Content-Length is malformed.")
-        head.length = int(length)
 
 
 _Field = bytes | None

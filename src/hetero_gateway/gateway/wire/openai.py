@@ -249,7 +249,7 @@ def _describe(
     stream = fields.stream
     parsed = ParsedRequest(
         model,
-        stream is True or (stream is not None and _true(stream)),
+        stream is True or not (stream is None or stream is False or not _true(stream)),
         limit,
         min(prompts * n, whole_numbers.MOST_SEQUENCES),
         text_bytes,

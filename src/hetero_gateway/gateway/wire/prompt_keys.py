@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Protocol, cast
 
 import msgspec
@@ -62,28 +63,13 @@ class PromptFields(Protocol):
     input: msgspec.Raw
 
 
-def _identity(fields: PromptFields) -> tuple[msgspec.Raw, ...]:
-    return (
-        fields.cache_salt,
-        fields.chat_template,
-        fields.chat_template_kwargs,
-        fields.reasoning_effort,
-        fields.reasoning,
-        fields.mm_processor_kwargs,
-        fields.add_special_tokens,
-    )
-
-
-def _text(fields: PromptFields) -> tuple[msgspec.Raw, ...]:
-    return (
-        fields.tools,
-        fields.documents,
-        fields.system,
-        fields.instructions,
-        fields.messages,
-        fields.prompt,
-        fields.input,
-    )
+_identity = attrgetter(
+    "cache_salt", "chat_template", "chat_template_kwargs", "reasoning_effort", "reasoning",
+    "mm_processor_kwargs", "add_special_tokens",
+)  # fmt: skip
+_text = attrgetter(
+    "tools", "documents", "system", "instructions", "messages", "prompt", "input"
+)  # fmt: skip
 
 
 def _head(fields: PromptFields) -> tuple[msgspec.Raw, ...]:
