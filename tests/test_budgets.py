@@ -24,13 +24,13 @@ BUDGETS = tomllib.loads((Path(__file__).parent / "budgets.toml").read_text("utf-
 MOST_PUBLIC_METHODS = 20
 
 
-def check(found: dict[str, Any], budgets: dict[str, Any]) -> None:
+def check(found: dict[str, Any], budgets: dict[str, Any], least: float = 0.9) -> None:
     """Each within its budget, and no budget far above what is needed: it would hold nothing."""
     assert set(budgets) <= set(found)
     pairs = {name: (found[name], most) for name, most in budgets.items()}
     over = {name: pair for name, pair in pairs.items() if pair[0] > pair[1]}
     assert not over, f"more than tests/budgets.toml allows: {over}"
-    slack = {name: pair for name, pair in pairs.items() if pair[0] < 0.9 * pair[1]}
+    slack = {name: pair for name, pair in pairs.items() if pair[0] < least * pair[1]}
     assert not slack, f"tests/budgets.toml allows far more than is used; lower it: {slack}"
 
 
@@ -42,8 +42,9 @@ def test_a_requests_way_through_the_code() -> None:
     )
     rows = {row["feature"]: row for row in json.loads(printed.stdout)["results"]}
     check(rows["the default"], BUDGETS["request"])
-    least = rows["the default"]["bytecodes"]
-    check({name: row["bytecodes"] - least for name, row in rows.items()}, BUDGETS["features"])
+    plain = rows["the default"]["bytecodes"]
+    more = {name: row["bytecodes"] - plain for name, row in rows.items()}
+    check(more, BUDGETS["features"], least=0.6)  # a difference of two that differ by themselves
 
 
 # Imports

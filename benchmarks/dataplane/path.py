@@ -5,8 +5,9 @@
 A call is a function of the package that begins; a change of file, a call in another file than the
 one before it. Everything counts from the first byte of a request to the last row that is written
 about it, in one process, of which the clients and two instances that answer at once are a part.
-These figures are the same on every machine; CPU time says as much, but a busy machine moves it by
-more than what is looked for.
+These figures are the same on every machine, within 1 %: what is done now and then (a look at the
+step clock, rows written together) depends on the time. CPU time says as much, but a busy machine
+moves it by more than what is looked for.
 
 ``--features`` switches each feature on, or off, and says what that changes; a key with limits has a
 goal of at most 5 % more bytecodes. ``--calls`` lists every function.
