@@ -32,14 +32,13 @@ from hetero_gateway.core.policies.estimates import (
 from hetero_gateway.core.policies.finish_time import idle_before_drain_s
 from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slo, violations
 from hetero_gateway.core.scheduling.queue import MEAN_OVER_GAPS, MEAN_OVER_REQUESTS
+from hetero_gateway.sim.arrays import Flags, Integers
 from hetero_gateway.sim.compiled import progress, speeds
 from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
 from hetero_gateway.sim.compiled.progress import Progress, member_of, state_row
 from hetero_gateway.sim.compiled.speeds import FACTOR
 from hetero_gateway.sim.compiled.tables import (
     Engines,
-    Flags,
-    Integers,
     KernelTable,
     Pool,
     Requests,
