@@ -90,7 +90,7 @@ class Wired:
     def __init__(self, picker: RunningPicker, *greeting: bytes) -> None:
         self.wire = Wire()
         self.server = server_of(picker)
-        self.connection = Connection(self.server)
+        self.connection = self.server.connection()
         self.connection.connection_made(self.wire)
         self.connection.data_received(PREFACE + frames.settings({}) + frame(SETTINGS, ACK, 0))
         for data in greeting:

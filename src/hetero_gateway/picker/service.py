@@ -26,9 +26,9 @@ from hetero_gateway.gateway.wire.tls import ServerTls
 from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.picker import answers
 from hetero_gateway.picker.endpoints import Endpoints
-from hetero_gateway.picker.http2.calls import Call
+from hetero_gateway.picker.http2.calls import Call, Methods
 from hetero_gateway.picker.http2.frames import Status, message
-from hetero_gateway.picker.http2.server import Methods, Server
+from hetero_gateway.picker.http2.server import Server
 from hetero_gateway.picker.protocol.messages_pb2 import (
     HealthCheckRequest,
     HealthCheckResponse,
