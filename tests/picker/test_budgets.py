@@ -422,4 +422,4 @@ async def test_a_head_of_too_many_fields_is_refused():
         peer.open(1, message.SerializeToString())
         _, payload = await peer.until(DATA, 1)
         assert b"header_fields_too_large" in payload
-        await eventually(lambda: picker.server.picker.open == 1)
+        await eventually(lambda: picker.server.picker.resources.open == 1)
