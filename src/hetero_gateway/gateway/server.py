@@ -60,11 +60,9 @@ class Served(Protocol):
 
     def drain(self) -> None:
         """It was asked to stop."""
-        ...
 
     def reload_soon(self, cause: str) -> None:
         """It was asked to read its configuration again."""
-        ...
 
 
 class DrainingServer(uvicorn.Server):

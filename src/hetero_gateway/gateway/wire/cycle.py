@@ -32,7 +32,6 @@ class Service(Protocol):
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
         """Take a request whose head is here; it may be answered at once."""
-        ...
 
 
 class Connection(Protocol):
@@ -49,7 +48,6 @@ class Connection(Protocol):
 
     def close(self) -> None:
         """Close it once what was written is sent."""
-        ...
 
     def on_response_complete(self) -> None: ...
 
