@@ -26,9 +26,9 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
 from hetero_gateway.files.instance_config import InstanceConfig, instance_profile
-from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.fleet.instances import FILE, Instance
 from hetero_gateway.gateway.fleet.roster import Roster
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Change, Settings
 
 # What distinguishes a file from what it was: its time, size and inode.

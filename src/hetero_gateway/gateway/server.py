@@ -20,7 +20,7 @@ import uvicorn
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control.access import ADDRESS, ADMIN_LISTENER, UNIX
-from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.clients import (
     Watch,

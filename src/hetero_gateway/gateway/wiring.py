@@ -21,8 +21,6 @@ from hetero_gateway.files.log_config import TracesConfig
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.control.board import Board
-from hetero_gateway.gateway.control.client_metrics import client_families
-from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.control.public import Listing
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.ended import Tracing
@@ -37,6 +35,8 @@ from hetero_gateway.gateway.fleet.instances import DISCIPLINE_FIELDS, Fleet, Ins
 from hetero_gateway.gateway.fleet.roster import Roster
 from hetero_gateway.gateway.fleet.setup import SetupWatch
 from hetero_gateway.gateway.fleet.sources.discovery import Discovery
+from hetero_gateway.gateway.records.client_metrics import client_families
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.reload import Reloader
 from hetero_gateway.gateway.settings import Change, Prepared, Settings
 from hetero_gateway.gateway.sharing.peers import make_sharing

@@ -48,8 +48,8 @@ from hetero_gateway.gateway.control.documents import (
     describe_profile,
     refusals,
 )
-from hetero_gateway.gateway.control.history import as_trace
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.records.history import as_trace
 from hetero_gateway.gateway.turns import in_turns
 from hetero_gateway.gateway.wiring import Gateway
 

@@ -21,12 +21,12 @@ from prometheus_client.core import Metric
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.files.following_config import FollowedType, followed_profiles
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.control.families import following_families
 from hetero_gateway.gateway.control.following_process import Answer, Task, work_aside
-from hetero_gateway.gateway.control.history import RequestHistory
-from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.control.trend import Trend
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.records.families import following_families
+from hetero_gateway.gateway.records.history import RequestHistory
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Settings
 from hetero_gateway.planner.following import (
     Arrivals,

@@ -33,7 +33,7 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import InstanceConfig, check_reachable, instance_profile
 from hetero_gateway.files.scheduler_config import QueueConfig, SchedulerConfig, SloConfig, SloLimits
 from hetero_gateway.files.secrets import secret
-from hetero_gateway.gateway.control.families import InstanceGauges
+from hetero_gateway.gateway.records.families import InstanceGauges
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.hops import Hops
 from hetero_gateway.gateway.wire.tls import ClientContexts, ClientTls
