@@ -127,7 +127,7 @@ class RunningPicker:
             all(load == (0.0, 0, 0) for load in self.loads())
             and self.gateway.fleet.scheduler.queued == 0
             and len(self.gateway.placement) == 0
-            and self.server.picker.open == 0
+            and self.server.picker.resources.open == 0
         )
 
 

@@ -23,13 +23,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Lifespan
 
 from hetero_gateway import __version__
-from hetero_gateway.engines.vllm import (
-    ENGINE_CALLS,
-    REALTIME,
-    Work,
-    asked_at,
-    work_of_path,
-)
+from hetero_gateway.engines.vllm import ENGINE_CALLS, REALTIME, Work, asked_at, work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.server_config import Exposure
@@ -40,13 +34,7 @@ from hetero_gateway.gateway.control.public import Public, add_public_paths
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.realtime import Realtime
 from hetero_gateway.gateway.wire.bodies import BodyLimits
-from hetero_gateway.gateway.wire.downstream import (
-    Downstream,
-    Listener,
-    Receive,
-    Scope,
-    Send,
-)
+from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
 from hetero_gateway.gateway.wire.headers import HOPS, Headers
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import error_body

@@ -20,7 +20,7 @@ import uvicorn
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.control.access import ADDRESS, ADMIN_LISTENER, UNIX
-from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.clients import (
     Watch,
@@ -60,11 +60,9 @@ class Served(Protocol):
 
     def drain(self) -> None:
         """It was asked to stop."""
-        ...
 
     def reload_soon(self, cause: str) -> None:
         """It was asked to read its configuration again."""
-        ...
 
 
 class DrainingServer(uvicorn.Server):

@@ -1,1 +1,1 @@
-"""What a person sees and changes: admin, metrics, dashboard."""
+"""What a person sees and changes: admin, dashboard."""

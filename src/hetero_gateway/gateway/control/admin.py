@@ -48,8 +48,8 @@ from hetero_gateway.gateway.control.documents import (
     describe_profile,
     refusals,
 )
-from hetero_gateway.gateway.control.history import as_trace
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.records.history import as_trace
 from hetero_gateway.gateway.turns import in_turns
 from hetero_gateway.gateway.wiring import Gateway
 
@@ -157,7 +157,7 @@ async def add_instance(request: Request) -> Response:
     try:
         config = parse_model(InstanceConfig, data, "body")
         await _check_added(gateway, config)
-        instance = await gateway.add_instance(config)
+        instance = await gateway.roster.add(config)
     except ConfigError as error:
         raise Refusal(409 if conflict else 400, "invalid_instance", str(error)) from error
     request.state.change = f"instance {instance.id} added, at {config.base_url}"
@@ -233,7 +233,7 @@ async def remove_instance(request: Request, instance_id: str) -> Response:
     gateway = gateway_of(request)
     instance = _known(gateway, instance_id)
     request.state.change = f"instance {instance.id} removed"
-    return _json({"id": instance.id, "open_requests": gateway.remove_instance(instance.id)})
+    return _json({"id": instance.id, "open_requests": gateway.roster.remove(instance.id)})
 
 
 @router.get("/instances/{instance_id}/engine/{call:path}")

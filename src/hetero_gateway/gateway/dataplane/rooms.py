@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hetero_gateway.gateway.admission.clients import Admission
-from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Tracing
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.dataplane.priorities import Priorities
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.dataplane.retry_budget import RetryBudget
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.wire.cors import Cors
 from hetero_gateway.gateway.wire.headers import RequestFields
 from hetero_gateway.gateway.wire.hops import Hops

@@ -18,7 +18,6 @@ from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.app import route, worker_paths
-from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.control.public import Listing, is_public
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.placement import Placement
@@ -28,6 +27,7 @@ from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Settings
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
