@@ -10,13 +10,13 @@ import msgspec
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import PickerConfig
-from hetero_gateway.gateway.control.public import model_list
 from hetero_gateway.gateway.wire.headers import Withheld
-from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.picker import answers
 from hetero_gateway.picker.endpoints import Endpoints
 from hetero_gateway.picker.protocol.messages_pb2 import HttpHeaders
 from hetero_gateway.picker.reports import Tickets
+from hetero_gateway.serve.control.public import model_list
+from hetero_gateway.serve.wiring import Gateway
 
 _LOG_EVERY_S = 10.0
 # For the gateway's own limit of a request to be the first.

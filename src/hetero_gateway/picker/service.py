@@ -10,7 +10,6 @@ from google.protobuf.message import DecodeError
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import PickerConfig
 from hetero_gateway.gateway.wire.tls import ServerTls
-from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.picker.endpoints import Endpoints
 from hetero_gateway.picker.http2.calls import Call, Methods
 from hetero_gateway.picker.http2.frames import Status, message
@@ -19,6 +18,7 @@ from hetero_gateway.picker.protocol.messages_pb2 import HealthCheckRequest, Heal
 from hetero_gateway.picker.reports import ReportCall
 from hetero_gateway.picker.resources import Resources
 from hetero_gateway.picker.stream import Stream
+from hetero_gateway.serve.wiring import Gateway
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH = "grpc.health.v1.Health"

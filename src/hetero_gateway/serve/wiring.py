@@ -20,8 +20,6 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.log_config import TracesConfig
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.admission.clients import Admission
-from hetero_gateway.gateway.control.board import Board
-from hetero_gateway.gateway.control.public import Listing
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.ended import Tracing
 from hetero_gateway.gateway.dataplane.placement import Placement
@@ -37,16 +35,17 @@ from hetero_gateway.gateway.fleet.setup import SetupWatch
 from hetero_gateway.gateway.fleet.sources.discovery import Discovery
 from hetero_gateway.gateway.records.client_metrics import client_families
 from hetero_gateway.gateway.records.metrics import Metrics
-from hetero_gateway.gateway.reload import Reloader
 from hetero_gateway.gateway.settings import Change, Prepared, Settings
 from hetero_gateway.gateway.sharing.peers import make_sharing
 from hetero_gateway.gateway.wire.hops import Hops
 from hetero_gateway.gateway.wire.tls import server_tls
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, Hub
+from hetero_gateway.serve.dashboard.board import Board
+from hetero_gateway.serve.reload import Reloader
 
 if TYPE_CHECKING:
-    from hetero_gateway.gateway.control.following import Following
+    from hetero_gateway.serve.autoscaling.following import Following
 
 
 def prefix_secret(config: GatewayConfig) -> bytes | None:
@@ -172,7 +171,7 @@ class Gateway:
         return self.settings.config
 
     @property
-    def listing(self) -> Listing:
+    def listing(self) -> Fleet:
         """What /readyz and /v1/models answer by."""
         return self.fleet
 
@@ -308,7 +307,7 @@ class Gateway:
         if not fresh.following.types:
             return Prepared(self._stop_following)
         # Imported here: the simulator comes with it, and few follow.
-        from hetero_gateway.gateway.control.following import Following, followed
+        from hetero_gateway.serve.autoscaling.following import Following, followed
 
         models = followed(fresh, self._base_dir)
 

@@ -21,8 +21,6 @@ from prometheus_client.core import Metric
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.files.following_config import FollowedType, followed_profiles
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.control.following_process import Answer, Task, work_aside
-from hetero_gateway.gateway.control.trend import Trend
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.families import following_families
 from hetero_gateway.gateway.records.history import RequestHistory
@@ -39,6 +37,8 @@ from hetero_gateway.planner.following import (
 )
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.held_rates import HeldRates, Key, RateQuestion, key_of
+from hetero_gateway.serve.autoscaling.following_process import Answer, Task, work_aside
+from hetero_gateway.serve.dashboard.trend import Trend
 
 _log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.control.trend import Trend
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.fleet.sources.discovery import Discovery
 from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.serve.dashboard.trend import Trend
 
 BAD, WARNING = "bad", "warning"
 # Of requests within the last minute.

@@ -19,7 +19,6 @@ import uvicorn
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.control.access import ADDRESS, ADMIN_LISTENER, UNIX
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.clients import (
@@ -32,7 +31,8 @@ from hetero_gateway.gateway.wire.cycle import Service
 from hetero_gateway.gateway.wire.protocol import engine_protocol
 from hetero_gateway.gateway.wire.tls import ServerTls
 from hetero_gateway.gateway.wire.websocket import MOST_MESSAGE_BYTES, ClientWebSocket
-from hetero_gateway.gateway.workers.heartbeat import Heartbeat
+from hetero_gateway.serve.control.access import ADDRESS, ADMIN_LISTENER, UNIX
+from hetero_gateway.serve.heartbeat import Heartbeat
 
 _log = logging.getLogger(__name__)
 
