@@ -26,7 +26,7 @@ from hetero_gateway.serve.app import App, create_app
 from hetero_gateway.serve.processes.supervisor import listen_together
 from hetero_gateway.serve.processes.worker import Worker
 from hetero_gateway.serve.server import GatewayServer, Served
-from hetero_gateway.serve.wiring import Gateway
+from hetero_gateway.serve.wiring.gateway import Gateway
 from tests.fakes.admin_key import kept
 from tests.fakes.vllm import FakeInstance
 

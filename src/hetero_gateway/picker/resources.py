@@ -16,7 +16,7 @@ from hetero_gateway.picker.endpoints import Endpoints
 from hetero_gateway.picker.protocol.messages_pb2 import HttpHeaders
 from hetero_gateway.picker.reports import Tickets
 from hetero_gateway.serve.control.public import model_list
-from hetero_gateway.serve.wiring import Gateway
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 _LOG_EVERY_S = 10.0
 # For the gateway's own limit of a request to be the first.

@@ -18,7 +18,7 @@ from hetero_gateway.picker.protocol.messages_pb2 import HealthCheckRequest, Heal
 from hetero_gateway.picker.reports import ReportCall
 from hetero_gateway.picker.resources import Resources
 from hetero_gateway.picker.stream import Stream
-from hetero_gateway.serve.wiring import Gateway
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH = "grpc.health.v1.Health"

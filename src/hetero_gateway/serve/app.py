@@ -38,7 +38,7 @@ from hetero_gateway.serve.control import admin
 from hetero_gateway.serve.control.access import check_exposed
 from hetero_gateway.serve.control.docs_page import docs_page
 from hetero_gateway.serve.control.public import Public, add_public_paths
-from hetero_gateway.serve.wiring import Gateway
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 # The page shows names that clients and instances chose: nothing but its own files may run in it,
 # and trusted types refuse any write of markup.

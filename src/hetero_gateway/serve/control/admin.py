@@ -51,7 +51,7 @@ from hetero_gateway.serve.control.documents import (
     describe_profile,
     refusals,
 )
-from hetero_gateway.serve.wiring import Gateway
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 # Far above any engine's context, and small enough for every formula.
 _MOST_TOKENS = 10**8

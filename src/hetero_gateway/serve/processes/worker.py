@@ -38,7 +38,12 @@ from hetero_gateway.gateway.workers.remote import RemoteDispatcher
 from hetero_gateway.serve.app import route, worker_paths
 from hetero_gateway.serve.control.public import Listing, is_public
 from hetero_gateway.serve.processes.control import ControlRelay
-from hetero_gateway.serve.wiring import make_admission, make_hops, make_tracing, prefix_secret
+from hetero_gateway.serve.wiring.gateway import (
+    make_admission,
+    make_hops,
+    make_tracing,
+    prefix_secret,
+)
 
 _RECONNECT_S = 0.05
 # Predictors that look at lengths alone.

@@ -42,7 +42,7 @@ from hetero_gateway.gateway.wire.tls import server_tls
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, Hub
 from hetero_gateway.serve.dashboard.board import Board
-from hetero_gateway.serve.reload import Reloader
+from hetero_gateway.serve.wiring.reload import Reloader
 
 if TYPE_CHECKING:
     from hetero_gateway.serve.autoscaling.following import Following
