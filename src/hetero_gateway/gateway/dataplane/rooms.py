@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher
@@ -18,8 +18,15 @@ from hetero_gateway.gateway.wire.cors import Cors
 from hetero_gateway.gateway.wire.headers import RequestFields
 from hetero_gateway.gateway.wire.hops import Hops
 
-if TYPE_CHECKING:
-    from hetero_gateway.gateway.dataplane.attempts import Attempts
+
+class OpenRequest(Protocol):
+    """A request that is not over."""
+
+    def conclude(self) -> None:
+        """Its present attempt is over: settle it, and see what comes next."""
+
+    def shut_down(self) -> None:
+        """The gateway ends, and this request was not done in the time that it gave."""
 
 
 class AnsweredRequests:
@@ -33,7 +40,7 @@ class AnsweredRequests:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.requests: list[Attempts] = []
+        self.requests: list[OpenRequest] = []
 
     def conclude_soon(self) -> None:
         """To be called for the first one of them."""
@@ -63,7 +70,7 @@ class Rooms:
     budget: RetryBudget
     total_timeout_s: float
     connect_timeout_s: float
-    open: set[Attempts]
+    open: set[OpenRequest]
     reading: LongBodies
     answered: AnsweredRequests
     ended: EndedRequests | None = None
