@@ -383,7 +383,8 @@ class InstanceState:
         """
         if entry.outcome is not None:
             return False
-        clock = self._read_clock(now_s) if entry.streaming else 0.0
+        if entry.streaming and now_s > self.read_s:
+            self._read_clock(now_s)
         self._outstanding.remove(entry)
         entry.outcome = outcome
         if entry.streaming:
@@ -395,7 +396,18 @@ class InstanceState:
             if not entry.streaming:
                 self._leave_waiting(entry)
             else:
-                self._leave_streaming(entry, clock)
+                n = entry.request.sequences
+                self.streaming -= n
+                self.context -= entry.prompt_tokens + n * (1 + self._clock - entry.joined)
+                self.stages[entry.stage] -= n
+                entry.stage = -1
+                if self.streaming == 0:
+                    # Exactly nothing, so that no remainder of the sums outlives a busy period.
+                    self.context = self._clock = 0.0
+                    # A clock that began anew between two observations is not set by the second.
+                    self._observed_clock = math.nan
+                    self._moves.clear()
+                self._set_rate()
         self._load_units -= entry.units
         self.load_s = self._load_units / UNITS_PER_S
         self.kv_tokens -= entry.kv_tokens
@@ -508,20 +520,6 @@ class InstanceState:
             self.waiting_prompt -= entry.prompt_tokens
             self.waiting_prefill -= entry.prefill_tokens
             self.waiting_output -= entry.output_tokens
-
-    def _leave_streaming(self, entry: Dispatch, clock: float) -> None:
-        n = entry.request.sequences
-        self.streaming -= n
-        self.context -= entry.prompt_tokens + n * (1 + clock - entry.joined)
-        self.stages[entry.stage] -= n
-        entry.stage = -1
-        if self.streaming == 0:
-            # Exactly nothing, so that no remainder of the sums outlives a busy period.
-            self.context = self._clock = 0.0
-            # A clock that began anew between two observations is not set by the second.
-            self._observed_clock = math.nan
-            self._moves.clear()
-        self._set_rate()
 
     # What is observed
 
@@ -651,7 +649,8 @@ class InstanceState:
         if took_s > 0 and predicted_s > 0:
             # One answer, whose length the engine says, is not believed beyond this.
             predicted_s = min(_MOST_MISS * took_s, max(took_s / _MOST_MISS, predicted_s))
-            self._observe_speed(share * took_s, share * predicted_s / self.speed, now_s)
+            self._estimate.observe(share * took_s, share * predicted_s / self.speed, now_s)
+            self._set_seen_speed()
             if self.streaming:
                 self._set_rate()
             if not self.noted:

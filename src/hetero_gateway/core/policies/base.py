@@ -86,11 +86,6 @@ class Demand(NamedTuple):
     prefix: Prefix[Any] | None = None
 
 
-def amount_at(amount: Amount, position: int) -> float:
-    """What it is for one candidate."""
-    return amount if isinstance(amount, float) else float(amount[position])
-
-
 class Backlog(NamedTuple, Generic[Numbers]):
     """What a policy that queues knows of those that wait in the gateway, and of what arrives.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hetero_gateway.core.policies import Policy, View
-from hetero_gateway.core.policies.base import Choice, SmallView, amount_at
+from hetero_gateway.core.policies.base import Choice, SmallView
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import ModelQueue
@@ -105,8 +105,8 @@ class Decider:
                 view.request,
                 choice,
                 # Where it is the same for all, it is a number.
-                prefill if type(prefill) is float else amount_at(prefill, position),
-                round(kv_tokens if type(kv_tokens) is float else amount_at(kv_tokens, position)),
+                prefill if isinstance(prefill, float) else float(prefill[position]),
+                round(kv_tokens if isinstance(kv_tokens, float) else kv_tokens[position]),
                 view.ids,
                 self.views.theta,
                 self.policy,

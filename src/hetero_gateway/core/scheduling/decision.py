@@ -60,7 +60,7 @@ class Decision(NamedTuple):
     def expected_latency_s(self) -> float | None:
         """The policy's own estimate for the chosen instance; None: it makes none."""
         figures = self.choice.figures
-        if "latency_s" not in figures:
+        if "latency_s" not in figures.names:
             return None
         return figures.at("latency_s", self.choice.position)
 
