@@ -100,11 +100,12 @@ def _unpacked(
     prefix: Any,
 ) -> LoggedDecision:
     unix_s, waited_s, position, charge, prompt, output, sequences, streams, prefill, kv = numbers
-    figures = Figures(names, data, by_speed=by_speed)
+    figures = Figures(names, data, by_speed)
+    latency_s = figures.at("latency_s", int(position)) if "latency_s" in figures else None
     decision = Decision(
         ids[int(position)],
         Request(model, int(prompt), output, int(sequences), bool(streams)),
-        Choice(int(position), charge, figures),
+        Choice(int(position), charge, figures, latency_s=latency_s),
         prefill,
         int(kv),
         ids,

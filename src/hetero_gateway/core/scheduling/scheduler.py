@@ -124,6 +124,7 @@ class Scheduler:
         queues = policy.queues
         self._members = Members(reference, stand_ins=queues, observes=observes)
         views = Views(self._members.table, theta, reference, self.caches)
+        self.residual = views.residual  # what streams have still to come
         self._decider = Decider(policy, rng, views, small_pool)
         # What chooses among the eligible instances; ``set_policy`` changes it.
         self.policy = policy
@@ -683,12 +684,12 @@ class Scheduler:
 
         ``unseen_tokens``: of a complete answer that did not stream, to be learnt from before.
         """
-        if unseen_tokens:
-            dispatch.state.observe_answer(dispatch, unseen_tokens, now_s, usage)
         keys = dispatch.request.prefix
         if keys is not None and self.caches is not None and dispatch.outcome is None:
             self.caches.settled(dispatch, keys, outcome)
         state = dispatch.state
+        if unseen_tokens:
+            state.observe_answer(dispatch, unseen_tokens, now_s, usage)
         if self._shares is not None and dispatch.turn is not None:
             cut = outcome is not COMPLETED and dispatch.tracked
             made_tokens = state.made_tokens(dispatch, now_s) if cut else None
@@ -779,7 +780,7 @@ class Scheduler:
 
     def observe_output_tokens(self, model: str, output_tokens: float) -> None:
         """A sequence finished after so many output tokens."""
-        self._decider.views.residual.observe(model, output_tokens)
+        self.residual.observe(model, output_tokens)
 
     def drift(self, instance_id: InstanceId) -> Drift | None:
         """How far an instance's profile is from what is seen of it; None: it has no profile."""
