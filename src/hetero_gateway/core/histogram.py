@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterable
 
 
 class Histogram:
@@ -24,6 +25,13 @@ class Histogram:
         """Count a value, or ``weight`` equal ones at once."""
         self.counts[bisect_left(self.bounds, value)] += weight
         self.sum += value * weight
+
+    def observe_many(self, values: Iterable[float]) -> None:
+        """Count several values at once."""
+        bounds, counts = self.bounds, self.counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            self.sum += value
 
     def take(self) -> tuple[list[int], float]:
         """The count in each bin and the sum, which begin at 0 again."""

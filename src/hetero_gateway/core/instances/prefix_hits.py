@@ -253,15 +253,6 @@ class Interval:
         self.untold_tokens += prompt_tokens
         self.untold_charged += charged_tokens
 
-    def end(self, entry: Dispatch) -> None:
-        """A request that is ``open`` here is over."""
-        self.open -= 1
-        if entry.hit_tokens is not None:
-            self.hit_tokens += entry.hit_tokens
-            self.untold -= 1
-            self.untold_tokens -= entry.prompt_tokens
-            self.untold_charged -= entry.prefill_tokens
-
     def hits(self, ratio: float | None) -> float:
         """Cached tokens of all its prompts, where those untold have this ratio; NaN: unknown."""
         if self.untold == 0:

@@ -73,7 +73,12 @@ class Sightings:
             prefix.end(entry)
         interval, entry.interval = entry.interval, None
         if interval is not None:
-            interval.end(entry)
+            interval.open -= 1
+            if entry.hit_tokens is not None:
+                interval.hit_tokens += entry.hit_tokens
+                interval.untold -= 1
+                interval.untold_tokens -= entry.prompt_tokens
+                interval.untold_charged -= entry.prefill_tokens
             if interval.untold == 0 and interval.number >= 0:
                 self.observations.complete(interval.number, interval.shown * interval.hit_tokens)
                 interval.number = -1

@@ -74,8 +74,15 @@ class SpeedEstimate:
             return 0.0, 0.0  # there is only what the factor begins with
         return self._observed_s, self._modelled_s
 
-    def observe(self, observed_s: float, modelled_s: float, now_s: float) -> None:
-        """So long took what the model has so much time for; ``weigh`` says what follows."""
+    def observe(
+        self,
+        observed_s: float,
+        modelled_s: float,
+        now_s: float,
+        others_observed_s: float = 0.0,
+        others_modelled_s: float = 0.0,
+    ) -> float:
+        """So long took what the model has so much time for; returns the factor, as ``weigh``."""
         forget_s = FORGET_S
         if (
             observed_s * MENDED < self.factor * modelled_s
@@ -87,6 +94,7 @@ class SpeedEstimate:
         self._observed_s = self._observed_s * keep + observed_s
         self._modelled_s = self._modelled_s * keep + modelled_s
         self.seen_s = now_s
+        return self.weigh(others_observed_s, others_modelled_s)
 
     def weigh(self, others_observed_s: float = 0.0, others_modelled_s: float = 0.0) -> float:
         """The factor of all that was observed, by other gateways too."""

@@ -383,7 +383,8 @@ class InstanceState:
         """
         if entry.outcome is not None:
             return False
-        clock = self._read_clock(now_s) if entry.streaming else 0.0
+        if entry.streaming and now_s > self.read_s:
+            self._read_clock(now_s)
         self._outstanding.remove(entry)
         entry.outcome = outcome
         if entry.streaming:
@@ -395,7 +396,18 @@ class InstanceState:
             if not entry.streaming:
                 self._leave_waiting(entry)
             else:
-                self._leave_streaming(entry, clock)
+                n = entry.request.sequences
+                self.streaming -= n
+                self.context -= entry.prompt_tokens + n * (1 + self._clock - entry.joined)
+                self.stages[entry.stage] -= n
+                entry.stage = -1
+                if self.streaming == 0:
+                    # Exactly nothing, so that no remainder of the sums outlives a busy period.
+                    self.context = self._clock = 0.0
+                    # A clock that began anew between two observations is not set by the second.
+                    self._observed_clock = math.nan
+                    self._moves.clear()
+                self._set_rate()
         self._load_units -= entry.units
         self.load_s = self._load_units / UNITS_PER_S
         self.kv_tokens -= entry.kv_tokens
@@ -469,8 +481,11 @@ class InstanceState:
             self.peers = None
         else:
             self.peers = load if len(loads) == 1 else PeerLoad(*map(sum, zip(*loads, strict=True)))
-        if had_seen or (self.peers is not None and self.peers.modelled_s > 0):
-            self._set_seen_speed()
+        has_seen = self.peers is not None and self.peers.modelled_s > 0
+        if (had_seen or has_seen) and self.constants is not None:
+            peers = self.peers or NO_PEERS
+            self.observed = self.observed or self.stands_in
+            self.speed = self._estimate.weigh(peers.observed_s, peers.modelled_s)
         self._set_rate()
         self._note()
 
@@ -508,20 +523,6 @@ class InstanceState:
             self.waiting_prompt -= entry.prompt_tokens
             self.waiting_prefill -= entry.prefill_tokens
             self.waiting_output -= entry.output_tokens
-
-    def _leave_streaming(self, entry: Dispatch, clock: float) -> None:
-        n = entry.request.sequences
-        self.streaming -= n
-        self.context -= entry.prompt_tokens + n * (1 + clock - entry.joined)
-        self.stages[entry.stage] -= n
-        entry.stage = -1
-        if self.streaming == 0:
-            # Exactly nothing, so that no remainder of the sums outlives a busy period.
-            self.context = self._clock = 0.0
-            # A clock that began anew between two observations is not set by the second.
-            self._observed_clock = math.nan
-            self._moves.clear()
-        self._set_rate()
 
     # What is observed
 
@@ -610,8 +611,8 @@ class InstanceState:
     ) -> None:
         """A request whose tokens nobody saw is complete: its whole time, against the predicted.
 
-        To be called before ``settle``, with the ``usage`` of its answer, if it has one. Nothing
-        is learnt where streams say it better.
+        To be called right before ``settle``, with the ``usage`` of its answer, if it has one.
+        Nothing is learnt where streams say it better.
         """
         if (
             entry.outcome is not None
@@ -652,23 +653,18 @@ class InstanceState:
             # One answer, whose length the engine says, is not believed beyond this.
             predicted_s = min(_MOST_MISS * took_s, max(took_s / _MOST_MISS, predicted_s))
             self._observe_speed(share * took_s, share * predicted_s / self.speed, now_s)
-            if self.streaming:
+            if self.streaming and not entry.streaming:  # or else it does as it leaves
                 self._set_rate()
             if not self.noted:
                 self._note()
 
     def _observe_speed(self, observed_s: float, modelled_s: float, now_s: float) -> None:
-        self._estimate.observe(observed_s, modelled_s, now_s)
-        self._set_seen_speed()
-
-    def _set_seen_speed(self) -> None:
-        """f, of all that was observed, by us and by others."""
-        if self.constants is None:
-            return
+        """Set f, of all that was observed of a machine whose constants are known; others count."""
         peers = self.peers or NO_PEERS
-        if self.stands_in:
-            self.observed = True
-        self.speed = self._estimate.weigh(peers.observed_s, peers.modelled_s)
+        self.observed = self.observed or self.stands_in
+        self.speed = self._estimate.observe(
+            observed_s, modelled_s, now_s, peers.observed_s, peers.modelled_s
+        )
 
     def revise_speed(self, best: float, now_s: float) -> bool:
         """Let f be doubted, if it is far above ``best`` and was not seen; whether it is."""

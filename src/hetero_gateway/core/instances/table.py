@@ -43,7 +43,7 @@ Slots = slice | NDArray[np.intp]
 
 
 class Table:
-    """The states by instance id.
+    """The ``states`` by instance id.
 
     Args:
         keeps: keep what is observed as rows, too.
@@ -53,7 +53,7 @@ class Table:
     def __init__(self, *, keeps: bool = True, loads_only: bool = False) -> None:
         self._keeps = keeps
         self._loads_only = loads_only
-        self._states: dict[InstanceId, InstanceState] = {}
+        self.states: dict[InstanceId, InstanceState] = {}
         self._free_slots: list[int] = []
         self._changed: list[InstanceState] = []
         self._rows: FloatArray = np.zeros((ROWS, 8))
@@ -63,27 +63,27 @@ class Table:
         """Whether somebody asks for ``rows`` and ``stages`` from now on."""
         self._loads_only = loads_only
         # Columns that were written in part have to be written anew.
-        for state in self._states.values():
+        for state in self.states.values():
             if not state.noted:
                 state.noted = True
                 self._changed.append(state)
 
     def __getitem__(self, instance_id: InstanceId) -> InstanceState:
-        return self._states[instance_id]
+        return self.states[instance_id]
 
     def join(self, instance_id: InstanceId) -> InstanceState:
         """An instance with nothing on it."""
-        slot = self._free_slots.pop() if self._free_slots else len(self._states)
+        slot = self._free_slots.pop() if self._free_slots else len(self.states)
         if slot >= self._rows.shape[1]:
             self._rows = np.concatenate((self._rows, np.zeros_like(self._rows)), axis=1)
             self._stages = np.concatenate((self._stages, np.zeros_like(self._stages)), axis=1)
         state = InstanceState(instance_id, slot, self._changed, keeps=self._keeps)
-        self._states[instance_id] = state
+        self.states[instance_id] = state
         return state
 
     def leave(self, instance_id: InstanceId, now_s: float) -> list[Dispatch]:
         """Forget an instance; everything on it is settled and returned. KeyError: unknown."""
-        state = self._states.pop(instance_id)
+        state = self.states.pop(instance_id)
         orphans = state.leave(now_s)
         if state.noted:
             self._changed.remove(state)
@@ -95,13 +95,13 @@ class Table:
 
     def stand_in_speed(self) -> float:
         """The lowest speed factor that was observed of an instance without a profile; else 1."""
-        seen = (s.speed for s in self._states.values() if s.stands_in and s.observed)
+        seen = (s.speed for s in self.states.values() if s.stands_in and s.observed)
         return min(seen, default=1.0)
 
     def spread_stand_in_speed(self) -> None:
         """Give it to those that were not observed."""
         speed = self.stand_in_speed()
-        for state in self._states.values():
+        for state in self.states.values():
             if state.stands_in and not state.observed:
                 state.set_speed(speed)
 

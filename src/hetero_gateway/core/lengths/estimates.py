@@ -32,30 +32,18 @@ PRIOR_REQUESTS = 8.0
 
 
 class _Finished:
-    """The last finished lengths of one model, as plain numbers, and the table that was made of them
-    (None: none yet); ``unseen``: how many have finished since.
+    """The last finished lengths of one model, as plain numbers, and the ``table`` that was made of
+    them, ``plain`` as a list; ``unseen``: how many have finished since.
     """
 
-    __slots__ = ("_lengths", "_next", "plain", "table", "unseen")
+    __slots__ = ("lengths", "oldest", "plain", "table", "unseen")
 
-    def __init__(self) -> None:
-        self._lengths = array("d")
-        self._next = 0  # the place of the oldest, once all are taken
+    def __init__(self, table: FloatArray) -> None:
+        self.lengths = array("d")
+        self.oldest = 0  # its place, once all are taken
         self.unseen = 0
-        self.table: FloatArray | None = None
-        self.plain: list[float] | None = None
-
-    def add(self, output_tokens: float, most: int) -> None:
-        lengths = self._lengths
-        if len(lengths) < most:
-            lengths.append(output_tokens)
-        else:
-            lengths[self._next] = output_tokens
-            self._next = (self._next + 1) % most
-        self.unseen += 1
-
-    def lengths(self) -> FloatArray:
-        return np.array(self._lengths)
+        self.table = table
+        self.plain: list[float] = table.tolist()
 
 
 class ResidualLives:
@@ -69,9 +57,7 @@ class ResidualLives:
         self._prior_tokens = prior_tokens
         self._prior_requests = prior_requests
         self._models: dict[str, _Finished] = {}
-        self._unknown = np.full(len(STAGE_TOKENS), prior_tokens)
-        # The same as a list, for who takes a few of its numbers.
-        self._unknown_plain: list[float] = self._unknown.tolist()
+        self._unknown = _Finished(np.full(len(STAGE_TOKENS), prior_tokens))
 
     def __len__(self) -> int:
         """Entries that are kept, the shared one among them."""
@@ -79,21 +65,16 @@ class ResidualLives:
 
     def table(self, model: str) -> FloatArray:
         """Expected further output tokens of one sequence, by stage; do not write to it."""
-        finished = self._current(model)
-        return self._unknown if finished is None or finished.table is None else finished.table
+        return self.of(model).table
 
-    def plain(self, model: str) -> list[float]:
-        """``table`` as a list."""
-        finished = self._current(model)
-        return self._unknown_plain if finished is None or finished.plain is None else finished.plain
-
-    def _current(self, model: str) -> _Finished | None:
-        """A model's entry, its table made anew where that is due; None: nothing is known."""
-        finished = self._models.get(model) or self._models.get(OTHER_MODELS)
+    def of(self, model: str) -> _Finished:
+        """A model's entry, whose ``table`` and ``plain`` are made anew where that is due."""
+        finished = self._models.get(model) or self._models.get(OTHER_MODELS) or self._unknown
         # Made only when someone asks: most policies never do.
-        if finished is not None and finished.unseen >= REFRESH_EVERY:
+        if finished.unseen >= REFRESH_EVERY:
             finished.unseen = 0
-            finished.table = residuals(finished.lengths(), self._prior_tokens, self._prior_requests)
+            lengths = np.array(finished.lengths)
+            finished.table = residuals(lengths, self._prior_tokens, self._prior_requests)
             finished.plain = finished.table.tolist()
         return finished
 
@@ -102,8 +83,14 @@ class ResidualLives:
         finished = self._models.get(model)
         if finished is None:
             model = bounded_model(model, self._models)
-            finished = self._models.setdefault(model, _Finished())
-        finished.add(output_tokens, HISTORY)
+            finished = self._models.setdefault(model, _Finished(self._unknown.table))
+        lengths = finished.lengths
+        if len(lengths) < HISTORY:
+            lengths.append(output_tokens)
+        else:
+            lengths[finished.oldest] = output_tokens
+            finished.oldest = (finished.oldest + 1) % HISTORY
+        finished.unseen += 1
 
 
 def residuals(lengths: FloatArray, prior_tokens: float, prior_requests: float) -> FloatArray:
@@ -123,38 +110,16 @@ def residuals(lengths: FloatArray, prior_tokens: float, prior_requests: float) -
 
 
 class _Reports:
-    """The last reports of one model, as plain numbers. ``unseen``: since the ratio was worked out;
-    ``ratio`` None: it was not yet.
+    """The last reports of one model, as plain numbers. ``unseen``: since the model's ratio was
+    worked out.
     """
 
-    __slots__ = ("_next", "_ratios", "_sizes_bytes", "ratio", "unseen")
+    __slots__ = ("oldest", "ratios", "sizes_bytes", "unseen")
 
     def __init__(self) -> None:
-        self._ratios, self._sizes_bytes = array("d"), array("d")
-        self._next = 0  # the place of the oldest, once all are taken
+        self.ratios, self.sizes_bytes = array("d"), array("d")
+        self.oldest = 0  # its place, once all are taken
         self.unseen = 0
-        self.ratio: float | None = None
-
-    @property
-    def count(self) -> int:
-        """How many are kept."""
-        return len(self._ratios)
-
-    def add(self, ratio: float, size_bytes: float, most: int) -> None:
-        ratios, sizes = self._ratios, self._sizes_bytes
-        if len(ratios) < most:
-            ratios.append(ratio)
-            sizes.append(size_bytes)
-        else:
-            place = self._next
-            ratios[place] = ratio
-            sizes[place] = size_bytes
-            self._next = (place + 1) % most
-        self.unseen += 1
-
-    def arrays(self) -> tuple[FloatArray, FloatArray]:
-        """Ratios, and bytes."""
-        return np.array(self._ratios), np.array(self._sizes_bytes)
 
 
 class BytesPerToken:
@@ -177,18 +142,19 @@ class BytesPerToken:
         self._prior = prior
         self._prior_tokens = prior_tokens
         self._models: dict[str, _Reports] = {}
+        self._ratios: dict[str, float] = {}  # as worked out last
+        self._ratio_of_others = prior
 
     def __len__(self) -> int:
         """Entries that are kept, the shared one among them."""
         return len(self._models)
 
     def ratio(self, model: str) -> float:
-        reports = self._models.get(model) or self._models.get(OTHER_MODELS)
-        return self._prior if reports is None else reports.ratio or self._prior
+        return self._ratios.get(model, self._ratio_of_others)
 
     def tokens(self, model: str, text_bytes: int) -> int:
         """Estimated tokens of ``text_bytes`` bytes of prompt, at least 1."""
-        return max(1, round(text_bytes / self.ratio(model)))
+        return max(1, round(text_bytes / self._ratios.get(model, self._ratio_of_others)))
 
     def observe(self, model: str, text_bytes: int, prompt_tokens: int) -> None:
         """Learn from one finished request whose prompt length the engine told."""
@@ -198,10 +164,20 @@ class BytesPerToken:
         if reports is None:
             model = bounded_model(model, self._models)
             reports = self._models.setdefault(model, _Reports())
-        reports.add(text_bytes / prompt_tokens, text_bytes, self._HISTORY)
-        if reports.unseen >= min(self._REFRESH_EVERY, reports.count) or reports.ratio is None:
+        ratios, sizes_bytes = reports.ratios, reports.sizes_bytes
+        if len(ratios) < self._HISTORY:
+            ratios.append(text_bytes / prompt_tokens)
+            sizes_bytes.append(text_bytes)
+        else:
+            place = reports.oldest
+            ratios[place], sizes_bytes[place] = text_bytes / prompt_tokens, text_bytes
+            reports.oldest = (place + 1) % self._HISTORY
+        reports.unseen += 1
+        if reports.unseen >= min(self._REFRESH_EVERY, len(ratios)) or model not in self._ratios:
             reports.unseen = 0
-            reports.ratio = self._work_out(*reports.arrays())
+            ratio = self._ratios[model] = self._work_out(np.array(ratios), np.array(sizes_bytes))
+            if model == OTHER_MODELS:
+                self._ratio_of_others = ratio
 
     def _work_out(self, ratios: FloatArray, sizes_bytes: FloatArray) -> float:
         total_bytes = total_tokens = 0.0

@@ -185,33 +185,30 @@ class BucketMeanPredictor:
         return max(1.0, self.prior_tokens if mean is None else mean.value)
 
     def observe(self, features: LengthFeatures, output_tokens: float) -> None:
-        model = bounded_model(features.model, self._models)
+        model = features.model
         overall = self._models.get(model)
+        if overall is None:
+            model = bounded_model(model, self._models)
+            overall = self._models.get(model)
         if overall is None:
             overall = _RunningMean(self.prior_tokens, self.prior_requests)
             self._models[model] = overall
-        key = (model, features.prompt_tokens.bit_length())
-        bucket = self._buckets.get(key)
+        size = features.prompt_tokens.bit_length()
+        bucket = self._buckets.get((model, size))
         if bucket is None:
-            bucket = self._buckets[key] = _RunningMean(overall.value, self.prior_requests)
+            bucket = _RunningMean(overall.value, self.prior_requests)
+            self._buckets[model, size] = bucket
         if features.beginning is not None:
-            seen = self._observe_beginning(key[1], features.beginning, bucket.value, output_tokens)
-            if seen >= 2 * self.prior_requests:
+            means, key = self._beginnings, (size, features.beginning)
+            mean = means.get(key)
+            if mean is None:
+                if len(means) >= _MOST_BEGINNINGS:
+                    means.popitem(last=False)
+                mean = means[key] = _RunningMean(bucket.value, self.prior_requests)
+            else:
+                means.move_to_end(key)
+            mean.add(output_tokens)
+            if mean.weight >= 2 * self.prior_requests:
                 return
         overall.add(output_tokens)
         bucket.add(output_tokens)
-
-    def _observe_beginning(
-        self, size: int, beginning: int, prior: float, output_tokens: float
-    ) -> float:
-        """Returns what the beginning's mean weighs, in requests."""
-        means, key = self._beginnings, (size, beginning)
-        mean = means.get(key)
-        if mean is None:
-            if len(means) >= _MOST_BEGINNINGS:
-                means.popitem(last=False)
-            mean = means[key] = _RunningMean(prior, self.prior_requests)
-        else:
-            means.move_to_end(key)
-        mean.add(output_tokens)
-        return mean.weight

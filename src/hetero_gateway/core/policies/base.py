@@ -86,11 +86,6 @@ class Demand(NamedTuple):
     prefix: Prefix[Any] | None = None
 
 
-def amount_at(amount: Amount, position: int) -> float:
-    """What it is for one candidate."""
-    return amount if isinstance(amount, float) else float(amount[position])
-
-
 class Backlog(NamedTuple, Generic[Numbers]):
     """What a policy that queues knows of those that wait in the gateway, and of what arrives.
 
@@ -239,27 +234,18 @@ class SmallView(NamedTuple):
     backlog: Backlog[list[float]]
 
 
-class Figures:
-    """What a choice was made from, kept small: named columns of one number per candidate."""
+class Figures(NamedTuple):
+    """What a choice was made from, kept small: named columns of one number per candidate.
 
-    __slots__ = ("by_speed", "data", "names")
+    ``data``: candidate by candidate in one flat array, or an array for each column. ``by_speed``:
+    some candidate's times come from its observed speed alone.
+    """
 
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        data: array[float] | tuple[NDArray[Any], ...],
-        *,
-        by_speed: bool = False,
-    ) -> None:
-        """``by_speed``: some candidate's times come from its observed speed alone.
+    names: tuple[str, ...]
+    data: array[float] | tuple[NDArray[Any], ...]
+    by_speed: bool = False
 
-        ``data``: candidate by candidate in one flat array, or an array for each column.
-        """
-        self.names = names
-        self.data = data
-        self.by_speed = by_speed
-
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.names
 
     def column(self, name: str) -> FloatArray:
@@ -288,6 +274,7 @@ class Choice(NamedTuple):
         figures: what it was chosen from. There are always ``COLUMNS``.
         waits: it would be the best, but cannot be sent a request now (only where ``queues``).
         ttft_s: predicted time to the first token, s; None: not estimated.
+        latency_s: predicted time to the last one.
     """
 
     position: int
@@ -295,6 +282,7 @@ class Choice(NamedTuple):
     figures: Figures
     waits: bool = False
     ttft_s: float | None = None
+    latency_s: float | None = None
 
 
 # What every choice reports of each candidate.

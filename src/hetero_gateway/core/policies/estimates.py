@@ -220,6 +220,36 @@ def cheapest(cost_s: FloatArray, slots: BoolArray, has_room: BoolArray) -> tuple
     return position, bool(np.count_nonzero(cost == best) > 1)
 
 
+def cheapest_small(
+    costs: list[float],
+    rooms: list[tuple[bool, bool]],
+    latencies: list[float],
+    latest_s: float,
+    rng: np.random.Generator,
+) -> int | None:
+    """The same with its ties drawn, for a few; None: none, or done too late everywhere."""
+    lowest_cost = best = math.inf
+    ties: list[int] = []
+    for i, (slot, room) in enumerate(rooms):
+        if not slot or latencies[i] > latest_s:
+            continue
+        cost = costs[i]
+        if cost < lowest_cost:
+            lowest_cost = cost
+        if not room:
+            continue
+        if cost < best:
+            best, ties = cost, [i]
+        elif cost == best:
+            ties.append(i)
+    if not ties or best > WORTH_WAITING * lowest_cost:
+        return None
+    if len(ties) > 1:
+        least_s = min(latencies[i] for i in ties)
+        ties = [i for i in ties if latencies[i] == least_s]
+    return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
+
+
 def estimates(
     constants: FloatArray,
     rows: FloatArray,

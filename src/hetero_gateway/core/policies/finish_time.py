@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,10 +55,10 @@ from hetero_gateway.core.policies.estimates import (
     LATE_WEIGHT,
     MATCHED_SHARE,
     MOST_PATIENCE_S,
-    WORTH_WAITING,
     BoolArray,
     Estimate,
     busy_wide,
+    cheapest_small,
     estimate,
     matched_room_of,
     room_of,
@@ -91,6 +91,9 @@ _ESTIMATES = (
 _NAMES = (*COLUMNS, *_ESTIMATES)
 _NAMES_WITH_SLO = (*_NAMES, "slo_price_s")
 _NAMES_OF_COUNTS = (*COLUMNS, "cost_s", "room")
+
+# Made for every request: a NamedTuple's own constructor is a function in Python.
+_new_figures: Callable[[type[Figures], tuple[Any, ...]], Figures] = tuple.__new__
 
 __all__ = ["MOST_PATIENCE_S", "FinishTime", "idle_before_drain_s"]
 
@@ -221,6 +224,7 @@ class FinishTime(PlacesAtOnce):
             figures,
             waits,
             float(ttft_s[position]),
+            float(latency_s[position]) if backlog.profiled else None,
         )
 
     def _slo_prices_wide(
@@ -324,13 +328,14 @@ class FinishTime(PlacesAtOnce):
         latest_s = math.inf
         if (ended or self.objective == "makespan") and backlog.mean_request_times_s is not None:
             latest_s = self._latest_small(view, soonest_s)
-        position = _cheapest_small(costs, rooms, latencies, latest_s, rng)
+        position = cheapest_small(costs, rooms, latencies, latest_s, rng)
         if position is None:
             return None
         best = found[position]
         names = _NAMES if slo_prices is None else _NAMES_WITH_SLO
-        figures = Figures(names, array("d", told), by_speed=backlog.stands_in)
-        return Choice(position, workload(best[0], best[1], theta), figures, False, best[7])
+        figures = _new_figures(Figures, (names, array("d", told), backlog.stands_in))
+        charge = workload(best[0], best[1], theta)
+        return Choice(position, charge, figures, False, best[7], best[4])
 
     def _slo_prices(self, view: SmallView, slos: Slos, found: list[Estimate]) -> list[float]:
         """What the limits that would be missed cost beside latency, by candidate, s."""
@@ -369,7 +374,7 @@ class FinishTime(PlacesAtOnce):
             ended or self.objective == "makespan"
         ) and view.backlog.mean_request_times_s is not None:
             latest_s = self._latest_small(view, min(costs))
-        position = _cheapest_small(costs, rooms, costs, latest_s, rng)
+        position = cheapest_small(costs, rooms, costs, latest_s, rng)
         if position is None:
             return None
         data = array("d")
@@ -449,36 +454,6 @@ def _drain_s(backlog: Backlog[Any], speeds: FloatArray) -> float:
     assert backlog.mean_request_times_s is not None
     times = speeds * backlog.mean_request_times_s()
     return backlog.queued / float((1 / times).cumsum()[-1])
-
-
-def _cheapest_small(
-    costs: list[float],
-    rooms: list[tuple[bool, bool]],
-    latencies: list[float],
-    latest_s: float,
-    rng: np.random.Generator,
-) -> int | None:
-    """``estimates.cheapest`` with its ties drawn, for a few; not where it is done too late."""
-    lowest_cost = best = math.inf
-    ties: list[int] = []
-    for i, (slot, room) in enumerate(rooms):
-        if not slot or latencies[i] > latest_s:
-            continue
-        cost = costs[i]
-        if cost < lowest_cost:
-            lowest_cost = cost
-        if not room:
-            continue
-        if cost < best:
-            best, ties = cost, [i]
-        elif cost == best:
-            ties.append(i)
-    if not ties or best > WORTH_WAITING * lowest_cost:
-        return None
-    if len(ties) > 1:
-        least_s = min(latencies[i] for i in ties)
-        ties = [i for i in ties if latencies[i] == least_s]
-    return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
 
 
 def _part(price_s: float, what: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hetero_gateway.core.policies import Policy, View
-from hetero_gateway.core.policies.base import Choice, SmallView, amount_at
+from hetero_gateway.core.policies.base import Choice, SmallView
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import ModelQueue
@@ -54,16 +54,41 @@ class Decider:
         now_s: float,
         queue: ModelQueue | None,
         waited_s: float = 0.0,
+        *,
+        asks: Callable[[View], Choice] | None = None,
     ) -> Decision | None:
-        """None: it has to wait."""
-        policy = self.policy
-        if len(eligible.kept or eligible.pool.ids) <= self.small_pool:
-            small = self.views.small(request, eligible, now_s, queue, waited_s)
-            choice = policy.choose_small(small, self.rng)
-            return None if choice is None else self._decision(small, choice, eligible)
-        view = self.views.wide(request, eligible, now_s, queue, waited_s, keep=True)
-        choice = policy.choose(view, self.rng)
-        return None if choice is None else self._decision(view, choice, eligible)
+        """None: it has to wait. ``asks``: in place of what the policy chooses now."""
+        views, policy = self.views, self.policy
+        view: View | SmallView
+        if asks is not None:
+            view = views.wide(request, eligible, now_s, queue, waited_s, keep=False)
+            choice: Choice | None = asks(view)
+        elif len(eligible.kept or eligible.pool.ids) <= self.small_pool:
+            view = views.small(request, eligible, now_s, queue, waited_s)
+            choice = policy.choose_small(view, self.rng)
+        else:
+            view = views.wide(request, eligible, now_s, queue, waited_s, keep=True)
+            choice = policy.choose(view, self.rng)
+        if choice is None:
+            return None
+        position, demand, ids = choice.position, view.demand, view.ids
+        # Where it is the same for all, it is a number.
+        prefill, kv_tokens = demand.prefill_tokens, demand.kv_tokens
+        return _new_decision(
+            Decision,
+            (
+                ids[position],
+                request,
+                choice,
+                prefill if isinstance(prefill, float) else float(prefill[position]),
+                round(kv_tokens if isinstance(kv_tokens, float) else kv_tokens[position]),
+                ids,
+                views.theta,
+                policy,
+                eligible.excluded,
+                demand.prefix,
+            ),
+        )
 
     def would_choose(
         self,
@@ -79,38 +104,17 @@ class Decider:
         ``takes_turn``: or else neither the policy's turn nor a random draw is taken.
         """
         policy, rng = self.policy, self.rng
-        view = self.views.wide(request, eligible, now_s, queue, keep=False)
-        if takes_turn:
-            return self._decision(view, policy.would_choose(view, rng), eligible)
-        turn, drawn = policy.turn(), rng.bit_generator.state
-        try:
-            choice = policy.would_choose(view, rng)
-        finally:
-            policy.take_back(turn)
-            rng.bit_generator.state = drawn
-        return self._decision(view, choice, eligible)
 
-    def _decision(
-        self,
-        view: View | SmallView,
-        choice: Choice,
-        eligible: Eligible,
-    ) -> Decision:
-        position, demand = choice.position, view.demand
-        prefill, kv_tokens = demand.prefill_tokens, demand.kv_tokens
-        return _new_decision(
-            Decision,
-            (
-                view.ids[position],
-                view.request,
-                choice,
-                # Where it is the same for all, it is a number.
-                prefill if type(prefill) is float else amount_at(prefill, position),
-                round(kv_tokens if type(kv_tokens) is float else amount_at(kv_tokens, position)),
-                view.ids,
-                self.views.theta,
-                self.policy,
-                eligible.excluded,
-                demand.prefix,
-            ),
-        )
+        def asks(view: View) -> Choice:
+            if takes_turn:
+                return policy.would_choose(view, rng)
+            turn, drawn = policy.turn(), rng.bit_generator.state
+            try:
+                return policy.would_choose(view, rng)
+            finally:
+                policy.take_back(turn)
+                rng.bit_generator.state = drawn
+
+        decision = self.decide(request, eligible, now_s, queue, asks=asks)
+        assert decision is not None
+        return decision

@@ -59,10 +59,7 @@ class Decision(NamedTuple):
 
     def expected_latency_s(self) -> float | None:
         """The policy's own estimate for the chosen instance; None: it makes none."""
-        figures = self.choice.figures
-        if "latency_s" not in figures:
-            return None
-        return figures.at("latency_s", self.choice.position)
+        return self.choice.latency_s
 
     def explain(self) -> list[Candidate]:
         """Every candidate's T, KV usage, w and resulting load, and why the others were excluded."""

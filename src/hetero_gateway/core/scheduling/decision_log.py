@@ -60,7 +60,11 @@ class DecisionLog:
                 decision.kv_tokens,
             ),
         )
-        figures = choice.figures
+        figures, prefix = choice.figures, decision.prefix
+        if prefix is not None and isinstance(prefix.trust, list):
+            # Without an object for each number.
+            match, trust, cached = prefix
+            prefix = Prefix(array("d", match), array("d", trust), array("d", cached))
         self._rows.append(
             (
                 numbers,
@@ -73,18 +77,13 @@ class DecisionLog:
                 decision.theta,
                 decision.policy,
                 decision.excluded,
-                None if decision.prefix is None else _packed(decision.prefix),
+                prefix,
             )
         )
 
     def newest_first(self) -> Iterator[LoggedDecision]:
         for row in reversed(self._rows):
             yield _unpacked(*row)
-
-
-def _packed(prefix: Prefix[Any]) -> tuple[Any, ...]:
-    """Its columns, without an object for each number."""
-    return tuple(array("d", column) if isinstance(column, list) else column for column in prefix)
 
 
 def _unpacked(
@@ -98,20 +97,21 @@ def _unpacked(
     theta: float,
     policy: Any,
     excluded: Any,
-    columns: Any,
+    prefix: Any,
 ) -> LoggedDecision:
     unix_s, waited_s, position, charge, prompt, output, sequences, streams, prefill, kv = numbers
-    figures = Figures(names, data, by_speed=by_speed)
+    figures = Figures(names, data, by_speed)
+    latency_s = figures.at("latency_s", int(position)) if "latency_s" in figures else None
     decision = Decision(
         ids[int(position)],
         Request(model, int(prompt), output, int(sequences), bool(streams)),
-        Choice(int(position), charge, figures),
+        Choice(int(position), charge, figures, latency_s=latency_s),
         prefill,
         int(kv),
         ids,
         theta,
         policy,
         excluded,
-        None if columns is None else Prefix(*columns),
+        prefix,
     )
     return LoggedDecision(unix_s, request_id.decode(), decision, waited_s)

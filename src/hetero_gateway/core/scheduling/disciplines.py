@@ -59,9 +59,14 @@ _LATELY_S = 60.0
 
 
 class QueueDiscipline(Protocol):
-    """Who is next. ``sorts``: within a line of requests that the same instances can take, too."""
+    """Who is next. ``sorts``: within a line of requests that the same instances can take, too.
+
+    ``has_rows``: those stand in several rows, whose turns move on as requests go: or else neither
+    ``line`` nor ``went`` has anything to do.
+    """
 
     sorts: bool
+    has_rows: bool
 
     def line(self, request: Request) -> str:
         """In which row a request stands, of those that the same instances can take."""
@@ -94,6 +99,7 @@ class Fifo:
     __slots__ = ("_sequence",)
 
     sorts = False
+    has_rows = False
 
     def __init__(self) -> None:
         self._sequence = 0
@@ -178,6 +184,8 @@ class Classes(Fifo):
     """
 
     __slots__ = ("_clock_s", "_first", "_next_s", "_rules")
+
+    has_rows = True
 
     def __init__(self, classes: Mapping[str, ClassRule] = DEFAULT_CLASSES) -> None:
         super().__init__()

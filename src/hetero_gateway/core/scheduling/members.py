@@ -8,7 +8,6 @@ an instance's first dispatch, not when somebody looks.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection
 
 from hetero_gateway.core.costs.profile import Constants
@@ -206,11 +205,6 @@ class Members:
     def knows(self, model: str) -> bool:
         """Whether any instance, available or not, serves the model."""
         return any(model in spec.models for spec in self.specs.values())
-
-    def context_tokens(self, model: str) -> int | None:
-        """The longest sequence that any available instance of the model takes; None: unknown."""
-        longest = self.pool(model).longest_context_tokens
-        return None if longest in (0, math.inf) else int(longest)
 
     # Stand-ins
 

@@ -185,12 +185,15 @@ class Pool:
             )
         self._typical_lengths = (0.0, 0.0)
         self._typical_times_s = np.ones(len(profiles))
-        self._typical_plain: list[float] = []
+        # The same as a list; see ``typical_request_time_s``.
+        self.typical_plain: list[float] = []
         self.profiled = any(spec.profile is not None for spec in self.specs)
         self.stands_in = any(spec.profile is None for spec in self.specs)
         self.max_model_len = np.array([float(s.max_model_len or math.inf) for s in self.specs])
         self.shortest_context_tokens = float(self.max_model_len.min(initial=math.inf))
-        self.longest_context_tokens = float(self.max_model_len.max(initial=0))
+        longest = float(self.max_model_len.max(initial=0))
+        # The longest sequence that anybody here takes; None: unknown.
+        self.context_tokens = None if longest in (0, math.inf) else int(longest)
         # The largest that a single instance can hold: one may have the context, one the memory.
         largest = [
             min(s.max_model_len or math.inf, p.kv_capacity_tokens)
@@ -243,7 +246,7 @@ class Pool:
     ) -> FloatArray:
         """T of a typical request, as if it fitted; the same until the lengths move by a twentieth.
 
-        ``keep``: it is the typical one from now on.
+        ``keep``: it is the typical one from now on, in ``typical_plain`` as well.
         """
         old_prompt, old_output = self._typical_lengths
         if (
@@ -256,7 +259,7 @@ class Pool:
         if keep:
             self._typical_lengths = (prompt_tokens, output_tokens)
             self._typical_times_s = times
-            self._typical_plain = times.tolist()
+            self.typical_plain = times.tolist()
         return times
 
     def work_s(self, prompt_tokens: float, output_tokens: float) -> float:
@@ -264,11 +267,6 @@ class Pool:
         if self._yardstick is None:
             return 0.0
         return request_time_s(self._yardstick, prompt_tokens, max(1.0, output_tokens))
-
-    def typical_plain(self, prompt_tokens: float, output_tokens: float) -> list[float]:
-        """The same as a list, kept."""
-        self.typical_request_time_s(prompt_tokens, output_tokens, keep=True)
-        return self._typical_plain
 
     def eligible(self, request: Request, exclude: Collection[InstanceId] = ()) -> Eligible | Reject:
         """Who may get the request: it fits, was not tried there, and is not bound elsewhere."""

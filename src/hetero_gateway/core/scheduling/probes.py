@@ -21,19 +21,19 @@ REQUESTS_PER_PROBE, PROBE_EVERY_S, PROBE_SELDOM_S = 16, 3.0, 10.0
 
 
 class Probes:
-    """Who is doubted, and whose turn it is to be tried.
+    """Who is ``doubted``, and whose turn it is to be tried.
 
     Args:
         members: who is there.
         active: the policy looks at speed factors at all.
     """
 
-    __slots__ = ("_doubted", "_every_s", "_members", "_placed", "_probed_s", "next_s")
+    __slots__ = ("_every_s", "_members", "_placed", "_probed_s", "doubted", "next_s")
 
     def __init__(self, members: Members, *, active: bool) -> None:
         self.next_s = -math.inf if active else math.inf  # when to ``revise`` again
         self._members = members
-        self._doubted: list[InstanceState] = []
+        self.doubted: list[InstanceState] = []
         self._placed = 0  # since the last probe
         self._probed_s = -math.inf
         self._every_s = PROBE_EVERY_S
@@ -41,16 +41,12 @@ class Probes:
     def activate(self, active: bool) -> None:
         """Whether the policy looks at speed factors, from now on."""
         self.next_s = -math.inf if active else math.inf
-        self._doubted = []
-
-    def __bool__(self) -> bool:
-        """Somebody is doubted."""
-        return bool(self._doubted)
+        self.doubted = []
 
     def revise(self, now_s: float) -> None:
         """Doubt speed factors that are high and were not seen for long."""
         self.next_s = now_s + REVISE_EVERY_S
-        self._doubted = []
+        self.doubted = []
         for pool in self._members.pools.values():
             own = [s for s in pool.states if not s.stands_in]
             learnt = [s for s in pool.states if s.stands_in and s.observed]
@@ -59,14 +55,14 @@ class Probes:
             self._revise(learnt, 0.0, now_s)
             for state in learnt:
                 state.let_pass(now_s)
-        if not self._doubted:
+        if not self.doubted:
             self._every_s = PROBE_EVERY_S
 
     def _revise(self, comparable: list[InstanceState], least: float, now_s: float) -> None:
         best = max(least, min((state.speed for state in comparable), default=1.0))
         for state in comparable:
             if (state.speed > best or state.doubted) and state.revise_speed(best, now_s):
-                self._doubted.append(state)
+                self.doubted.append(state)
 
     def due(self, eligible: Eligible, now_s: float) -> Eligible | None:
         """The one that a request is to try, alone; None: none, or not this request."""
@@ -75,7 +71,7 @@ class Probes:
         few = self._placed <= REQUESTS_PER_PROBE
         if since_s < (PROBE_SELDOM_S if few else self._every_s):
             return None
-        for state in self._doubted:
+        for state in self.doubted:
             i = eligible.pool.position.get(state.instance_id)
             if i is None or not eligible.has(i) or not state.doubted or state.in_flight:
                 continue

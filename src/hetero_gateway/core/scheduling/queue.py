@@ -41,7 +41,8 @@ _MOST_DROPPED = 64
 class Ticket:
     """One request waiting for an instance, or placed on one. Changed by the scheduler alone.
 
-    ``exclude``: instances it was tried on. ``owner``: whatever the shell wants to find again.
+    ``waits``: nothing has become of it yet. ``exclude``: instances it was tried on. ``owner``:
+    whatever the shell wants to find again.
     ``eligible``: who may get it, as judged in its model's present pool; ``line``: where it stands,
     ``rank``: since when, ``first``: as a retry, in front of who came after it. When it leaves
     the queue by being placed or refused, it has either ``decision`` and ``dispatch``, or
@@ -61,6 +62,7 @@ class Ticket:
         "rank",
         "rejected",
         "request",
+        "waits",
     )
 
     def __init__(
@@ -83,11 +85,7 @@ class Ticket:
         self.dispatch: Dispatch | None = None
         self.rejected: Reject | None = None
         self.failed: Exception | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Nothing has become of it yet."""
-        return self.dispatch is None and self.rejected is None and self.failed is None
+        self.waits = True
 
     def __repr__(self) -> str:
         if self.rejected is not None:
@@ -184,7 +182,7 @@ class SortedLine:
 
 
 class ModelQueue:
-    """What waits for one model: the sums of its lengths (tokens), its last arrival, and the means.
+    """What waits for one model: its size, the sums of its lengths (tokens), and the means.
 
     ``mean_prompt_tokens``, ``mean_output_tokens`` (predicted) and ``mean_gap_s`` are of what
     arrived lately; ``departures``, ``last_departure_s`` and ``mean_departure_gap_s`` of what was
@@ -200,7 +198,6 @@ class ModelQueue:
         "_first_token_s",
         "_first_token_spread_s",
         "_lines",
-        "_size",
         "arrivals",
         "departures",
         "last_arrival_s",
@@ -213,13 +210,14 @@ class ModelQueue:
         "output_tokens",
         "pool",
         "prompt_tokens",
+        "size",
     )
 
     def __init__(self, model: str, discipline: QueueDiscipline) -> None:
         self.model = model
         self._discipline = discipline
         self._lines: dict[LineName, Line] = {}  # none of them is empty
-        self._size = 0
+        self.size = 0
         self.pool: Pool | None = None  # that the lines are of
         self.prompt_tokens = 0
         self.output_tokens = 0.0
@@ -235,11 +233,11 @@ class ModelQueue:
         self.mean_output_tokens = 0.0
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __repr__(self) -> str:
         return (
-            f"<ModelQueue of {self._size} in {len(self._lines)} lines, "
+            f"<ModelQueue of {self.size} in {len(self._lines)} lines, "
             f"mean gap {self.mean_gap_s:.3g} s>"
         )
 
@@ -278,15 +276,26 @@ class ModelQueue:
         """
         ticket.rank = self._discipline.join(ticket, first=first)
         ticket.first = first
-        ticket.line = self._line_of(ticket)
-        if not self._size:
+        request, eligible = ticket.request, ticket.eligible
+        if eligible.kept is not None or request.sequences > 1 or self._discipline.has_rows:
+            ticket.line = self._line_of(ticket)
+        if not self.size:
             # Those who wait already were judged in the pool before: the pump judges all anew.
-            self.pool = ticket.eligible.pool
+            self.pool = eligible.pool
+        prompt_tokens, output_tokens = request.prompt_tokens, request.predicted_output_tokens
         if not first:
-            self._note_arrival(ticket)
-        self._size += 1
-        self.prompt_tokens += ticket.request.prompt_tokens
-        self.output_tokens += ticket.request.predicted_output_tokens
+            arrived_s = ticket.enqueued_s
+            if self.arrivals:
+                gap_s = arrived_s - self.last_arrival_s
+                self.mean_gap_s += (gap_s - self.mean_gap_s) / MEAN_OVER_GAPS
+            self.last_arrival_s = arrived_s
+            self.arrivals += 1
+            share = 1 / min(self.arrivals, MEAN_OVER_REQUESTS)
+            self.mean_prompt_tokens += share * (prompt_tokens - self.mean_prompt_tokens)
+            self.mean_output_tokens += share * (output_tokens - self.mean_output_tokens)
+        self.size += 1
+        self.prompt_tokens += prompt_tokens
+        self.output_tokens += output_tokens
 
     def _line_of(self, ticket: Ticket) -> LineName:
         pool, kept, _ = ticket.eligible
@@ -306,10 +315,16 @@ class ModelQueue:
         line.put(ticket)
 
     def passed(self, ticket: Ticket, now_s: float) -> None:
-        """One that has arrived leaves at once, as ``went``."""
-        if ticket.dispatch is not None:
+        """One that has arrived stands in no line (any more) and leaves: placed, or not."""
+        if ticket.dispatch is not None and self._discipline.has_rows:
             self._discipline.went(ticket, now_s)
-        self._take_off(ticket)
+        self.size -= 1
+        if self.size:
+            self.prompt_tokens -= ticket.request.prompt_tokens
+            self.output_tokens -= ticket.request.predicted_output_tokens
+        else:
+            self.prompt_tokens, self.output_tokens = 0, 0.0
+            self.departures = 0
 
     def stand_anew(self, pool: Pool, judge: Callable[[Ticket], bool]) -> list[Ticket]:
         """The pool has changed: everybody is judged again, and stands where he belongs now.
@@ -334,7 +349,7 @@ class ModelQueue:
         for ticket in reversed([t for t in staying if t.first]):
             self.stand(ticket)
         for ticket in refused:
-            self._take_off(ticket)
+            self.passed(ticket, ticket.enqueued_s)
         return refused
 
     def set_discipline(self, discipline: QueueDiscipline) -> None:
@@ -358,31 +373,18 @@ class ModelQueue:
         )
         ticket.request = request
 
-    def _note_arrival(self, ticket: Ticket) -> None:
-        if self.arrivals:
-            gap_s = ticket.enqueued_s - self.last_arrival_s
-            self.mean_gap_s += (gap_s - self.mean_gap_s) / MEAN_OVER_GAPS
-        self.last_arrival_s = ticket.enqueued_s
-        self.arrivals += 1
-        request, share = ticket.request, 1 / min(self.arrivals, MEAN_OVER_REQUESTS)
-        self.mean_prompt_tokens += share * (request.prompt_tokens - self.mean_prompt_tokens)
-        self.mean_output_tokens += share * (
-            request.predicted_output_tokens - self.mean_output_tokens
-        )
-
     def went(self, ticket: Ticket, now_s: float) -> None:
         """One of them was placed: it leaves."""
         if ticket.dispatch is not None:
-            self._discipline.went(ticket, now_s)
             self._note_departure(ticket, now_s)
-        self.drop(ticket)
+        self.drop(ticket, now_s)
 
     def ahead(self, request: Request) -> float:
         """How many will leave in front of one that comes now."""
         discipline = self._discipline
         row = discipline.line(request)
         if discipline.sorts or not row:
-            return self._size
+            return self.size
         weight, mine = discipline.weight(request), 0
         weights = {row: weight}
         for name, line in self._lines.items():
@@ -397,7 +399,7 @@ class ModelQueue:
             # On the clock of work, over the work of one that leaves.
             work_s = self.pool.work_s(self.mean_prompt_tokens, self.mean_output_tokens)
             behind = behind / work_s if work_s else 0.0
-        return min(self._size, mine * total / weight + behind * total)
+        return min(self.size, mine * total / weight + behind * total)
 
     @property
     def first_token_s(self) -> float:
@@ -419,24 +421,15 @@ class ModelQueue:
         self.last_departure_s = now_s
         self.departures += 1
 
-    def drop(self, ticket: Ticket) -> bool:
+    def drop(self, ticket: Ticket, now_s: float = 0.0) -> bool:
         """Take one out, wherever it stands; False when it is not there."""
         line = self._lines.get(ticket.line)
         if line is None or not line.drop(ticket):
             return False
         if not line:
             del self._lines[ticket.line]
-        self._take_off(ticket)
+        self.passed(ticket, now_s)
         return True
-
-    def _take_off(self, ticket: Ticket) -> None:
-        self._size -= 1
-        if self._size:
-            self.prompt_tokens -= ticket.request.prompt_tokens
-            self.output_tokens -= ticket.request.predicted_output_tokens
-        else:
-            self.prompt_tokens, self.output_tokens = 0, 0.0
-            self.departures = 0
 
 
 def _rank(ticket: Ticket) -> Turn:

@@ -124,7 +124,10 @@ class Scheduler:
         queues = policy.queues
         self._members = Members(reference, stand_ins=queues, observes=observes)
         views = Views(self._members.table, theta, reference, self.caches)
+        self.residual = views.residual  # what streams have still to come
         self._decider = Decider(policy, rng, views, small_pool)
+        # What chooses among the eligible instances; ``set_policy`` changes it.
+        self.policy = policy
         self._restraints = Restraints()
         self._reference = reference
         self._max_queued = max_queued
@@ -144,11 +147,6 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return f"<Scheduler {self.policy.name}: {self.queued} waiting; {self._members!r}>"
-
-    @property
-    def policy(self) -> Policy:
-        """What chooses among the eligible instances."""
-        return self._decider.policy
 
     def compile(self, jit: Jit) -> None:
         """Have ``jit`` compile what the policy computes with. See ``Policy.compile``."""
@@ -183,6 +181,7 @@ class Scheduler:
         charged. Under a policy that does not queue, the next pump places all that wait.
         """
         queues = policy.queues
+        self.policy = policy
         self._decider.set_policy(policy)
         self._members.set_stand_ins(queues)
         self._probes.activate(queues)
@@ -251,7 +250,8 @@ class Scheduler:
 
     def context_tokens(self, model: str) -> int | None:
         """The longest sequence that any available instance of the model takes; None: unknown."""
-        return self._members.context_tokens(model)
+        members = self._members
+        return (members.pools.get(model) or members.pool(model)).context_tokens
 
     def in_flight(self, instance_id: InstanceId) -> int:
         """How many requests are on an instance now. KeyError: unknown."""
@@ -302,28 +302,45 @@ class Scheduler:
         Raises:
             ValueError: a number of the request is out of bounds (``Request.check``).
         """
-        entered = self._enter(request, now_s, exclude, owner, first=first)
-        if isinstance(entered, Reject):
-            return entered
-        ticket, queue = entered
-        queue.stand(ticket)
-        return ticket
+        return self.place(request, now_s, exclude, owner=owner, first=first, at_once=False)
 
-    def _enter(
+    def _forget_queues(self) -> None:
+        """Those of models that nobody serves any more, as adapters that were unloaded."""
+        self._queues = {m: queue for m, queue in self._queues.items() if queue or self.knows(m)}
+        self._most_queues = max(_MOST_QUEUES, 2 * len(self._queues))
+
+    def place(
         self,
         request: Request,
         now_s: float,
-        exclude: Collection[InstanceId],
-        owner: Any,
+        exclude: Collection[InstanceId] = (),
         *,
-        first: bool,
-    ) -> tuple[Ticket, ModelQueue] | Reject:
-        """As ``submit``; the ticket stands in no line of its queue yet."""
+        owner: Any = None,
+        first: bool = False,
+        at_once: bool = True,
+    ) -> Ticket | Reject:
+        """``submit``; and when nobody waits before it, place it in the same step if it can be.
+
+        The ticket says which: ``dispatch``, ``rejected``, ``failed``, or it ``waits``.
+
+        Args:
+            at_once: False: it waits for the next pump all the same.
+        """
         request.check()
-        judged = self._members.judge(request, exclude)
-        if isinstance(judged, Reject):
-            return judged
-        request, eligible = judged
+        eligible: Eligible | Reject | None = None
+        pool = self._members.pools.get(request.model)
+        if pool is not None and pool.ids:
+            eligible = pool.eligible(request, exclude)
+        if not isinstance(eligible, Eligible):
+            judged = self._members.judge(request, exclude)
+            if isinstance(judged, Reject):
+                return judged
+            request, eligible = judged
+        ticket = Ticket(request, now_s, exclude, owner, eligible)
+        if at_once and not self.policy.queues:
+            # Nobody ever waits, and what arrives is of no interest: no queue has to know.
+            self._place(ticket, None, now_s)
+            return ticket
         # A retry was let in before: it does not lose its place to those who came after it.
         if self.queued >= self._max_queued and not first:
             return Reject(
@@ -341,48 +358,13 @@ class Scheduler:
                 self._forget_queues()
             queue = ModelQueue(request.model, self._discipline)
             self._queues[request.model] = queue
-        ticket = Ticket(request, now_s, exclude, owner, eligible)
         queue.arrive(ticket, first=first)
         self.queued += 1
-        return ticket, queue
-
-    def _forget_queues(self) -> None:
-        """Those of models that nobody serves any more, as adapters that were unloaded."""
-        self._queues = {m: queue for m, queue in self._queues.items() if queue or self.knows(m)}
-        self._most_queues = max(_MOST_QUEUES, 2 * len(self._queues))
-
-    def place(
-        self,
-        request: Request,
-        now_s: float,
-        exclude: Collection[InstanceId] = (),
-        *,
-        owner: Any = None,
-        first: bool = False,
-    ) -> Ticket | Reject:
-        """``submit``; and when nobody waits before it, place it in the same step if it can be.
-
-        The ticket says which: ``dispatch``, ``rejected``, ``failed``, or it ``waits``.
-        """
-        if not self.policy.queues:
-            # Nobody ever waits, and what arrives is of no interest: no queue has to know.
-            request.check()
-            judged = self._members.judge(request, exclude)
-            if isinstance(judged, Reject):
-                return judged
-            request, eligible = judged
-            placed = Ticket(request, now_s, exclude, owner, eligible)
-            self._place(placed, None, now_s)
-            return placed
-        entered = self._enter(request, now_s, exclude, owner, first=first)
-        if isinstance(entered, Reject):
-            return entered
-        ticket, queue = entered
-        if self.queued != 1:
+        if self.queued > 1 or not at_once:
             queue.stand(ticket)
             return ticket
         self._pumped_s = now_s
-        if self._unseen:
+        if self._unseen and self._unseen[0][0] <= now_s:
             self._pass_unseen(now_s)
         if self._place(ticket, queue, now_s):
             queue.passed(ticket, now_s)
@@ -407,7 +389,7 @@ class Scheduler:
         has waited longest goes first.
         """
         self._pumped_s = now_s
-        if self._unseen:
+        if self._unseen and self._unseen[0][0] <= now_s:
             self._pass_unseen(now_s)
         if not self.queued:
             return []
@@ -443,7 +425,7 @@ class Scheduler:
         def judge(ticket: Ticket) -> bool:
             judged = members.judge(ticket.request, ticket.exclude)
             if isinstance(judged, Reject):
-                ticket.rejected = judged
+                ticket.rejected, ticket.waits = judged, False
                 return False
             request, ticket.eligible = judged
             if request is not ticket.request:
@@ -550,7 +532,7 @@ class Scheduler:
             if self._restraints.by_id:
                 judged = self._judge_now(ticket, eligible, now_s)
                 if judged is None or isinstance(judged, Reject):
-                    ticket.rejected = judged
+                    ticket.rejected, ticket.waits = judged, judged is None
                     return judged is not None
                 takers = judged
                 if eligible is None and not ticket.exclude:
@@ -560,7 +542,7 @@ class Scheduler:
                 probes.revise(now_s)
             if trial is not None:
                 decision = self._decider.decide(ticket.request, trial, now_s, queue, waited_s)
-            elif probes and (one := probes.due(takers, now_s)) is not None:
+            elif probes.doubted and (one := probes.due(takers, now_s)) is not None:
                 decision = self._decider.decide(ticket.request, one, now_s, queue, waited_s)
                 if decision is not None:
                     probes.sent(now_s)
@@ -569,10 +551,10 @@ class Scheduler:
             if decision is None:
                 return False
             ticket.dispatch = self.dispatch(decision, now_s)
-            ticket.decision = decision
+            ticket.decision, ticket.waits = decision, False
         except Exception as error:
             # The boundary between requests: left at the head, it would fail all that come after.
-            ticket.failed = error
+            ticket.failed, ticket.waits = error, False
         return True
 
     def _judge_now(
@@ -587,7 +569,8 @@ class Scheduler:
     def _pass_unseen(self, now_s: float) -> None:
         while self._unseen and self._unseen[0][0] <= now_s:
             due_s, _, dispatch = heapq.heappop(self._unseen)
-            dispatch.state.first_token(dispatch, due_s, seen=False)
+            if dispatch.outcome is None:  # most are over by then
+                dispatch.state.first_token(dispatch, due_s, seen=False)
 
     # Decisions
 
@@ -639,48 +622,37 @@ class Scheduler:
 
     def dispatch(self, decision: Decision, now_s: float = 0.0) -> Dispatch:
         """Put the decision's charge on its instance. ValueError: that cannot be charged."""
-        state = self._members.table[decision.instance_id]
-        request, choice = decision.request, decision.choice
+        state = self._members.table.states[decision.instance_id]
+        request, choice, queues = decision.request, decision.choice, self.policy.queues
         if state.constants is None and state.stands_in:
             self._members.stand_in_for(state, request.model)
-        if self.policy.queues:
-            due_s = now_s + (choice.ttft_s or 0.0)
-            if not due_s < math.inf:
-                # In a heap, what compares with nothing would keep all others there for ever.
-                raise ValueError(f"a first token is predicted in {choice.ttft_s} s")
-            dispatch = state.dispatch(
-                request, choice.charge, now_s, decision.kv_tokens, decision.prefill_tokens
-            )
-            self._sent(dispatch, decision, now_s)
-            if not request.streams and choice.ttft_s is not None:
-                self._dispatched += 1
-                dispatch.predicted_s = (now_s, choice.ttft_s)
-                heapq.heappush(self._unseen, (due_s, self._dispatched, dispatch))
-            return dispatch
+        due_s = now_s + (choice.ttft_s or 0.0)
+        if queues and not due_s < math.inf:
+            # In a heap, what compares with nothing would keep all others there for ever.
+            raise ValueError(f"a first token is predicted in {choice.ttft_s} s")
         dispatch = state.dispatch(
             request,
             choice.charge,
             now_s,
             decision.kv_tokens,
             decision.prefill_tokens,
-            tracked=self._observes and request.streams,
-            alone=state.in_flight == state.tracked,
+            tracked=queues or (self._observes and request.streams),
+            alone=queues or state.in_flight == state.tracked,
         )
-        self._sent(dispatch, decision, now_s)
-        return dispatch
-
-    def _sent(self, dispatch: Dispatch, decision: Decision, now_s: float) -> None:
         if self._restraints.by_id:
             self._restraints.sent(dispatch)
         if self.on_dispatch is not None:
             self.on_dispatch(decision.instance_id, now_s)
-        keys = decision.request.prefix
+        keys = request.prefix
         if keys is not None and self.caches is not None:
             if decision.prefix is not None:
-                dispatch.match_tokens = float(
-                    decision.prefix.match_tokens[decision.choice.position]
-                )
+                dispatch.match_tokens = float(decision.prefix.match_tokens[choice.position])
             self.caches.placed(dispatch, keys)
+        if queues and not request.streams and choice.ttft_s is not None:
+            self._dispatched += 1
+            dispatch.predicted_s = (now_s, choice.ttft_s)
+            heapq.heappush(self._unseen, (due_s, self._dispatched, dispatch))
+        return dispatch
 
     def adopt(
         self, request: Request, instance_id: InstanceId, now_s: float
@@ -706,12 +678,18 @@ class Scheduler:
         outcome: Outcome,
         now_s: float = 0.0,
         usage: Usage | None = None,
+        unseen_tokens: float | None = None,
     ) -> bool:
-        """Take a dispatch off, once. See ``InstanceState.settle``."""
+        """Take a dispatch off, once. See ``InstanceState.settle``.
+
+        ``unseen_tokens``: of a complete answer that did not stream, to be learnt from before.
+        """
         keys = dispatch.request.prefix
         if keys is not None and self.caches is not None and dispatch.outcome is None:
             self.caches.settled(dispatch, keys, outcome)
         state = dispatch.state
+        if unseen_tokens:
+            state.observe_answer(dispatch, unseen_tokens, now_s, usage)
         if self._shares is not None and dispatch.turn is not None:
             cut = outcome is not COMPLETED and dispatch.tracked
             made_tokens = state.made_tokens(dispatch, now_s) if cut else None
@@ -797,12 +775,12 @@ class Scheduler:
         now_s: float,
         usage: Usage | None = None,
     ) -> None:
-        """A request that does not stream is complete. To be called before ``settle``."""
+        """As ``settle`` with ``unseen_tokens``, of one that is settled right after this."""
         dispatch.state.observe_answer(dispatch, output_tokens, now_s, usage)
 
     def observe_output_tokens(self, model: str, output_tokens: float) -> None:
         """A sequence finished after so many output tokens."""
-        self._decider.views.residual.observe(model, output_tokens)
+        self.residual.observe(model, output_tokens)
 
     def drift(self, instance_id: InstanceId) -> Drift | None:
         """How far an instance's profile is from what is seen of it; None: it has no profile."""

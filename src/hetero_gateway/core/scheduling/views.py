@@ -69,12 +69,31 @@ class Views:
             ids = tuple([ids[i] for i in kept])
             states = tuple([states[i] for i in kept])
             members = tuple([members[i] for i in kept])
-        backlog = self._plain_backlog(request.model, eligible, now_s, queue, waited_s)
-        demand = None
+        queued, idle_s, gap_s, prompt_tokens, output_tokens, mean_times = self._waiting(
+            eligible, now_s, queue
+        )
+        pool.typical_request_time_s(prompt_tokens, output_tokens, keep=True)
+        typical = pool.typical_plain
+        if kept is not None:
+            typical = [typical[i] for i in kept]
+        profiled, stands_in = (True, pool.stands_in) if pool.profiled else _known(eligible)
+        backlog = _new_backlog(
+            Backlog,
+            (
+                queued,
+                idle_s,
+                gap_s,
+                mean_times,
+                typical,
+                self.residual.of(request.model).plain,
+                profiled,
+                stands_in,
+                waited_s,
+            ),
+        )
+        found = None
         if self._caches is not None and request.prefix is not None:
             found = self._caches.find(request.prefix, states)
-            if found is not None:
-                demand = _demand_behind(request, *found)
         return _new_small_view(
             SmallView,
             (
@@ -82,7 +101,7 @@ class Views:
                 ids,
                 states,
                 members,
-                demand or _demand(request),
+                _demand(request, found),
                 self.theta,
                 now_s,
                 backlog,
@@ -109,7 +128,7 @@ class Views:
         if columns.at is not None:
             times = times[columns.at]
         load, kv_tokens, in_flight = self._table.loads(columns.where)
-        demand = _demand(request)
+        demand = _demand(request, None)
         if self._caches is not None and request.prefix is not None:
             found = self._caches.find_wide(request.prefix, columns.where)
             if found is not None:
@@ -150,56 +169,35 @@ class Views:
         keep: bool,
     ) -> Backlog[FloatArray]:
         pool, kept, _ = eligible
-        typical = pool.typical_request_time_s(*self._typical_lengths(queue), keep=keep)
+        queued, idle_s, gap_s, prompt_tokens, output_tokens, mean_times = self._waiting(
+            eligible, now_s, queue
+        )
+        typical = pool.typical_request_time_s(prompt_tokens, output_tokens, keep=keep)
         return Backlog(
-            *_waiting(eligible, now_s, queue),
+            queued,
+            idle_s,
+            gap_s,
+            mean_times,
             typical if kept is None else typical[pool.narrowed(kept).at],
             self.residual.table(model),
             *_known(eligible),
             waited_s,
         )
 
-    def _plain_backlog(
-        self,
-        model: str,
-        eligible: Eligible,
-        now_s: float,
-        queue: ModelQueue | None,
-        waited_s: float,
-    ) -> Backlog[list[float]]:
-        pool, kept, _ = eligible
-        typical = pool.typical_plain(*self._typical_lengths(queue))
-        if kept is not None:
-            typical = [typical[i] for i in kept]
-        profiled, stands_in = (True, pool.stands_in) if pool.profiled else _known(eligible)
-        return _new_backlog(
-            Backlog,
-            (
-                *_waiting(eligible, now_s, queue),
-                typical,
-                self.residual.plain(model),
-                profiled,
-                stands_in,
-                waited_s,
-            ),
-        )
-
-    def _typical_lengths(self, queue: ModelQueue | None) -> tuple[float, float]:
-        if queue is None or not queue.arrivals:
-            return self._reference
-        return queue.mean_prompt_tokens, queue.mean_output_tokens
-
-
-def _waiting(
-    eligible: Eligible, now_s: float, queue: ModelQueue | None
-) -> tuple[int, float, float, Callable[[], FloatArray] | None]:
-    """The first fields of a ``Backlog``."""
-    if queue is None:
-        return 0, 0.0, math.inf, None
-    queued, mean_times = len(queue), None
-    if queued:
-        mean_times = partial(mean_request_times_s, eligible.pool, queue, eligible.kept)
-    return queued, now_s - queue.last_arrival_s, queue.mean_gap_s, mean_times
+    def _waiting(
+        self, eligible: Eligible, now_s: float, queue: ModelQueue | None
+    ) -> tuple[int, float, float, float, float, Callable[[], FloatArray] | None]:
+        """Of who waits and what arrives, as in ``Backlog``; the typical lengths among it."""
+        prompt_tokens, output_tokens = self._reference
+        if queue is None:
+            return 0, 0.0, math.inf, prompt_tokens, output_tokens, None
+        queued, mean_times = queue.size, None
+        if queued:
+            mean_times = partial(mean_request_times_s, eligible.pool, queue, eligible.kept)
+        if queue.arrivals:
+            prompt_tokens, output_tokens = queue.mean_prompt_tokens, queue.mean_output_tokens
+        idle_s = now_s - queue.last_arrival_s
+        return queued, idle_s, queue.mean_gap_s, prompt_tokens, output_tokens, mean_times
 
 
 def _known(eligible: Eligible) -> tuple[bool, bool]:
@@ -212,20 +210,18 @@ def _known(eligible: Eligible) -> tuple[bool, bool]:
     return profiled, pool.stands_in
 
 
-def _demand(request: Request) -> Demand:
-    """The same of all."""
-    n, prompt = request.sequences, request.prompt_tokens
-    # As ``Request.kv_tokens``.
-    kv_tokens = n * (prompt + round(request.predicted_output_tokens))
-    return _new_demand(Demand, (float(n * prompt), float(kv_tokens), None))
-
-
-def _demand_behind(request: Request, shares: list[float], trust: list[float]) -> Demand:
-    """Behind what each candidate has cached: these shares of the prompt, as far as trusted.
+def _demand(request: Request, found: tuple[list[float], list[float]] | None) -> Demand:
+    """The same of all; or, ``found``, behind what each candidate has cached: these shares of the
+    prompt, as far as trusted.
 
     The last token is always computed: the first one of the answer is made of it.
     """
     n, prompt = request.sequences, float(request.prompt_tokens)
+    # As ``Request.kv_tokens``.
+    kv_tokens = float(n * (request.prompt_tokens + round(request.predicted_output_tokens)))
+    if found is None:
+        return _new_demand(Demand, (float(n * request.prompt_tokens), kv_tokens, None))
+    shares, trust = found
     most = max(0.0, prompt - 1)
     match, cached, prefill = [], [], []
     for share, eta in zip(shares, trust, strict=True):
@@ -236,7 +232,7 @@ def _demand_behind(request: Request, shares: list[float], trust: list[float]) ->
         match.append(matched)
         cached.append(tokens)
         prefill.append(n * (prompt - tokens))
-    return Demand(prefill, float(request.kv_tokens), Prefix(match, trust, cached))
+    return _new_demand(Demand, (prefill, kv_tokens, Prefix(match, trust, cached)))
 
 
 def _demand_behind_wide(request: Request, shares: FloatArray, trust: FloatArray) -> Demand:

@@ -362,13 +362,13 @@ class Placement:
         self, dispatch: Dispatch, outcome: Outcome, stream: WatchedStream | None = None
     ) -> None:
         """Take a dispatch off, and give its room to the next at the end of this turn."""
-        now_s, usage = time.monotonic(), None
+        now_s, usage, unseen_tokens = time.monotonic(), None, None
         if outcome is COMPLETED and stream is not None:
             usage = stream.usage()
-            if dispatch.predicted_s is not None and usage.output_tokens:
+            if dispatch.predicted_s is not None:
                 # Nobody saw its tokens: how long they took in all is what it says of the speed.
-                self._scheduler.observe_answer(dispatch, usage.output_tokens, now_s, usage)
-        self._scheduler.settle(dispatch, outcome, now_s, usage)
+                unseen_tokens = usage.output_tokens
+        self._scheduler.settle(dispatch, outcome, now_s, usage, unseen_tokens)
         if stream is not None and dispatch.request.streams:
             self._steps.discard(stream, now_s)
         if self._scheduler.queued:

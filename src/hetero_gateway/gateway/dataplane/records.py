@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from typing import Protocol
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.lengths.estimates import BytesPerToken, can_hold
 from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
 from hetero_gateway.core.types import CLIENT_DISCONNECTED, COMPLETED, Outcome, Usage
@@ -119,6 +121,8 @@ class Recorder:
         self._usage = usage
         self._loop = asyncio.get_running_loop()
         self._later: list[tuple[Job, Placed, Answered, Outcome, float]] = []
+        # What histograms are to count of a batch of requests.
+        self._values: defaultdict[Histogram, list[float]] = defaultdict(list)
         self._timer: asyncio.TimerHandle | None = None
         metrics.catch_up = self.catch_up
 
@@ -138,6 +142,9 @@ class Recorder:
             except Exception:
                 # The boundary of a request: the others are counted all the same.
                 _log.exception("a request cannot be counted")
+        for histogram, values in self._values.items():
+            histogram.observe_many(values)
+        self._values.clear()
 
     def record(
         self,
@@ -217,7 +224,7 @@ class Recorder:
         metrics.classes[job.request.request_class, label] += 1
         if outcome is CLIENT_DISCONNECTED:
             metrics.client_disconnects[instance.id] += 1
-        series.duration.observe(now_s - job.inbound.received_s)
+        self._values[series.duration].append(now_s - job.inbound.received_s)
         if told is not None:
             self._record_tokens(series, job, placed, exchange, outcome, now_s, told)
 
@@ -274,12 +281,14 @@ class Recorder:
         series.output_tokens += output
         dispatch = placed.dispatch
         if outcome is COMPLETED and request.prefix is not None:
-            series.cached_tokens += dispatch.state.prefix.believed_hits(dispatch) or 0.0
+            prefix = dispatch.state.prefix
+            if dispatch.hit_tokens is not None or prefix.counts:
+                series.cached_tokens += prefix.believed_hits(dispatch) or 0.0
         if parsed.stream:
-            series.ttft.observe(first_s - job.inbound.received_s)
+            self._values[series.ttft].append(first_s - job.inbound.received_s)
             per_sequence = output / request.sequences
             if per_sequence > 1:
-                series.tpot.observe((now_s - first_s) / (per_sequence - 1))
+                self._values[series.tpot].append((now_s - first_s) / (per_sequence - 1))
         if outcome is not COMPLETED:
             return  # cut short: its length says nothing
         if (
@@ -305,11 +314,12 @@ class Recorder:
                 request.sequences,
             )
             if self._fleet.queues:
-                self._fleet.scheduler.observe_output_tokens(request.model, actual)
-            metrics.output_prediction.observe(actual / predicted)
+                self._fleet.scheduler.residual.observe(request.model, actual)
+            self._values[metrics.output_prediction].append(actual / predicted)
             if instance.profile is not None:
                 expected_s = _expected_latency_s(placed)
-                metrics.latency_prediction.observe((now_s - placed.placed_s) / expected_s)
+                error = (now_s - placed.placed_s) / expected_s
+                self._values[metrics.latency_prediction].append(error)
 
     def _believed(
         self, job: Job, context: int, exchange: Answered

@@ -455,7 +455,7 @@ def _latest_s(w: World, first: int, last: int, soonest_s: float) -> float:
 
 
 def _cheapest(s: Scratch, first: int, last: int, latest_s: float, rng: np.random.Generator) -> int:
-    """``finish_time._cheapest_small``; -1: none."""
+    """``estimates.cheapest_small``; -1: none."""
     lowest_s = best_s = least_s = math.inf
     chosen, ties = -1, 0
     for i in range(first, last):
