@@ -6,6 +6,7 @@ Seen on vLLM 0.32. ``--api-key`` guards those under /v1/ and no other.
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from typing import NamedTuple
 
@@ -188,6 +189,7 @@ _TAKES_N = frozenset(
 )
 
 
+@functools.lru_cache
 def limits_of(path: str, *, chats: bool) -> tuple[bool, tuple[tuple[str, int], ...]]:
     """(whether ``n`` counts, the fields that limit an answer) in a body on this path.
 

@@ -316,38 +316,34 @@ class Attempts(Understanding):
         *,
         first: bool,
     ) -> None:
-        inbound, placed = self._inbound, self._placed
+        rooms, inbound, placed = self._rooms, self._inbound, self._placed
         assert placed is not None
         if first:
             self._overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
-            self._rooms.metrics.overhead_s.observe(self._overhead_s)
-        head, body = self._request(instance)
+            rooms.metrics.overhead_s.observe(self._overhead_s)
+        body, hops = inbound.body, rooms.hops
+        if isinstance(instance, Outside):
+            head = head_to_outside(inbound, instance, hops)
+        else:
+            priority = parent = None
+            if rooms.priorities is not None:
+                assert self._client is not None
+                priority, body = rooms.priorities.given(inbound, self._client)
+            if rooms.tracing is not None:
+                if self._span is None:
+                    self._span = rooms.tracing.begin(inbound)
+                parent = rooms.tracing.parent_header(self._span)
+            hidden = rooms.admission.has_key or instance.api_key is not None
+            fields = rooms.fields
+            withheld = fields.withheld_with_credentials if hidden else fields.withheld
+            size = len(body)
+            head = head_to_instance(inbound, instance, hops, withheld, size, parent, priority)
         exchange.connection = connection
         if len(body) < LEAST_BYTES:
             # One write is cheapest while it is small.
             connection.send(head + body, exchange)
         else:
             connection.send(head, exchange, body)
-
-    def _request(self, instance: Instance | Outside) -> tuple[bytes, bytes]:
-        """(head, body) as they are sent there."""
-        rooms, inbound = self._rooms, self._inbound
-        body = inbound.body
-        if isinstance(instance, Outside):
-            return head_to_outside(inbound, instance, rooms.hops), body
-        priority = parent = None
-        if rooms.priorities is not None:
-            assert self._client is not None
-            priority, body = rooms.priorities.given(inbound, self._client)
-        if rooms.tracing is not None:
-            if self._span is None:
-                self._span = rooms.tracing.begin(inbound)
-            parent = rooms.tracing.parent_header(self._span)
-        fields = rooms.fields
-        hidden = rooms.admission.has_key or instance.api_key is not None
-        withheld = fields.withheld_with_credentials if hidden else fields.withheld
-        hops, size = rooms.hops, len(body)
-        return head_to_instance(inbound, instance, hops, withheld, size, parent, priority), body
 
     # An ExchangeOwner
 

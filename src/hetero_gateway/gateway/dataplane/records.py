@@ -219,7 +219,9 @@ class Recorder:
         if self._fleet.instances.get(instance.id) is not instance:
             return
         series = metrics.counts(job.request.model, instance.id)
-        label = label_of(outcome, exchange)
+        label = "completed"
+        if outcome is not COMPLETED or exchange.status >= 400:
+            label = label_of(outcome, exchange)
         series.outcomes[label] += 1
         metrics.classes[job.request.request_class, label] += 1
         if outcome is CLIENT_DISCONNECTED:

@@ -20,6 +20,8 @@ import re
 from collections.abc import Collection
 from functools import lru_cache
 
+import msgspec
+
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.wire.headers import Headers
 
@@ -70,7 +72,7 @@ def _too_large(message: str) -> Refusal:
     return Refusal(431, "header_fields_too_large", message)
 
 
-class RequestHead:
+class RequestHead(msgspec.Struct, eq=False):
     """What the head of a request says.
 
     Attributes:
@@ -85,30 +87,15 @@ class RequestHead:
         by_name: the last of each name among the headers.
     """
 
-    __slots__ = (
-        "by_name",
-        "expects_continue",
-        "headers",
-        "http_10",
-        "keep_alive",
-        "length",
-        "method",
-        "options",
-        "target",
-    )
-
-    length: int | None
-
-    def __init__(self, method: bytes, target: bytes, http_10: bool, headers: Headers) -> None:
-        self.method = method
-        self.target = target
-        self.headers = headers
-        self.by_name = dict(headers)
-        self.http_10 = http_10
-        self.keep_alive = not http_10
-        self.length = 0
-        self.expects_continue = False
-        self.options: Collection[bytes] = ()
+    method: bytes
+    target: bytes
+    headers: Headers
+    by_name: dict[bytes, bytes]
+    http_10: bool
+    keep_alive: bool
+    length: int | None = 0
+    expects_continue: bool = False
+    options: Collection[bytes] = ()
 
     def __repr__(self) -> str:
         return f"<RequestHead {self.method!r} {self.target!r}>"
@@ -157,7 +144,7 @@ def read_head(data: bytes) -> RequestHead:
     else:
         method, target, http_10, host = _request_line(lines[0])
         headers = list(map(_field, lines[1:]))
-    head = RequestHead(method, target, http_10, headers)
+    head = RequestHead(method, target, headers, dict(headers), http_10, not http_10)
     # How the message is framed; where that is uncertain, it is refused.
     named, length, coding, options = _decisive(head)
     if options is not None and (options != b"keep-alive" or http_10):
