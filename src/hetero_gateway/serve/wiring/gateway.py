@@ -155,7 +155,7 @@ class Gateway:
         self.roster = Roster(self.fleet, self.metrics.forget)
         self.discovery = Discovery(self.roster, self.settings, base_dir)
         self.reloader = Reloader(
-            self.roster, self.settings, self.metrics, self._take_up, config_path, flags or {}
+            self.roster, self.settings, self.metrics, self.take_up, config_path, flags or {}
         )
         self.dataplane: DataPlane
         self.placement: Placement
@@ -363,7 +363,7 @@ class Gateway:
             prompt_tokens,
         )
 
-    def _take_up(self, change: Change) -> None:
+    def take_up(self, change: Change) -> None:
         """Have another configuration in effect, but for its instances."""
         self.settings.apply(change)
         if self.hub is not None:
