@@ -20,8 +20,8 @@ import tracemalloc
 from collections.abc import Iterator
 
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.wire.folding import advance
-from hetero_gateway.gateway.wire.openai import parse_in_steps
+from hetero_gateway.gateway.request.folding import advance
+from hetero_gateway.gateway.request.openai import parse_in_steps
 
 GOAL_MS_PER_MB = 1.5
 HOSTILE_GOAL_MS_PER_MB = 5.0

@@ -26,8 +26,8 @@ from xxhash import xxh3_64_intdigest
 from hetero_gateway.core.prefixes.index import PrefixIndex
 from hetero_gateway.core.prefixes.keys import PrefixKeys, seed_of
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Result, Steps
-from hetero_gateway.gateway.wire.openai import parse_body, parse_in_steps
+from hetero_gateway.gateway.request.folding import LEAST_BYTES, Result, Steps
+from hetero_gateway.gateway.request.openai import parse_body, parse_in_steps
 
 SEED = seed_of(b"benchmark")
 WORDS = "The quick brown fox jumps over the lazy dog. "

@@ -59,7 +59,7 @@ from hetero_gateway.gateway.dataplane.speed import StepWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.serve.control.admin import describe_instance
-from hetero_gateway.serve.wiring import Gateway
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 ROUNDS = 5
 REQUESTS_PER_ROUND = 200

@@ -25,16 +25,16 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import KeysFile
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.admission.tenants import Tenants
-from hetero_gateway.gateway.wire import whole_numbers
-from hetero_gateway.gateway.wire.folding import finish
-from hetero_gateway.gateway.wire.heads import RequestHead, read_head
-from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import (
+from hetero_gateway.gateway.request import whole_numbers
+from hetero_gateway.gateway.request.folding import finish
+from hetero_gateway.gateway.request.openai import (
     ParsedRequest,
     parse_body,
     parse_in_steps,
     with_model,
 )
+from hetero_gateway.gateway.wire.heads import RequestHead, read_head
+from hetero_gateway.gateway.wire.inbound import Inbound
 from tests.fuzz.fuzzing import CORPUS, Findings, bodies_of
 from tests.fuzz.mutation import mutated_bytes, mutated_head
 from tests.fuzz.readers import (

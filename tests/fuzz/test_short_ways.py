@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from hetero_gateway.gateway.admission import clients
-from hetero_gateway.gateway.wire import body_fields, chunks, upstream
-from hetero_gateway.gateway.wire.folding import Folded, Steps
+from hetero_gateway.gateway.request import body_fields
+from hetero_gateway.gateway.request.folding import Folded, Steps
+from hetero_gateway.gateway.wire import chunks, upstream
 from hetero_gateway.gateway.wire.protocol import EngineProtocol
 from tests.fuzz.short_ways import SHORT_WAYS
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.wire.errors import error_body
 from hetero_gateway.gateway.wire.headers import CREDENTIALS
-from hetero_gateway.gateway.wire.openai import error_body
 from hetero_gateway.picker.http2.frames import MESSAGE_HEAD_BYTES, message
 from hetero_gateway.picker.protocol.messages_pb2 import (
     CommonResponse,

@@ -45,9 +45,9 @@ from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
 from hetero_gateway.gateway.dataplane.placement import Placed, SleeperGone
 from hetero_gateway.gateway.dataplane.understanding import Understanding
 from hetero_gateway.gateway.failures import Failure, InstanceError
+from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.wire.bodies import BodyBuffer
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.picker import answers
 from hetero_gateway.picker.http2.calls import LINGER_S, Call
 from hetero_gateway.picker.http2.frames import Status

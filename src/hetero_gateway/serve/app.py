@@ -31,9 +31,9 @@ from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.realtime import Realtime
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
+from hetero_gateway.gateway.wire.errors import error_body
 from hetero_gateway.gateway.wire.headers import HOPS, Headers
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import error_body
 from hetero_gateway.serve.control import admin
 from hetero_gateway.serve.control.access import check_exposed
 from hetero_gateway.serve.control.docs_page import docs_page

@@ -26,7 +26,7 @@ from hetero_gateway.engines.vllm import WORK_BY_PATH, Work
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.admission.clients import EVERYBODY
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
-from hetero_gateway.gateway.wire.folding import LEAST_BYTES, finish
+from hetero_gateway.gateway.request.folding import LEAST_BYTES, finish
 from hetero_gateway.gateway.wire.inbound import Inbound
 from tests.fakes.emulated import emulated
 from tests.fakes.running import FAST, config_for, running_gateway

@@ -18,7 +18,7 @@ import pytest
 from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.yaml_file import parse_model
-from hetero_gateway.gateway.wire.openai import parse_body, with_model
+from hetero_gateway.gateway.request.openai import parse_body, with_model
 from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance
 

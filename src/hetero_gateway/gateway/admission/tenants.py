@@ -17,9 +17,9 @@ import hashlib
 import hmac
 
 from hetero_gateway.core.prefixes.keys import namespace
-from hetero_gateway.gateway.wire.forms import is_form
+from hetero_gateway.gateway.request.forms import is_form
+from hetero_gateway.gateway.request.openai import with_last_field
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import with_last_field
 
 
 class Tenants:

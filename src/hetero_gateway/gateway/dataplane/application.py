@@ -48,9 +48,10 @@ from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.history import RequestHistory
 from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.request.body_fields import BodyReaders
+from hetero_gateway.gateway.request.tokenizer import Tokenizer, tokenizer_of
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.bodies import BodyLimits
-from hetero_gateway.gateway.wire.body_fields import BodyReaders
 from hetero_gateway.gateway.wire.cors import cors_of
 from hetero_gateway.gateway.wire.downstream import (
     AsgiDownstream,
@@ -61,7 +62,6 @@ from hetero_gateway.gateway.wire.downstream import (
 )
 from hetero_gateway.gateway.wire.headers import RequestFields, named_by_connection
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.tokenizer import Tokenizer, tokenizer_of
 
 # It goes into logs, headers and the dashboard: visible ASCII only.
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")

@@ -31,8 +31,8 @@ from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import ParsedRequest
 
 
 class Place(Protocol):

@@ -29,12 +29,10 @@ from hetero_gateway.gateway.dataplane.answers import no_previous_response, no_re
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.routes import ModelRoutes
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.gateway.wire.bodies import BodyLimits
-from hetero_gateway.gateway.wire.body_fields import BodyReaders
-from hetero_gateway.gateway.wire.folding import Steps, advance
-from hetero_gateway.gateway.wire.forms import check_one_type
-from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import (
+from hetero_gateway.gateway.request.body_fields import BodyReaders
+from hetero_gateway.gateway.request.folding import Steps, advance
+from hetero_gateway.gateway.request.forms import check_one_type
+from hetero_gateway.gateway.request.openai import (
     ParsedRequest,
     parse_body,
     parse_in_steps,
@@ -42,7 +40,9 @@ from hetero_gateway.gateway.wire.openai import (
     prompt_text,
     with_model,
 )
-from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+from hetero_gateway.gateway.request.tokenizer import Tokenizer
+from hetero_gateway.gateway.wire.bodies import BodyLimits
+from hetero_gateway.gateway.wire.inbound import Inbound
 
 _MOST_QUERY_FIELDS = 64
 # How long the reading of a body may hold the event loop at a time.

@@ -55,10 +55,10 @@ from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.wire.clients import acknowledged_bytes
 from hetero_gateway.gateway.wire.cors import Cors
 from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
+from hetero_gateway.gateway.wire.errors import error_body
 from hetero_gateway.gateway.wire.headers import Headers, named_by_connection
 from hetero_gateway.gateway.wire.hops import loop_detected
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import error_body
 from hetero_gateway.gateway.wire.websocket import GONE
 
 # Of one process; each may hold a few messages.

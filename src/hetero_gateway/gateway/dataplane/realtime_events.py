@@ -25,7 +25,7 @@ import msgspec
 
 from hetero_gateway.engines.vllm import REALTIME, guarded_at, usage_in_tail
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.wire.body_fields import check_guarded
+from hetero_gateway.gateway.request.body_fields import check_guarded
 
 # vLLM's realtime models take 12.5 tokens for a second of audio (Voxtral: one for 80 ms), which
 # comes as PCM16 at 16 kHz, one channel.

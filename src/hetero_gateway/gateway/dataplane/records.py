@@ -36,8 +36,8 @@ from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.history import RequestHistory
 from hetero_gateway.gateway.records.metrics import Metrics, Series
+from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.wire.hops import LOOP_DETECTED
-from hetero_gateway.gateway.wire.openai import ParsedRequest
 
 _log = logging.getLogger(__name__)
 

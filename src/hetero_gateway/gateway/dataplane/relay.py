@@ -20,8 +20,8 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.files.server_config import TimeoutsConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.downstream import Downstream
+from hetero_gateway.gateway.wire.errors import sse_error_event
 from hetero_gateway.gateway.wire.headers import NOT_TO_CLIENTS, Headers
-from hetero_gateway.gateway.wire.openai import sse_error_event
 from hetero_gateway.gateway.wire.response import ResponseHead
 from hetero_gateway.gateway.wire.upstream import UpstreamConnection
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
-from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Steps
+from hetero_gateway.gateway.request.folding import LEAST_BYTES, Steps
+from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import ParsedRequest
 
 
 class ReadingRooms(Protocol):

@@ -1,1 +1,1 @@
-"""Bytes: connections to instances and clients, and what is read from bodies."""
+"""Bytes: connections to instances and clients, and the rules of their headers."""

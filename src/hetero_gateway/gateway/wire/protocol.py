@@ -47,9 +47,9 @@ from hetero_gateway.gateway.wire.bodies import SMALL_BYTES
 from hetero_gateway.gateway.wire.chunks import ChunkedBody
 from hetero_gateway.gateway.wire.clients import Phase, Watch
 from hetero_gateway.gateway.wire.cycle import STATUS_LINES, EngineCycle, Service
+from hetero_gateway.gateway.wire.errors import error_body
 from hetero_gateway.gateway.wire.heads import RequestHead, head_size, read_head
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import error_body
 
 _REALTIME = REALTIME.encode()
 _IDLE, _HEAD, _BODY, _SERVING, _CLOSING = Phase

@@ -37,7 +37,7 @@ from hetero_gateway.core.limits.accounts import Standing
 from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.gateway.failures import Failure
-from hetero_gateway.gateway.wire.openai import ParsedRequest
+from hetero_gateway.gateway.request.openai import ParsedRequest
 
 PREFIX = struct.Struct("<I")
 # A frame is one turn's messages; a whole body may be among them, for a predictor that reads it.

@@ -11,8 +11,8 @@ from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed
 from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.gateway.workers import messages
 
 _MARKED_BYTES = 2048

@@ -32,8 +32,8 @@ from hetero_gateway.gateway.dataplane.speed import StreamWatch
 from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.openai import ParsedRequest
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 from hetero_gateway.gateway.workers.members import Members

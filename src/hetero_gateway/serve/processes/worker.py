@@ -26,12 +26,12 @@ from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.request.tokenizer import tokenizer_of
 from hetero_gateway.gateway.settings import Settings
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.tls import server_tls
-from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 from hetero_gateway.gateway.workers.remote import RemoteDispatcher

@@ -35,11 +35,11 @@ from hetero_gateway.gateway.fleet.setup import SetupWatch
 from hetero_gateway.gateway.fleet.sources.discovery import Discovery
 from hetero_gateway.gateway.records.client_metrics import client_families
 from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.request.tokenizer import tokenizer_of
 from hetero_gateway.gateway.settings import Change, Prepared, Settings
 from hetero_gateway.gateway.sharing.peers import make_sharing
 from hetero_gateway.gateway.wire.hops import Hops
 from hetero_gateway.gateway.wire.tls import server_tls
-from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, Hub
 from hetero_gateway.serve.dashboard.board import Board
 from hetero_gateway.serve.wiring.reload import Reloader
@@ -155,7 +155,7 @@ class Gateway:
         self.roster = Roster(self.fleet, self.metrics.forget)
         self.discovery = Discovery(self.roster, self.settings, base_dir)
         self.reloader = Reloader(
-            self.roster, self.settings, self.metrics, self._take_up, config_path, flags or {}
+            self.roster, self.settings, self.metrics, self.take_up, config_path, flags or {}
         )
         self.dataplane: DataPlane
         self.placement: Placement
@@ -363,7 +363,7 @@ class Gateway:
             prompt_tokens,
         )
 
-    def _take_up(self, change: Change) -> None:
+    def take_up(self, change: Change) -> None:
         """Have another configuration in effect, but for its instances."""
         self.settings.apply(change)
         if self.hub is not None:

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.gateway.wire.tokenizer import Tokenizer
+from hetero_gateway.gateway.request.tokenizer import Tokenizer
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import fake_instances
 

@@ -25,7 +25,7 @@ from typing import Protocol, cast
 import msgspec
 
 from hetero_gateway.core.prefixes.keys import Buffer, KeyChain, PrefixKeys, namespace
-from hetero_gateway.gateway.wire.folding import MOST_ITEMS, Extent, Spans, Steps, items_of
+from hetero_gateway.gateway.request.folding import MOST_ITEMS, Extent, Spans, Steps, items_of
 
 # Of one field; what follows is one part.
 _MOST_PARTS = 1024

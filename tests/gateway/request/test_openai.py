@@ -6,12 +6,11 @@ import time
 import pytest
 
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.wire.openai import (
-    error_body,
+from hetero_gateway.gateway.request.openai import (
     parse_body,
     prompt_text,
-    sse_error_event,
 )
+from hetero_gateway.gateway.wire.errors import error_body, sse_error_event
 
 
 @pytest.mark.parametrize(

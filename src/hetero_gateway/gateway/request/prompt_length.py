@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from hetero_gateway.gateway.wire.folding import (
+from hetero_gateway.gateway.request.folding import (
     LEAST_BYTES,
     Buffer,
     count,

@@ -1,7 +1,7 @@
 """The whole numbers of a body, read as an engine reads them, and refused where it refuses them.
 
 vLLM decodes a body with Python's ``json`` and validates it with pydantic, which takes 5, 5.0, "5"
-and true for whole numbers (tests/gateway/wire/test_whole_numbers.py asks pydantic itself). What
+and true for whole numbers (tests/gateway/request/test_whole_numbers.py asks pydantic itself). What
 neither would take is answered here with 400: it must not come near the scheduler's arithmetic. What
 an engine of some version takes is never refused.
 """

@@ -21,8 +21,8 @@ import msgspec
 
 from hetero_gateway.engines.vllm import FIELDS_OF, GUARDED_FIELDS, Prompts, guarded_at, prompts_at
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.wire import whole_numbers
-from hetero_gateway.gateway.wire.folding import Buffer, Cut, Extent, Spans, Steps, fold, place
+from hetero_gateway.gateway.request import whole_numbers
+from hetero_gateway.gateway.request.folding import Buffer, Cut, Extent, Spans, Steps, fold, place
 
 # A longer name is not of any model, and an error message would repeat it.
 MOST_MODEL_BYTES = 4096

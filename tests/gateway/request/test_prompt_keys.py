@@ -12,9 +12,9 @@ import pytest
 from benchmarks.dataplane.parse_body import hostile_bodies
 from hetero_gateway.core.prefixes.keys import PrefixKeys, namespace, seed_of
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.wire import openai, prompt_keys
-from hetero_gateway.gateway.wire.folding import finish, fold, items_of
-from hetero_gateway.gateway.wire.openai import parse_body
+from hetero_gateway.gateway.request import openai, prompt_keys
+from hetero_gateway.gateway.request.folding import finish, fold, items_of
+from hetero_gateway.gateway.request.openai import parse_body
 
 SEED = seed_of(b"tests")
 SAYINGS = [

@@ -1,4 +1,4 @@
-"""What the gateway reads of a request's body, and the errors that it makes itself.
+"""What the gateway reads of a request's body.
 
 A request's body is passed on byte for byte; only the few fields that scheduling needs are looked
 at, with the prompt left as raw JSON. What an engine's paths and answers mean is in engines/vllm.
@@ -33,8 +33,8 @@ from hetero_gateway.engines.vllm import (
     limits_of,
 )
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.wire import whole_numbers
-from hetero_gateway.gateway.wire.body_fields import (
+from hetero_gateway.gateway.request import whole_numbers
+from hetero_gateway.gateway.request.body_fields import (
     DECODE_ERRORS,
     MOST_MODEL_BYTES,
     MOST_ODD_BYTES,
@@ -46,16 +46,16 @@ from hetero_gateway.gateway.wire.body_fields import (
     not_allowed,
     read_fields,
 )
-from hetero_gateway.gateway.wire.folding import LEAST_BYTES, Extent, Steps, finish, fold, place
-from hetero_gateway.gateway.wire.forms import Form, is_form, read_form
-from hetero_gateway.gateway.wire.prompt_keys import (
+from hetero_gateway.gateway.request.folding import LEAST_BYTES, Extent, Steps, finish, fold, place
+from hetero_gateway.gateway.request.forms import Form, is_form, read_form
+from hetero_gateway.gateway.request.prompt_keys import (
     head_of,
     keys_after,
     keys_in_steps,
     keys_of_fields,
 )
-from hetero_gateway.gateway.wire.prompt_length import measure, measure_prompt
-from hetero_gateway.gateway.wire.prompt_shapes import Measured, measure_body
+from hetero_gateway.gateway.request.prompt_length import measure, measure_prompt
+from hetero_gateway.gateway.request.prompt_shapes import Measured, measure_body
 
 # OpenAI's own limit is 64 characters.
 _MOST_SESSION_BYTES = 512
@@ -443,30 +443,3 @@ def _texts(value: Any) -> Iterator[str]:
         # A message has content, a part of one has text, an item of /v1/responses either.
         yield from _texts(value.get("content"))
         yield from _texts(value.get("text"))
-
-
-# Errors
-
-
-def error_body(error: Refusal, path: str = "") -> bytes:
-    """OpenAI's error body (Anthropic's on /v1/messages, as vLLM answers there)."""
-    if path.startswith("/v1/messages"):
-        return msgspec.json.encode(
-            {"type": "error", "error": {"type": error.kind, "message": error.message}}
-        )
-    return msgspec.json.encode(
-        {
-            "error": {
-                "message": error.message,
-                "type": error.kind,
-                "param": error.param,
-                "code": error.code,
-            }
-        }
-    )
-
-
-def sse_error_event(error: Refusal, path: str = "") -> bytes:
-    """The event that ends a broken stream; no ``[DONE]`` follows."""
-    prefix = b"event: error\n" if path.startswith(("/v1/messages", "/v1/responses")) else b""
-    return prefix + b"data: " + error_body(error, path) + b"\n\n"

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.dataplane.parse_body import hostile_bodies, memory_bytes
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.wire import folding, openai
-from hetero_gateway.gateway.wire.folding import advance, finish, fold
-from hetero_gateway.gateway.wire.openai import ParsedRequest, parse_body, prompt_field
+from hetero_gateway.gateway.request import folding, openai
+from hetero_gateway.gateway.request.folding import advance, finish, fold
+from hetero_gateway.gateway.request.openai import ParsedRequest, parse_body, prompt_field
 
 WORDS = [
     "words and ",

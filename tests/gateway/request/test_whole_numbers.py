@@ -7,8 +7,8 @@ import pydantic
 import pytest
 
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.wire import whole_numbers
-from hetero_gateway.gateway.wire.openai import parse_body
+from hetero_gateway.gateway.request import whole_numbers
+from hetero_gateway.gateway.request.openai import parse_body
 
 PYDANTIC = pydantic.TypeAdapter(int | None)
 ODD = [
