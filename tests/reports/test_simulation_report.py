@@ -17,6 +17,7 @@ from hetero_gateway.cli import main
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.reports import page, simulation_report
+from hetero_gateway.sim import alone
 from hetero_gateway.sim.experiment import Experiment, Rate, compare, measure_bound
 from hetero_gateway.sim.result import Cell
 from hetero_gateway.sim.workload import Fault, FaultKind, TraceLengths
@@ -25,6 +26,12 @@ from tests.fakes.cluster import FakeSimulate, profile, simulated
 EVIL = "</script><img src=x onerror=alert(1)>{{plotly}}&\u2028"
 # The plots' own library is looked at for what could end the element, not for its text.
 LIBRARY = "/* plotly */"
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound takes little time."""
+    monkeypatch.setattr(alone, "_REQUESTS", 600)
 
 
 class Page(HTMLParser):

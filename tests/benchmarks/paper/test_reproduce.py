@@ -129,7 +129,7 @@ def test_the_page_has_every_claim_and_nothing_that_is_no_number(tmp_path, monkey
     rows = "".join(f"{i},{o}\n" for i, o in zip(range(20, 140), range(140, 20, -1), strict=True))
     trace.write_text("input_tokens,output_tokens\n" + rows, encoding="utf-8")
     page = tmp_path / "page.md"
-    arguments = ["--seeds", "2", "--count", "40", "--requests", f"my trace={trace}"]
+    arguments = ["--seeds", "2", "--count", "20", "--requests", f"my trace={trace}"]
     assert reproduce.main([*arguments, "-o", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     for claim, paper, _ in CLAIMS:
