@@ -1,15 +1,18 @@
-"""Which test files can be touched by what differs from a commit; ``scripts/test --changed`` runs them.
+"""Which test files can be touched by what differs from a commit: ``scripts/test --changed``.
 
-    python tests/changed.py [REVISION]      # default: HEAD; one path for each line, or `tests` for all
+    python tests/changed.py [REVISION]
+
+Prints a path for each line, or ``tests`` for all of them; the default is HEAD. Files that git does
+not know, and does not ignore, count as changed.
 
 A test file is touched when it, or something that it reaches, has changed. It reaches what it
 imports, and what that imports; the conftest.py of its folders; a module whose name it has in a
-string (``monkeypatch.setattr("hetero_gateway.…")``), a command that it has as an argument
-(``"serve"``); and a file or a folder of the repository that it names in a string. What lies beside a
-test's or the package's modules and is no module, as data, belongs to all modules of its folder.
+string (``monkeypatch.setattr("hetero_gateway.…")``); a command that it has as an argument
+(``"serve"``); and a file or a folder of the repository that it names. What lies beside modules and
+is none, as data, belongs to all of its folder.
 
-What only runs (an installed program, a fault in another process) is not seen: ``scripts/test`` runs
-everything, and so does continuous integration.
+What only runs, as an installed program or a wheel, is not seen: ``scripts/test`` runs everything,
+and so does continuous integration.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from benchmarks.paper import experiments as ex
 from benchmarks.paper import reproduce
 from benchmarks.paper.lengths import CONVERSATIONS, FIRST_TURNS, Moments, Source
 from benchmarks.paper.report import CLAIMS, ScanPoint, crossing
+from hetero_gateway.sim import alone
 from hetero_gateway.sim.workload import TraceLengths
 
 EQUAL = Source("equal", TraceLengths(np.full(100, 300), np.full(100, 100)))
@@ -123,6 +124,8 @@ def test_the_crossing_is_interpolated():
 
 
 def test_the_page_has_every_claim_and_nothing_that_is_no_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(alone, "_REQUESTS", 400)
+    monkeypatch.setattr(alone, "_BATCHES", 2)
     monkeypatch.setattr(reproduce, "SCAN_A", (1.0, 2.0))
     monkeypatch.setattr(reproduce, "SCAN_B", (1.0,))
     trace = tmp_path / "some trace.csv"
