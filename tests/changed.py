@@ -162,6 +162,7 @@ def _is_word(node: ast.expr) -> bool:
 
 
 def package_imports() -> dict[str, set[str]]:
+    """What each module of the package imports of it, for its types alone as well."""
     graph = grimp.build_graph(PACKAGE)
     return {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
 

@@ -20,6 +20,8 @@ import yaml
 from hetero_gateway.files.admin_key import find
 from tests.fakes.processes import Process
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 60.0
 
 

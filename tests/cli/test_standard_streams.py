@@ -18,6 +18,8 @@ import yaml
 
 from tests.fakes.running import FAST
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = Path(__file__).parents[2] / "configs" / "clusters" / "paper-a.yaml"
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 REDIRECTIONS = {

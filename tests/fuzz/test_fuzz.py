@@ -19,6 +19,8 @@ from tests.fuzz.redis_rows import fuzz_redis
 from tests.fuzz.sink import sink
 from tests.fuzz.websockets import fuzz_websocket
 
+pytestmark = pytest.mark.slow
+
 
 def assert_none(findings: Findings) -> None:
     shown = "\n".join(f"{text}: {data[:300]!r}" for text, data in findings.violations[:10])
@@ -130,7 +132,6 @@ async def test_the_fuzzers_notice_a_gateway_that_answers_500(
     assert any("answered 500" in text for text, _ in findings.violations)
 
 
-@pytest.mark.slow
 async def test_the_control_paths_never_fail_by_their_own_openapi_document(
     tmp_path: Path,
 ) -> None:

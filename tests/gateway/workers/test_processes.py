@@ -16,6 +16,8 @@ import yaml
 from tests.fakes.processes import Process
 from tests.fakes.running import FAST, SLOW
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS = "/v1/completions"
 
 
