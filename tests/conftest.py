@@ -66,6 +66,7 @@ TOGETHER = {
     "tests/e2e/test_openai_client.py": "openai",
     "tests/gateway/test_leaving_clients.py": "leaving clients",
     "tests/gateway/dataplane/test_predictor.py": "installed predictors",
+    "tests/gateway/workers/test_processes.py": "processes",
     # What is compiled by numba, which takes a minute and more for finish-time's loop: once, as the
     # others read it from disk.
     "tests/cli/test_plan.py": "compiled",
