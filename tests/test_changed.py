@@ -56,7 +56,7 @@ def root(tmp_path: Path) -> Path:
         ("tests/a/test_low.py", "low"),
         ("tests/a/conftest.py", "low high"),
         ("tests/b/data.json", "inside helped patched command text"),
-        ("docs/other.md", "text"),
+        ("docs/architecture.md", "text"),
         ("LICENSE", ""),
     ],
 )
