@@ -30,11 +30,11 @@ from hetero_gateway.engines.vllm.paths import (
 from hetero_gateway.files.client_keys import KeyConfig, KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission
-from hetero_gateway.gateway.app import create_app
-from hetero_gateway.gateway.control import admin
-from hetero_gateway.gateway.control.client_metrics import client_families
-from hetero_gateway.gateway.control.families import following_families
-from hetero_gateway.gateway.control.metrics import DECISION_BOUNDS_S, Metrics
+from hetero_gateway.gateway.records.client_metrics import client_families
+from hetero_gateway.gateway.records.families import following_families
+from hetero_gateway.gateway.records.metrics import DECISION_BOUNDS_S, Metrics
+from hetero_gateway.serve.app import create_app
+from hetero_gateway.serve.control import admin
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MADE = "<!-- Made by scripts/reference; edits are lost. -->"

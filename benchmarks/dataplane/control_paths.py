@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from hetero_gateway.core.types import Outcome, Reject, Request
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.files.gateway_config import load_gateway_config
-from hetero_gateway.gateway.app import App, create_app
+from hetero_gateway.serve.app import App, create_app
 
 MOST_HELD_S = 0.05
 PROFILES = ("A100-80GB-SXM/Llama-3-8B/tp1", "L40S-48GB/Llama-3-8B/tp1")

@@ -36,8 +36,8 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hetero_gateway.files.gateway_config import load_gateway_config
-from hetero_gateway.gateway.app import create_app
-from hetero_gateway.gateway.server import GatewayServer, freeze_what_start_made
+from hetero_gateway.serve.app import create_app
+from hetero_gateway.serve.server import GatewayServer, freeze_what_start_made
 
 # A vLLM's exposition has some 70 KB, of which the gateway reads a few lines.
 _FILLER = "".join(

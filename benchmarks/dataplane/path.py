@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.tables import Column, report
 from hetero_gateway.files.client_keys import hash_of, new_key
 from hetero_gateway.files.gateway_config import load_gateway_config
-from hetero_gateway.gateway.app import create_app
-from hetero_gateway.gateway.server import GatewayServer
+from hetero_gateway.serve.app import create_app
+from hetero_gateway.serve.server import GatewayServer
 
 KEY_GOAL = 0.05
 WARM_UP = 320

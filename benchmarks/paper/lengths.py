@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from hetero_gateway.files.trace import read_trace
-from hetero_gateway.sim.workload import Integers, LogNormal, TraceLengths
+from hetero_gateway.sim.arrays import Integers
+from hetero_gateway.sim.workload import LogNormal, TraceLengths
 
 POOL_REQUESTS = 20_000
 CONTEXT_TOKENS = 8192  # of Llama-3-8B

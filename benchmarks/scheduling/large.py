@@ -55,11 +55,11 @@ from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, Outcome, Request
 from hetero_gateway.engines.vllm import paths
 from hetero_gateway.files.gateway_config import GatewayConfig, HealthConfig
-from hetero_gateway.gateway.control.admin import describe_instance
 from hetero_gateway.gateway.dataplane.speed import StepWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.serve.control.admin import describe_instance
+from hetero_gateway.serve.wiring import Gateway
 
 ROUNDS = 5
 REQUESTS_PER_ROUND = 200

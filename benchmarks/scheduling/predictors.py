@@ -44,7 +44,7 @@ from hetero_gateway.core.lengths.predictors import (
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.files.cluster_config import load_cluster
 from hetero_gateway.files.trace import read_trace
-from hetero_gateway.gateway.control.history import RequestHistory
+from hetero_gateway.gateway.records.history import RequestHistory
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.experiment import Experiment, measure_bound, mix_moments, run_once
 from hetero_gateway.sim.result import RunResult

@@ -18,8 +18,8 @@ import asyncio, sys
 from pathlib import Path
 import hetero_gateway.cli.serve
 from hetero_gateway.files.gateway_config import load_gateway_config
-from hetero_gateway.gateway import server
-from hetero_gateway.gateway.app import create_app
+from hetero_gateway.serve import server
+from hetero_gateway.serve.app import create_app
 
 async def run(path):
     app = create_app(load_gateway_config(path), path)

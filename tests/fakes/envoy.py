@@ -15,8 +15,8 @@ import yaml
 
 from benchmarks.envoy import command
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.picker.server import PickerServer
+from hetero_gateway.serve.wiring.gateway import Gateway
 from tests.fakes.admin_key import kept
 from tests.fakes.processes import Process
 
@@ -127,7 +127,7 @@ class RunningPicker:
             all(load == (0.0, 0, 0) for load in self.loads())
             and self.gateway.fleet.scheduler.queued == 0
             and len(self.gateway.placement) == 0
-            and self.server.picker.open == 0
+            and self.server.picker.resources.open == 0
         )
 
 

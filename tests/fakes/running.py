@@ -21,12 +21,12 @@ import httpx
 from hetero_gateway.cli.made_key import dashboard_address
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import describe_clients
-from hetero_gateway.gateway.app import App, create_app
-from hetero_gateway.gateway.server import BACKLOG, GatewayServer, Served
 from hetero_gateway.gateway.wire.cycle import Service
-from hetero_gateway.gateway.wiring import Gateway
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, listen
-from hetero_gateway.gateway.workers.worker import Worker
+from hetero_gateway.serve.app import App, create_app
+from hetero_gateway.serve.processes.worker import Worker
+from hetero_gateway.serve.server import BACKLOG, GatewayServer, Served
+from hetero_gateway.serve.wiring.gateway import Gateway
 from tests.fakes.admin_key import kept
 from tests.fakes.vllm import FakeInstance
 

@@ -189,7 +189,7 @@ class Instance:
                 left += value.values()
                 model = value.get("model")
                 other = not isinstance(model, dict | None) and model != self.model
-                if other or "kv_transfer_params" in value:
+                if other or value.get("kv_transfer_params") is not None:  # null says nothing
                     self.complaints.append(f"an event that may not pass: {message[:300]!r}")
 
 

@@ -14,7 +14,7 @@ import trustme
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.app import create_app
+from hetero_gateway.serve.app import create_app
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 

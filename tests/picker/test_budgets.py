@@ -90,7 +90,7 @@ class Wired:
     def __init__(self, picker: RunningPicker, *greeting: bytes) -> None:
         self.wire = Wire()
         self.server = server_of(picker)
-        self.connection = Connection(self.server)
+        self.connection = self.server.connection()
         self.connection.connection_made(self.wire)
         self.connection.data_received(PREFACE + frames.settings({}) + frame(SETTINGS, ACK, 0))
         for data in greeting:
@@ -422,4 +422,4 @@ async def test_a_head_of_too_many_fields_is_refused():
         peer.open(1, message.SerializeToString())
         _, payload = await peer.until(DATA, 1)
         assert b"header_fields_too_large" in payload
-        await eventually(lambda: picker.server.picker.open == 1)
+        await eventually(lambda: picker.server.picker.resources.open == 1)

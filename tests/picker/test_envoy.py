@@ -324,7 +324,7 @@ async def test_a_report_that_makes_no_sense_harms_nobody(tmp_path):
                     await report(bad)
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             # Of this picker's own it believes that there are any; after another's it does not.
-            ours = picker.server.picker.ticket_prefix + b"0000000077 first"
+            ours = picker.server.picker.resources.tickets.prefix + b"0000000077 first"
             (server,) = picker.server.picker._servers
             for said, believed in (
                 (b"00000000000000000077 first", False),

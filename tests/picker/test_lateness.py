@@ -7,8 +7,7 @@ import struct
 
 import pytest
 
-from hetero_gateway.picker.http2 import calls, connection, frames
-from hetero_gateway.picker.http2 import server as servers
+from hetero_gateway.picker.http2 import calls, commons, connection, frames
 from hetero_gateway.picker.http2.frames import (
     DATA,
     GOAWAY,
@@ -47,7 +46,7 @@ def many(data: bytes) -> bytes:
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second takes 10 ms."""
-    monkeypatch.setattr(servers, "TICK_S", 0.01)
+    monkeypatch.setattr(commons, "TICK_S", 0.01)
 
 
 async def test_a_call_without_a_message_is_ended(fast):

@@ -146,7 +146,7 @@ async def test_reports_count_from_the_address_that_asked_and_tickets_cannot_be_g
     async with one_picker() as picker, peer_at(port_of(picker), path=PROCESS) as peer:
         for number in numbers(20):
             peer.open(number, *WHOLE)
-        issued = picker.server.picker.tickets
+        issued = picker.server.picker.resources.tickets.issued
         await eventually(lambda: len(issued) >= 4)
         found = sorted(int(ticket[10:]) for ticket in issued)
         gaps = {b - a for a, b in itertools.pairwise(found)}

@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     if config.server.workers > 1:
         return _run_workers(args, config)
     # Imported late: validate and --help need no server.
-    from hetero_gateway.gateway import server
-    from hetero_gateway.gateway.app import create_app
+    from hetero_gateway.serve import server
+    from hetero_gateway.serve.app import create_app
 
     app = create_app(config, args.config, record=args.record, flags=flags)
     with (
@@ -137,8 +137,8 @@ def _check_new(record: Path) -> None:
 
 def _run_workers(args: argparse.Namespace, config: GatewayConfig) -> int:
     from hetero_gateway.files.admin_key import made_admin_key
-    from hetero_gateway.gateway.app import create_app
-    from hetero_gateway.gateway.workers.supervisor import Supervisor
+    from hetero_gateway.serve.app import create_app
+    from hetero_gateway.serve.processes.supervisor import Supervisor
 
     # What cannot be put together shows here, once, rather than in each process.
     create_app(config, args.config)
@@ -158,11 +158,11 @@ def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     import msgspec
 
     from hetero_gateway.files.admin_key import forget
-    from hetero_gateway.gateway import server
-    from hetero_gateway.gateway.app import create_app
-    from hetero_gateway.gateway.workers.heartbeat import Heartbeat
-    from hetero_gateway.gateway.workers.supervisor import Role
-    from hetero_gateway.gateway.workers.worker import Worker
+    from hetero_gateway.serve import server
+    from hetero_gateway.serve.app import create_app
+    from hetero_gateway.serve.heartbeat import Heartbeat
+    from hetero_gateway.serve.processes.supervisor import Role
+    from hetero_gateway.serve.processes.worker import Worker
 
     role = msgspec.json.decode(args.role, type=Role)
     role.die_with_supervisor()

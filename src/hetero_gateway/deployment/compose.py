@@ -18,11 +18,7 @@ from urllib.parse import urlsplit
 
 from hetero_gateway.deployment.command import emulate_arguments, serve_arguments
 from hetero_gateway.deployment.gateway_files import ADMIN_KEY_ENV, dumped
-from hetero_gateway.deployment.instances import (
-    DeployedInstance,
-    DeploymentOptions,
-    on_one_host,
-)
+from hetero_gateway.deployment.instances import DeployedInstance, DeploymentOptions, on_one_host
 
 GATEWAY_FILE = "gateway.compose.yaml"
 GATEWAY_IMAGE = "${HETERO_GATEWAY_IMAGE:-hetero-gateway:local}"

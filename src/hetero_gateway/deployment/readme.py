@@ -6,17 +6,8 @@ from collections.abc import Sequence
 
 from hetero_gateway.deployment.command import MASTER_PORT
 from hetero_gateway.deployment.gateway_files import ADMIN_KEY_ENV
-from hetero_gateway.deployment.instances import (
-    DeployedInstance,
-    DeploymentOptions,
-    on_one_host,
-)
-from hetero_gateway.deployment.kubernetes import (
-    ADMIN_KEY_KEY,
-    API_KEY_KEY,
-    HF_TOKEN_KEY,
-    SECRET,
-)
+from hetero_gateway.deployment.instances import DeployedInstance, DeploymentOptions, on_one_host
+from hetero_gateway.deployment.kubernetes import ADMIN_KEY_KEY, API_KEY_KEY, HF_TOKEN_KEY, SECRET
 from hetero_gateway.planner.plan import Candidate, Plan
 
 

@@ -13,12 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import msgspec
 
 from hetero_gateway.emulator.settings import BLOCK_TOKENS
-from hetero_gateway.emulator.text import (
-    BYTES_PER_TOKEN,
-    TEMPLATE_HEADER_TOKENS,
-    Json,
-    token_text,
-)
+from hetero_gateway.emulator.text import BYTES_PER_TOKEN, TEMPLATE_HEADER_TOKENS, Json, token_text
 
 _FILL = b"\xff"
 # Template tokens: of a message's beginning, with its role, and of its end.

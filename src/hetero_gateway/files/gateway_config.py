@@ -19,11 +19,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.client_keys import ClientsConfig, read_clients
 from hetero_gateway.files.discovery_config import SourceConfig
 from hetero_gateway.files.following_config import FollowingConfig, followed_profiles
-from hetero_gateway.files.instance_config import (
-    InstanceConfig,
-    ModelConfig,
-    check_reachable,
-)
+from hetero_gateway.files.instance_config import InstanceConfig, ModelConfig, check_reachable
 from hetero_gateway.files.log_config import LogConfig, TracesConfig
 from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.own_address import check_not_own

@@ -15,9 +15,10 @@ from hetero_gateway.planner.further_sizes import MeanRequest
 from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.sim.alone import Mix
+from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.prefixes import KnownText, Run
-from hetero_gateway.sim.workload import Integers, Lengths, LogNormal, LogNormalLengths, TraceLengths
+from hetero_gateway.sim.workload import Lengths, LogNormal, LogNormalLengths, TraceLengths
 
 # The default workload.
 _CHAT_PROMPT = LogNormal(CHAT_MIX.input_median, CHAT_MIX.input_sigma, CHAT_MIX.input_max)

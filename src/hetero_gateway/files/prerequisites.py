@@ -8,19 +8,38 @@ out, as ``serve`` ignores it.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.discovery_config import SourceConfig
+from hetero_gateway.files.instance_config import InstanceConfig, ModelConfig
+from hetero_gateway.files.log_config import TracesConfig
 from hetero_gateway.files.problems import Key
 from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.scheduler_config import SchedulerConfig
+from hetero_gateway.files.server_config import ServerConfig
 
-if TYPE_CHECKING:
-    from hetero_gateway.files.gateway_config import GatewayConfig
+
+class Sections(Protocol):
+    """The sections of a configuration that name a file or need a package."""
+
+    @property
+    def server(self) -> ServerConfig: ...
+    @property
+    def scheduler(self) -> SchedulerConfig: ...
+    @property
+    def traces(self) -> TracesConfig: ...
+    @property
+    def discovery(self) -> Sequence[SourceConfig]: ...
+    @property
+    def models(self) -> Mapping[str, ModelConfig]: ...
+    @property
+    def instances(self) -> Sequence[InstanceConfig]: ...
 
 
-def missing_prerequisites(config: GatewayConfig, base_dir: Path) -> Iterator[tuple[Key, str]]:
+def missing_prerequisites(config: Sections, base_dir: Path) -> Iterator[tuple[Key, str]]:
     """What is not there: the key that asks for it, and one line.
 
     Args:
@@ -44,7 +63,7 @@ def missing_prerequisites(config: GatewayConfig, base_dir: Path) -> Iterator[tup
             yield key, str(error)
 
 
-def _packages(config: GatewayConfig) -> Iterator[tuple[Key, str, str]]:
+def _packages(config: Sections) -> Iterator[tuple[Key, str, str]]:
     """What is imported because of the configuration: (key, module, our extra that has it)."""
     scheduler = config.scheduler
     if config.traces.endpoint is not None:
@@ -63,7 +82,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _files(config: GatewayConfig) -> Iterator[tuple[Key, Path | None]]:
+def _files(config: Sections) -> Iterator[tuple[Key, Path | None]]:
     """The files that must be there when the gateway starts, but for profiles, keys and models."""
     server, scheduler = config.server, config.scheduler
     for name in ("certificate_file", "key_file", "client_ca_file"):
@@ -79,7 +98,7 @@ def _files(config: GatewayConfig) -> Iterator[tuple[Key, Path | None]]:
             yield ("models", model, "fallbacks", i, "ca_file"), fallback.ca_file
 
 
-def _profiles(config: GatewayConfig) -> Iterator[tuple[Key, str]]:
+def _profiles(config: Sections) -> Iterator[tuple[Key, str]]:
     """The profiles that are named, of instances and of sources."""
     for i, instance in enumerate(config.instances):
         if instance.profile is not None:

@@ -10,11 +10,7 @@ from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.headers import CREDENTIALS, Withheld
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.picker import answers
-from hetero_gateway.picker.protocol.messages_pb2 import (
-    HttpHeaders,
-    Metadata,
-    ProcessingRequest,
-)
+from hetero_gateway.picker.protocol.messages_pb2 import HttpHeaders, Metadata, ProcessingRequest
 
 # Of a request's head: all others are the data plane's business.
 _READ_FIELDS = {

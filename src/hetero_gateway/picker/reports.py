@@ -16,30 +16,62 @@ is bounded like everything that an engine says (``dataplane/records``).
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hetero_gateway.core.types import Usage
 from hetero_gateway.errors import Refusal
 from hetero_gateway.picker.http2.calls import Call
 from hetero_gateway.picker.http2.frames import Status
 
-if TYPE_CHECKING:
-    from hetero_gateway.picker.service import Picker
-
 _REPORT = re.compile(rb"(\d{20}) (?:first|end (\d{1,9}|-) (\d{1,9}|-) (\d{1,9}|-) (\d{1,9})) *")
 # For so long after a report that was another picker's, first bytes are predicted.
 _STRAY_S = 60.0
 
 
+class Reported(Protocol):
+    """A request, as a data plane reports on it."""
+
+    @property
+    def address(self) -> str:
+        """Of the data plane that asked."""
+
+    def first_bytes(self) -> None:
+        """The first bytes of a streamed body have passed."""
+
+    def told(self, usage: Usage, events: int) -> None:
+        """The body has passed, and this is what its end said."""
+
+
+class Tickets:
+    """Names for requests' responses, by which the data plane may report on them."""
+
+    def __init__(self) -> None:
+        # Envoy may ask several pickers in turn: what is of another one must be known as such.
+        self.prefix = b"%010d" % secrets.randbelow(10**10)
+        self.issued: dict[bytes, Reported] = {}
+
+    def issue(self, request: Reported) -> bytes:
+        """One that nobody has."""
+        while True:
+            # At random: who has one must not know others', nor say what became of them.
+            number = int.from_bytes(os.urandom(8), "big") % 10**10
+            ticket = b"%b%010d" % (self.prefix, number)
+            if ticket not in self.issued:
+                self.issued[ticket] = request
+                return ticket
+
+
 class ReportCall:
     """One report: a ``Receiver``."""
 
-    __slots__ = ("_call", "_picker")
+    __slots__ = ("_call", "_tickets")
 
-    def __init__(self, picker: Picker, call: Call) -> None:
-        self._picker = picker
+    def __init__(self, tickets: Tickets, call: Call) -> None:
+        self._tickets = tickets
         self._call = call
 
     def message(self, data: bytes) -> None:
@@ -48,20 +80,20 @@ class ReportCall:
             self._call.finish(Status.INVALID_ARGUMENT, "this is no report")
             return
         peer, now_s = self._call.peer, time.monotonic()
-        if found[1].startswith(self._picker.ticket_prefix):
+        if found[1].startswith(self._tickets.prefix):
             peer.reports = now_s >= peer.stray_until_s
         else:
             # Of another picker: some of this one's will go there.
             peer.reports, peer.stray_until_s = False, now_s + _STRAY_S
-        stream = self._picker.tickets.get(found[1])
-        if stream is not None and stream.address == peer.address:
+        request = self._tickets.issued.get(found[1])
+        if request is not None and request.address == peer.address:
             if found[5] is None:
-                stream.first_bytes()
+                request.first_bytes()
             else:
                 usage = Usage(
                     *(None if said == b"-" else int(said) for said in found.group(2, 3, 4))
                 )
-                stream.told(usage, int(found[5]))
+                request.told(usage, int(found[5]))
         self._call.finish()
 
     def refuse(self, refusal: Refusal) -> None:

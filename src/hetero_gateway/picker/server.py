@@ -9,17 +9,13 @@ from typing import Any
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.app import App, create_app
 from hetero_gateway.gateway.dataplane.answers import answer
-from hetero_gateway.gateway.server import (
-    ProtocolServer,
-    freeze_what_start_made,
-    url_host,
-)
 from hetero_gateway.gateway.wire.clients import raise_descriptor_limit
 from hetero_gateway.gateway.wire.downstream import Downstream, Listener
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.picker.service import Picker
+from hetero_gateway.serve.app import App, create_app
+from hetero_gateway.serve.server import ProtocolServer, freeze_what_start_made, url_host
 
 _ELSEWHERE = Refusal(404, "not_found", "This is the picker: engine paths are served by Envoy.")
 

@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
-import os
-import secrets
-import time
 from pathlib import Path
-from typing import NamedTuple
 
-import msgspec
 from google.protobuf.message import DecodeError
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import PickerConfig
-from hetero_gateway.gateway.admission.clients import Admission
-from hetero_gateway.gateway.control.metrics import Metrics
-from hetero_gateway.gateway.control.public import model_list
-from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
-from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
-from hetero_gateway.gateway.wire.headers import Withheld
 from hetero_gateway.gateway.wire.tls import ServerTls
-from hetero_gateway.gateway.wiring import Gateway
-from hetero_gateway.picker import answers
 from hetero_gateway.picker.endpoints import Endpoints
-from hetero_gateway.picker.http2.calls import Call
+from hetero_gateway.picker.http2.calls import Call, Methods
 from hetero_gateway.picker.http2.frames import Status, message
-from hetero_gateway.picker.http2.server import Methods, Server
-from hetero_gateway.picker.protocol.messages_pb2 import (
-    HealthCheckRequest,
-    HealthCheckResponse,
-    HttpHeaders,
-)
+from hetero_gateway.picker.http2.server import Server
+from hetero_gateway.picker.protocol.messages_pb2 import HealthCheckRequest, HealthCheckResponse
 from hetero_gateway.picker.reports import ReportCall
+from hetero_gateway.picker.resources import Resources
 from hetero_gateway.picker.stream import Stream
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH = "grpc.health.v1.Health"
@@ -46,24 +29,8 @@ _READY = ("readiness", EXT_PROC, "inference-extension")
 _OTHER = "unknown"
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 _WATCH_S = 0.5
-_LOG_EVERY_S = 10.0
-# For the gateway's own limit of a request to be the first.
-_GRACE_S = 10
 # Of a message, besides the body in it.
 _MESSAGE_MARGIN_BYTES = 2**20
-
-_log = logging.getLogger(__name__)
-
-
-class Rooms(NamedTuple):
-    """What every request passes through."""
-
-    admission: Admission
-    intake: Intake
-    dispatcher: LocalDispatcher
-    metrics: Metrics
-    total_timeout_s: float
-    reading: LongBodies
 
 
 class Picker:
@@ -79,20 +46,15 @@ class Picker:
         self._config = config
         self._tls = _tls(config, base_dir)  # of ext_proc
         self._servers: list[Server] = []
+        self.resources: Resources
         self._following: asyncio.Task[None] | None = None
         self._serving = False
-        self.extends_timeout = config.extend_timeouts
         self.endpoints = Endpoints(
             gateway.fleet, config.resolve_interval_s, drops_credentials=gateway.admission.has_key
         )
-        self.tickets: dict[bytes, Stream] = {}
-        # Envoy may ask several pickers in turn: what is of another one must be known as such.
-        self.ticket_prefix = b"%010d" % secrets.randbelow(10**10)
-        self._logged_s: dict[str, float] = {}  # when each misconfiguration was logged last
         self._watchers: set[HealthCall] = set()
         self._watching: asyncio.TimerHandle | None = None
         self._was_ready = False
-        self.open = 0
         self.port = 0
 
     @property
@@ -100,29 +62,10 @@ class Picker:
         """Whether requests may be sent here. Without an instance, too: it says so itself."""
         return self._serving and not self._gateway.draining
 
-    @property
-    def guarded(self) -> Withheld:
-        """The header fields that are not for clients, as they are configured now."""
-        return self._gateway.dataplane.rooms.fields.guarded
-
-    @property
-    def queue_timeout_s(self) -> float:
-        return self._gateway.config.scheduler.queue.timeout_s
-
     async def start(self) -> None:
         """Listen. Raises HeteroGatewayError: a port cannot be used."""
-        config, dataplane = self._config, self._gateway.dataplane
-        self.rooms = Rooms(
-            dataplane.rooms.admission,
-            dataplane.intake,
-            dataplane.dispatcher,
-            self._gateway.metrics,
-            dataplane.rooms.total_timeout_s,
-            dataplane.rooms.reading,
-        )
-        self.total_timeout_s = math.ceil(self.rooms.total_timeout_s) + _GRACE_S
-        self.name = dataplane.name
-        self.body_limits = dataplane.body_limits
+        config = self._config
+        resources = self.resources = Resources(self._gateway, config, self.endpoints)
         await self.endpoints.look()
         self._following = asyncio.get_running_loop().create_task(self.endpoints.follow())
         health: Methods = {
@@ -130,8 +73,8 @@ class Picker:
             f"/{HEALTH}/Watch": lambda call: HealthCall(self, call, watches=True),
         }
         requests: Methods = {
-            f"/{EXT_PROC}/Process": lambda call: Stream(self, call),
-            f"/{REPORTS}/Report": lambda call: ReportCall(self, call),
+            f"/{EXT_PROC}/Process": lambda call: Stream(resources, call),
+            f"/{REPORTS}/Report": lambda call: ReportCall(resources.tickets, call),
         }
         main = self._server({**requests, **health})
         self.port = await main.listen(
@@ -142,13 +85,14 @@ class Picker:
         self._serving = True
 
     def _server(self, methods: Methods) -> Server:
-        server = Server(methods, self.body_limits, _MESSAGE_MARGIN_BYTES, self.count_bug)
+        limits, on_bug = self._gateway.dataplane.body_limits, self.resources.count_bug
+        server = Server(methods, limits, _MESSAGE_MARGIN_BYTES, on_bug)
         self._servers.append(server)
         return server
 
     async def stop(self) -> None:
         """Turn unready, give the data planes time to see it, and let open streams end."""
-        if self._serving and self.open:
+        if self._serving and self.resources.open:
             self._serving = False
             await asyncio.sleep(self._config.drain_s)
         self._serving = False
@@ -158,38 +102,6 @@ class Picker:
             self._following.cancel()
         if self._watching is not None:
             self._watching.cancel()
-
-    def issue_ticket(self, stream: Stream) -> bytes:
-        """A name for a request's response, by which the data plane may report on it."""
-        while True:
-            # At random: who has one must not know others', nor say what became of them.
-            number = int.from_bytes(os.urandom(8), "big") % 10**10
-            ticket = b"%b%010d" % (self.ticket_prefix, number)
-            if ticket not in self.tickets:
-                self.tickets[ticket] = stream
-                return ticket
-
-    def count_bug(self) -> None:
-        self.rooms.metrics.counts("", "").outcomes["internal_error"] += 1
-
-    def misconfigured(self, what: str) -> Refusal:
-        """The data plane does not send what the picker needs."""
-        now_s = time.monotonic()
-        if now_s - self._logged_s.get(what, -_LOG_EVERY_S) >= _LOG_EVERY_S:
-            self._logged_s[what] = now_s
-            _log.error("the data plane's ext_proc filter is misconfigured: %s", what)
-        return Refusal(500, "misconfigured_data_plane", f"ext_proc: {what}.", kind="server_error")
-
-    def other_request(self, method_and_path: str, head: HttpHeaders) -> bytes:
-        """The answer to what is no POST on an engine's path."""
-        if method_and_path == "GET /v1/models":
-            headers = [
-                (field.key.encode(), field.raw_value or field.value.encode())
-                for field in head.headers.headers
-            ]
-            client = self._gateway.admission.client_of(headers)
-            return answers.immediate(200, msgspec.json.encode(model_list(self._gateway, client)))
-        raise Refusal(404, "not_found", f"there is no {method_and_path}"[:200])
 
     def health(self, service: str) -> int:
         """As grpc.health.v1 has it."""

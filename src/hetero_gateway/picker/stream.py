@@ -32,7 +32,7 @@ import enum
 import logging
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -61,9 +61,7 @@ from hetero_gateway.picker.questions import (
     status_of,
     subset_of,
 )
-
-if TYPE_CHECKING:
-    from hetero_gateway.picker.service import Picker
+from hetero_gateway.picker.resources import Resources
 
 _log = logging.getLogger(__name__)
 
@@ -129,9 +127,9 @@ class Stream(Understanding):
         "_head_bytes",
         "_inbound",
         "_job",
-        "_picker",
         "_placed",
         "_removed",
+        "_resources",
         "_response_mode",
         "_state",
         "_status",
@@ -143,8 +141,8 @@ class Stream(Understanding):
         "gone",
     )
 
-    def __init__(self, picker: Picker, call: Call) -> None:
-        self._picker = picker
+    def __init__(self, resources: Resources, call: Call) -> None:
+        self._resources = resources
         self._call = call
         self._state = _HEAD
         self._inbound: Inbound | None = None
@@ -170,7 +168,7 @@ class Stream(Understanding):
         self._told: Usage | None = None
         self._events = 0
         self.gone = False
-        picker.open += 1
+        resources.open += 1
 
     def __repr__(self) -> str:
         where = self._placed and self._placed.instance.id
@@ -204,7 +202,7 @@ class Stream(Understanding):
         try:
             if state is _HEAD:
                 if kind != "request_headers":
-                    raise self._picker.misconfigured("request_header_mode must be SEND")
+                    raise self._resources.misconfigured("request_header_mode must be SEND")
                 if len(data) > _USUAL_BYTES:
                     self._head_bytes = len(data)
                 self._begin(message)
@@ -242,24 +240,23 @@ class Stream(Understanding):
             self._body_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
         head = message.request_headers
-        picker = self._picker
-        method, inbound, self._removed = inbound_of(head, picker.guarded)
+        resources = self._resources
+        method, inbound, self._removed = inbound_of(head, resources.guarded)
         if inbound is None:
             self._state = _ANSWERING
             self._call.expect(LINGER_S)
-            self._call.send(picker.other_request(method, head))
+            self._call.send(resources.other_request(method, head))
             return
         self._inbound = inbound
-        picker.name(inbound)
-        rooms = picker.rooms
+        resources.name(inbound)
         subset = subset_of(message.metadata_context)
         if subset is not None:
-            self._subset = picker.endpoints.instances_at(subset)
-        self._client = rooms.admission.client_of(inbound.headers)
+            self._subset = resources.endpoints.instances_at(subset)
+        self._client = resources.admission.client_of(inbound.headers)
         if self._head_bytes:
             self._call.hold(self._head_bytes)
         self._call.at_work = True
-        rooms.intake.limits.check(inbound.content_length)
+        resources.intake.limits.check(inbound.content_length)
         if head.end_of_stream:
             self._has_body = False
             self._take_whole()
@@ -267,7 +264,8 @@ class Stream(Understanding):
         if self._body_mode == _BUFFERED:
             self._call.send(answers.GO_ON_TO_BODY)
         elif self._body_mode != _FULL_DUPLEX:
-            raise picker.misconfigured("request_body_mode must be BUFFERED or FULL_DUPLEX_STREAMED")
+            modes = "BUFFERED or FULL_DUPLEX_STREAMED"
+            raise resources.misconfigured(f"request_body_mode must be {modes}")
         self._buffer = BodyBuffer(self._call.peer.share)
         self._state = _BODY
         self._call.expect(_BODY_PART_S)
@@ -308,12 +306,12 @@ class Stream(Understanding):
     def _take_whole(self) -> None:
         """The body is here, if there is one. Raises Refusal."""
         self._state = _PLACING
-        self._call.expect(self._picker.total_timeout_s)
+        self._call.expect(self._resources.stream_timeout_s)
         inbound = self._inbound
         assert inbound is not None
         if self._buffer is not None:
             inbound.body = self._buffer.take()
-        self._read(self._picker.rooms, inbound)
+        self._read(self._resources, inbound)
 
     def _is_over(self) -> bool:
         return self.gone
@@ -322,7 +320,7 @@ class Stream(Understanding):
         inbound, client = self._inbound, self._client
         assert inbound is not None
         assert client is not None
-        job = self._picker.rooms.dispatcher.describe(inbound, client, parsed, counted)
+        job = self._resources.dispatcher.describe(inbound, client, parsed, counted)
         self._job = job
         request = job.request
         if request.streams and not self._call.peer.reports:
@@ -334,13 +332,13 @@ class Stream(Understanding):
 
     def _place(self, request: Request) -> None:
         """Find the request its place. Raises Refusal."""
-        picker, job = self._picker, self._job
+        resources, job = self._resources, self._job
         assert job is not None
-        exclude: tuple[InstanceId, ...] = picker.endpoints.unresolved
+        exclude: tuple[InstanceId, ...] = resources.endpoints.unresolved
         if self._subset is not None:
-            exclude = (*exclude, *picker.endpoints.outside(self._subset))
+            exclude = (*exclude, *resources.endpoints.outside(self._subset))
         try:
-            place = picker.rooms.dispatcher.placement.submit(
+            place = resources.dispatcher.placement.submit(
                 request, exclude, waits=job.waits, first=False
             )
         except Refusal:
@@ -353,11 +351,11 @@ class Stream(Understanding):
             self._take(place, request)
 
     async def _wait(self, ticket: Ticket, request: Request) -> None:
-        rooms = self._picker.rooms
+        resources = self._resources
         assert self._inbound is not None
-        deadline_s = self._inbound.received_s + rooms.total_timeout_s
+        deadline_s = self._inbound.received_s + resources.total_timeout_s
         try:
-            place = await rooms.dispatcher.placement.wait(ticket, self, deadline_s)
+            place = await resources.dispatcher.placement.wait(ticket, self, deadline_s)
         except SleeperGone:
             self._note("client_disconnected")
             return
@@ -390,12 +388,12 @@ class Stream(Understanding):
 
     def _send_there(self, placed: Placed) -> None:
         """Say where the request goes."""
-        picker, rooms, instance = self._picker, self._picker.rooms, placed.instance
+        resources, instance = self._resources, placed.instance
         inbound, job, call = self._inbound, self._job, self._call
         assert inbound is not None
         assert job is not None
-        rooms.dispatcher.note_place(job, None, placed)
-        destination = picker.endpoints.destination(instance)
+        resources.dispatcher.note_place(job, None, placed)
+        destination = resources.endpoints.destination(instance)
         if destination is None:
             raise Refusal(
                 503,
@@ -407,13 +405,13 @@ class Stream(Understanding):
         self._state = _ANSWERING
         buffered = self._has_body and self._body_mode == _BUFFERED
         answer = destination.in_body if buffered else destination.in_headers
-        if prefix := picker.endpoints.path_prefix(instance):
+        if prefix := resources.endpoints.path_prefix(instance):
             answer = answers.with_path(answer, prefix + inbound.target)
         if self._removed:
             answer = answers.without(answer, self._removed)
         overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
-        rooms.metrics.overhead_s.observe(overhead_s)
-        self._ticket = picker.issue_ticket(self)
+        resources.metrics.overhead_s.observe(overhead_s)
+        self._ticket = resources.tickets.issue(self)
         call.send(answers.with_ticket(answer, self._ticket))
         if self._has_body and not buffered:
             self._gives_back = True
@@ -443,7 +441,7 @@ class Stream(Understanding):
     def _refuse(self, refusal: Refusal) -> None:
         """An ImmediateResponse in place of any instance's."""
         if self._job is None and self._inbound is not None:
-            self._picker.rooms.dispatcher.note(None, "rejected")
+            self._resources.dispatcher.note(None, "rejected")
         inbound, path, request_id = self._inbound, "", b""
         if inbound is not None:
             path, request_id = inbound.path, inbound.request_id
@@ -487,32 +485,31 @@ class Stream(Understanding):
             self._move(served.rpartition(",")[2])
         if self._placed is None or self._error is not None:
             return answers.RESPONSE_HEADERS
-        destination = self._picker.endpoints.destination(self._placed.instance)
+        destination = self._resources.endpoints.destination(self._placed.instance)
         return answers.RESPONSE_HEADERS if destination is None else destination.served
 
     def _move(self, endpoint: str) -> None:
         """Charge the load to who served the request, where that is not who was to."""
-        placed, job, picker = self._placed, self._job, self._picker
+        placed, job, resources = self._placed, self._job, self._resources
         assert placed is not None
         assert job is not None
-        chosen = picker.endpoints.destination(placed.instance)
+        chosen = resources.endpoints.destination(placed.instance)
         if chosen is not None and chosen.endpoint == endpoint:
             return
-        rooms = picker.rooms
         error = InstanceError(Failure.RESET, f"the data plane went on to {endpoint}")
         self._settle(Outcome.UPSTREAM_ERROR, SeenAnswer(0, error), final=False)
-        rooms.metrics.retries[error.reason] += 1
-        served = picker.endpoints.instance_at(endpoint)
+        resources.metrics.retries[error.reason] += 1
+        served = resources.endpoints.instance_at(endpoint)
         if served is None:
             return  # it is none of ours
         request = job.request._replace(streams=False, only=served)
         try:
-            moved = rooms.dispatcher.placement.submit(request, (), waits=False)
+            moved = resources.dispatcher.placement.submit(request, (), waits=False)
         except Refusal:
             return
         if isinstance(moved, Placed):
             self._placed = moved
-            rooms.metrics.decisions[served] += 1
+            resources.metrics.decisions[served] += 1
 
     # Reports
 
@@ -523,7 +520,7 @@ class Stream(Understanding):
             return
         self._first_s = time.monotonic()
         dispatch, ttft_s = placed.dispatch, placed.decision.choice.ttft_s
-        self._picker.rooms.dispatcher.placement.stream_began(dispatch, None)
+        self._resources.dispatcher.placement.stream_began(dispatch, None)
         if dispatch.predicted_s is None and ttft_s is not None:
             # Its steps are not seen: its whole time is what it says of the engine's speed.
             dispatch.predicted_s = (placed.placed_s, ttft_s)
@@ -541,9 +538,9 @@ class Stream(Understanding):
         if self._state is _OVER:
             return
         self._state = _OVER
-        self._picker.open -= 1
+        self._resources.open -= 1
         self._call.at_work = False
-        self._picker.tickets.pop(self._ticket, None)
+        self._resources.tickets.issued.pop(self._ticket, None)
         self._let_go_of_body()
         if self._placed is not None:
             self._settle_placed()
@@ -569,16 +566,16 @@ class Stream(Understanding):
         self._settle(outcome, seen, final=True)
 
     def _settle(self, outcome: Outcome, seen: SeenAnswer, *, final: bool) -> None:
-        placed, job, rooms = self._placed, self._job, self._picker.rooms
+        placed, job, resources = self._placed, self._job, self._resources
         assert placed is not None
         assert job is not None
         self._placed = None
-        rooms.dispatcher.settle(job, placed, seen, outcome, final=final)
+        resources.dispatcher.settle(job, placed, seen, outcome, final=final)
 
     def _note(self, outcome: str) -> None:
         """Count a request that reached no instance."""
         assert self._job is not None
-        self._picker.rooms.dispatcher.note(self._job, outcome)
+        self._resources.dispatcher.note(self._job, outcome)
 
     # A Sleeper
 
@@ -587,9 +584,9 @@ class Stream(Understanding):
             self._woken.set()
 
     async def wait(self) -> None:
-        if not self._waited and self._picker.extends_timeout:
+        if not self._waited and self._resources.extends_timeout:
             # Here, where the placement gives the ticket back whatever happens.
-            self._call.send(answers.wait_longer(self._picker.queue_timeout_s + _GRACE_S))
+            self._call.send(answers.wait_longer(self._resources.queue_timeout_s + _GRACE_S))
         self._waited = True
         assert self._woken is not None
         await self._woken.wait()
@@ -597,6 +594,6 @@ class Stream(Understanding):
 
     def broke(self, error: Exception) -> None:
         _log.error("%r failed inside the picker", self, exc_info=error)
-        self._picker.count_bug()
+        self._resources.count_bug()
         self._call.finish(Status.INTERNAL, "the picker failed")
         self.lost()

@@ -31,11 +31,7 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
 from hetero_gateway.planner.pipelines import Network, pipelined_profile
 from hetero_gateway.planner.plan import InstanceType, Machine, MemoryEstimate, Unfit
-from hetero_gateway.planner.roofline import (
-    SLOT_BYTES_PER_S,
-    SLOTS_UNCERTAINTY,
-    roofline_profile,
-)
+from hetero_gateway.planner.roofline import SLOT_BYTES_PER_S, SLOTS_UNCERTAINTY, roofline_profile
 from hetero_gateway.planner.sizes import Size, as_size
 from hetero_gateway.planner.stages import holds_request, instance_memory
 

@@ -199,10 +199,6 @@ class ModelShape:
         return any(cache.copied for cache in self.caches)
 
     @property
-    def attention_layers(self) -> int:
-        return sum(cache.layers for cache in self.layer_caches if cache.element_bytes is None)
-
-    @property
     def _attention(self) -> int:
         """Of all layers."""
         if self.attention_weights is not None:

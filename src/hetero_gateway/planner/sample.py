@@ -9,7 +9,8 @@ import numpy as np
 from hetero_gateway.planner.plan import Plan
 from hetero_gateway.planner.question import Question
 from hetero_gateway.sim.alone import Mix
-from hetero_gateway.sim.workload import Integers, even_rows
+from hetero_gateway.sim.arrays import Integers
+from hetero_gateway.sim.workload import even_rows
 
 # In batches of the whole system: enough that a run is mostly in its stride.
 _BATCHES = 30

@@ -30,12 +30,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.cluster import Records
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.fleet import Fleet
 from hetero_gateway.sim.kernel import FINISHED, FIRST
 from hetero_gateway.sim.result import tokens_between
-from hetero_gateway.sim.workload import Integers, Lengths, Workload, all_at_once
+from hetero_gateway.sim.workload import Lengths, Workload, all_at_once
 
 # The mix's moments, and the pool that half-done requests are drawn from.
 _POOL = 20_000

@@ -44,11 +44,7 @@ from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request, Usage
 from hetero_gateway.sim.compiled import cases
 from hetero_gateway.sim.compiled.jit import compiled as jit_loop
-from hetero_gateway.sim.engine import (
-    DEFAULT_BLOCK_TOKENS,
-    DEFAULT_MAX_BATCHED_TOKENS,
-    Scheduling,
-)
+from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.fleet import Fleet, can_compile, jit
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload

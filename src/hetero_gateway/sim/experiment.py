@@ -34,6 +34,7 @@ from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS
 from hetero_gateway.sim import cluster
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
+from hetero_gateway.sim.arrays import Floats
 from hetero_gateway.sim.cluster import Records, SimulatedInstance
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.held import held_loads
@@ -42,7 +43,6 @@ from hetero_gateway.sim.result import Cell, RunResult, summarise
 from hetero_gateway.sim.workload import (
     EvenLengths,
     Fault,
-    Floats,
     Lengths,
     Workload,
     all_at_once,

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # measuring runs needs no simulator
     from hetero_gateway.core.policies.slo import Slo
+    from hetero_gateway.sim.arrays import Floats
     from hetero_gateway.sim.cluster import Records
-    from hetero_gateway.sim.workload import Floats, Workload
+    from hetero_gateway.sim.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

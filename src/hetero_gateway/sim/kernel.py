@@ -31,15 +31,7 @@ from __future__ import annotations
 
 import math
 
-from hetero_gateway.sim.block_cache import (
-    SPARE,
-    count_free,
-    keep,
-    look_up,
-    release,
-    share,
-    take,
-)
+from hetero_gateway.sim.block_cache import SPARE, count_free, keep, look_up, release, share, take
 
 Row = list[int]
 Rows = list[list[int]]

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_gateway.sim.arrays import Floats, Integers
 from hetero_gateway.sim.prefixes import FIRST_OWN_ID, KnownText, Prefixes, Run
 from hetero_gateway.sim.workload import (
-    Floats,
-    Integers,
     Workload,
     all_at_once,
     at_rate,

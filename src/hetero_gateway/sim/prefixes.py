@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.prefixes.keys import PrefixKeys, keys_of
-from hetero_gateway.sim.workload import Integers
+from hetero_gateway.sim.arrays import Integers
 
 BYTES_PER_TOKEN = 4
 # 64-bit constants of splitmix64 (Steele, Lea, Flood 2014): they spread what differs in few bits.

@@ -19,12 +19,13 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.predictors import ConstantPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.sim.arrays import Floats, Integers
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.figures import Distribution
 from hetero_gateway.sim.fleet import Fleet
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
-from hetero_gateway.sim.workload import Floats, Integers, Workload
+from hetero_gateway.sim.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+
+from hetero_gateway.sim.arrays import Floats, Integers
 
 if TYPE_CHECKING:
     from hetero_gateway.sim.prefixes import Prefixes
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

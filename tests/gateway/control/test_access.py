@@ -15,7 +15,7 @@ import pytest
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.admin_key import made_admin_key
 from hetero_gateway.files.server_config import ServerConfig
-from hetero_gateway.gateway.control.docs_page import docs_page
+from hetero_gateway.serve.control.docs_page import docs_page
 from tests.fakes.running import RunningGateway, config_for, running_gateway
 from tests.fakes.vllm import fake_instances
 

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.gateway.control.board import MOST_VIEWERS
-from hetero_gateway.gateway.control.metrics import Metrics
-from hetero_gateway.gateway.control.trend import MOST_MODELS, NOW_STEPS, STEP_S, STEPS, Trend
+from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.serve.dashboard.board import MOST_VIEWERS
+from hetero_gateway.serve.dashboard.trend import MOST_MODELS, NOW_STEPS, STEP_S, STEPS, Trend
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 

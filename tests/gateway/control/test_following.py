@@ -16,10 +16,10 @@ import yaml
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.profile_file import load_profile
-from hetero_gateway.gateway.control import following_process
-from hetero_gateway.gateway.control.following_process import Answer, Task
 from hetero_gateway.planner.following import Follower, Sample, ScaledType
 from hetero_gateway.planner.held_rates import RateQuestion
+from hetero_gateway.serve.autoscaling import following_process
+from hetero_gateway.serve.autoscaling.following_process import Answer, Task
 from tests.fakes.running import FAST, SLOW, RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 

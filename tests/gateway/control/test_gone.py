@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hetero_gateway.core.types import Reject
-from hetero_gateway.gateway.control.metrics import KEPT_S, MOST_KEPT, Metrics
+from hetero_gateway.gateway.records.metrics import KEPT_S, MOST_KEPT, Metrics
 from tests.core.builders import request, scheduler, spec
 from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances

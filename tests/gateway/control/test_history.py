@@ -5,7 +5,7 @@ import asyncio
 import httpx
 
 from hetero_gateway.files.trace import TraceRequest, parse_trace
-from hetero_gateway.gateway.control.history import (
+from hetero_gateway.gateway.records.history import (
     MAX_REQUESTS,
     FinishedRequest,
     RequestHistory,

@@ -15,9 +15,9 @@ from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.control.families import InstanceGauges
-from hetero_gateway.gateway.control.metrics import Histogram, Metrics
 from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.records.families import InstanceGauges
+from hetero_gateway.gateway.records.metrics import Histogram, Metrics
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 

@@ -120,7 +120,7 @@ async def test_a_response_whose_instance_is_gone_is_not_found() -> None:
     async with gateway(scheduler={"policy": "round-robin"}) as running:
         answer = await ask(running, LONG)
         home, name = instance_of(answer), answer.json()["id"]
-        running.gateway.remove_instance(InstanceId(home))
+        running.gateway.roster.remove(InstanceId(home))
         lost = await ask(running, "and then?", name)
         assert lost.status_code == 404
         error = lost.json()["error"]

@@ -164,7 +164,7 @@ async def test_a_collector_that_does_not_answer_holds_nothing_up() -> None:
 def test_switched_off_nothing_of_it_is_imported(tmp_path: Path) -> None:
     # A framework may import OpenTelemetry's bare interface; what does something is ours alone.
     script = (
-        "import sys; import hetero_gateway.gateway.app, hetero_gateway.gateway.workers.worker;"
+        "import sys; import hetero_gateway.serve.app, hetero_gateway.serve.processes.worker;"
         "print([name for name in sys.modules"
         " if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )

@@ -11,9 +11,9 @@ import pytest
 import uvicorn
 
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.gateway.app import App, create_app
 from hetero_gateway.gateway.wire.clients import Watch, client_limits
 from hetero_gateway.gateway.wire.protocol import engine_protocol
+from hetero_gateway.serve.app import App, create_app
 from tests.fakes.running import config_for, eventually
 from tests.fakes.vllm import fake_instances
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from hetero_gateway.gateway.workers.heartbeat import (
+from hetero_gateway.serve.heartbeat import (
     LOOK_S,
     SILENT_LOOKS,
     Condition,
@@ -23,7 +23,7 @@ from hetero_gateway.gateway.workers.heartbeat import (
     is_stopped,
     tell_cover,
 )
-from hetero_gateway.gateway.workers.supervisor import listen_together
+from hetero_gateway.serve.processes.supervisor import listen_together
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 

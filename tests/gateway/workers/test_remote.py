@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from hetero_gateway.core.types import Request
-from hetero_gateway.gateway.control.public import model_list
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
 from hetero_gateway.gateway.workers.messages import FrameReader, frame
+from hetero_gateway.serve.control.public import model_list
 from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 

@@ -5,52 +5,45 @@ from __future__ import annotations
 from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.dispatch import Dispatch
-from hetero_gateway.core.instances.prefix_hits import PrefixHits, reported_hits
-from hetero_gateway.core.types import Usage
+from hetero_gateway.core.instances.prefix_hits import PrefixHits
 
 
 def first_token_times_s(
     entry: Dispatch,
     ttft_s: float,
-    usage: Usage | None,
+    hits: float | None,
     prefix: PrefixHits,
     constants: Constants,
     speed: float,
-) -> tuple[float, ...]:
+) -> list[float]:
     """The time to a first token, s, as predicted, had it been known what was prefilled of its
     prompt and of those in front of it; where that is not known, the most and the least.
 
     Args:
         ttft_s: as predicted when it was sent, with what was charged.
-        usage: of its answer.
+        hits: cached tokens of its prompt, as its answer reported; None: it did not.
         speed: the factor f, observed over modelled time.
     """
-    if prefix.caching is False:
-        return (ttft_s,)
-    ratio, hits = prefix.ratio, reported_hits(entry, usage)
-    prompt, charged = entry.prompt_tokens, entry.prefill_tokens
-    if ratio is None:
-        least = 0.0 if hits is None else prompt - hits
-        most = charged if hits is None else least
-        return tuple(
-            max(0.0, ttft_s - speed * _spared_s(entry, new, of_others, constants))
-            for new, of_others in ((most, 1.0), (least, 0.0))
-        )
-    new = min(float(prompt), ratio * charged) if hits is None else prompt - hits
-    return (max(0.0, ttft_s - speed * _spared_s(entry, new, ratio, constants)),)
-
-
-def _spared_s(entry: Dispatch, new_tokens: float, ratio: float, c: Constants) -> float:
-    """The time, s, by which a first token comes sooner than was charged, where so much of its
-    prompt was prefilled, and this part of what was to be in front of it.
-
-    Attention in front of it is taken as if all prompts were of this one's length.
-    """
+    if prefix.off:
+        return [ttft_s]
+    ratio, c = prefix.ratio, constants
     prompt, charged = entry.prompt_tokens, entry.prefill_tokens
     in_front = 0.0 if entry.before is None else entry.before[2]
-    tokens = charged - new_tokens + (1 - ratio) * in_front
-    if not c.p9:
-        return c.p1 * tokens
-    pairs = attended_pairs(charged, prompt - charged)
-    pairs -= attended_pairs(new_tokens, prompt - new_tokens)
-    return c.p1 * tokens + c.p9 * (pairs + (1 - ratio) * in_front * prompt / 2)
+    # What of its prompt was prefilled, and which part of what was to be in front of it.
+    may_be: tuple[tuple[float, float], ...]
+    if ratio is None:
+        least = 0.0 if hits is None else prompt - hits
+        may_be = ((charged if hits is None else least, 1.0), (least, 0.0))
+    else:
+        new = min(float(prompt), ratio * charged) if hits is None else prompt - hits
+        may_be = ((new, ratio),)
+    times_s = []
+    for new, of_others in may_be:
+        spared_s = c.p1 * (charged - new + (1 - of_others) * in_front)
+        if c.p9:
+            pairs = attended_pairs(charged, prompt - charged)
+            pairs -= attended_pairs(new, prompt - new)
+            # In front of it, as if all prompts were of this one's length.
+            spared_s += c.p9 * (pairs + (1 - of_others) * in_front * prompt / 2)
+        times_s.append(max(0.0, ttft_s - speed * spared_s))
+    return times_s

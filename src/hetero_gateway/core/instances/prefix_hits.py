@@ -50,12 +50,14 @@ _KEEP = 0.98
 class PrefixHits:
     """What is known of one engine's prefix cache. Nothing here reads a clock.
 
-    ``caching``: whether it has one; None: not known. ``predicted_tokens``, ``actual_tokens``: of
-    all prompts that were completed and are known of, since it was first seen: tokens that were
-    charged as cached, and that were.
+    ``off``: it certainly has none. ``counts``: whether the engine's counters are known. ``ratio``:
+    tokens prefilled for each that was charged as such, lately; None: unknown.
+    ``predicted_tokens``, ``actual_tokens``: of all prompts that were completed and are known of,
+    since it was first seen: tokens that were charged as cached, and that were.
     """
 
     __slots__ = (
+        "_caching",
         "_charged",
         "_counted",
         "_hits",
@@ -65,51 +67,63 @@ class PrefixHits:
         "_told_charged",
         "_told_prefilled",
         "actual_tokens",
-        "caching",
+        "counts",
+        "off",
         "predicted_tokens",
+        "ratio",
     )
 
     def __init__(self) -> None:
-        self.caching: bool | None = False  # as long as nobody says otherwise
         self.predicted_tokens = 0.0
         self.actual_tokens = 0.0
         # The engine's counters (queries, hits), our own sums of prompt tokens, whole and charged,
         # and when that was; None: it has none.
         self._counted: tuple[float, float, float, float, float] | None = None
+        self.counts = False
         self._lately: float | None = None  # the ratio between the last two scrapes
         # The same lately, forgetting.
         self._queries = self._hits = self._prompts = self._charged = 0.0
         # Of answers that told.
         self._told_prefilled = self._told_charged = 0.0
+        # What every request asks for is worked out where it changes.
+        self.ratio: float | None = None
+        self.caching = False  # as long as nobody says otherwise
 
     @property
-    def counts(self) -> bool:
-        """Whether the engine's counters are known."""
-        return self._counted is not None
+    def caching(self) -> bool | None:
+        """Whether it has one; None: not known."""
+        return self._caching
+
+    @caching.setter
+    def caching(self, caching: bool | None) -> None:
+        self._caching = caching
+        self.off = caching is False
+        self._set_ratio()
 
     @property
     def share(self) -> float | None:
         """Hits of all queried tokens lately, 0 to 1, by the counters; None: unknown."""
-        if self.caching is False:
+        if self.off:
             return 0.0
-        if self._counted is None:
+        if not self.counts:
             return None
         return self._hits / self._queries if self._queries > 0 else 0.0
 
-    @property
-    def ratio(self) -> float | None:
-        """Tokens prefilled for each that was charged as such, lately; None: unknown."""
-        if self._counted is not None and self.caching is not False:
+    def _set_ratio(self) -> None:
+        if self.off:
+            self.ratio = 1.0
+        elif self.counts:
             missed = 1.0 if self._queries <= 0 else 1 - self._hits / self._queries
-            return missed if self._charged <= 0 else missed * (self._prompts / self._charged)
-        if self.caching is False:
-            return 1.0
-        return self._told_prefilled / self._told_charged if self._told_charged > 0 else None
+            self.ratio = missed if self._charged <= 0 else missed * (self._prompts / self._charged)
+        elif self._told_charged > 0:
+            self.ratio = self._told_prefilled / self._told_charged
+        else:
+            self.ratio = None
 
     @property
     def scraped_ratio(self) -> float | None:
         """``ratio``, of what was between the last two scrapes; None: there are no counters."""
-        return None if self._counted is None else self._lately
+        return self._lately if self.counts else None
 
     @property
     def answers_tell(self) -> bool:
@@ -119,7 +133,7 @@ class PrefixHits:
     @property
     def none_hit(self) -> bool:
         """By the counters nothing was found lately: no single prompt can have been cached."""
-        return self._counted is not None and self._hits == 0
+        return self.counts and self._hits == 0
 
     def count(
         self,
@@ -135,8 +149,10 @@ class PrefixHits:
             prompt_tokens, charged_tokens: of prompts that we had prefilled, whole, and as charged;
                 both counted since the beginning.
         """
+        self.counts = counters is not None
         if counters is None:
             self._counted = None
+            self._set_ratio()
             return False
         queries, hits = counters
         known = self._counted
@@ -148,6 +164,7 @@ class PrefixHits:
             self._prompts = self._charged = 0.0
             if known is not None:
                 self._told_prefilled = self._told_charged = 0.0
+            self._set_ratio()
             self._lately = self.ratio
             return known is not None
         keep = math.exp(-max(0.0, now_s - known[4]) / _FORGET_S)
@@ -157,6 +174,7 @@ class PrefixHits:
         self._hits = keep * self._hits + found
         self._prompts = keep * self._prompts + prompts
         self._charged = keep * self._charged + charged
+        self._set_ratio()
         self._lately = self.ratio
         if queried > 0 and charged > 0:
             self._lately = (1 - found / queried) * (prompts / charged)
@@ -168,6 +186,7 @@ class PrefixHits:
         if hits is not None:
             self._told_prefilled = _KEEP * self._told_prefilled + (prompt - hits)
             self._told_charged = _KEEP * self._told_charged + charged
+            self._set_ratio()
         hits = self.believed_hits(entry)
         if hits is not None:
             self.predicted_tokens += prompt - charged
@@ -177,9 +196,9 @@ class PrefixHits:
         """Cached tokens of an ended request's prompt: by its answer, else by the counters."""
         if entry.hit_tokens is not None:
             return entry.hit_tokens
-        if self._counted is None or (ratio := self.ratio) is None:
+        if not self.counts or self.ratio is None:
             return None
-        return max(0.0, entry.prompt_tokens - ratio * entry.prefill_tokens)
+        return max(0.0, entry.prompt_tokens - self.ratio * entry.prefill_tokens)
 
 
 class Interval:
@@ -252,9 +271,9 @@ class Interval:
         return self.hit_tokens + max(0.0, self.untold_tokens - ratio * self.untold_charged)
 
 
-def reported_hits(entry: Dispatch, usage: Usage | None) -> float | None:
+def reported_hits(entry: Dispatch, usage: Usage) -> float | None:
     """Cached tokens of a request's prompt by its answer, in the measure of its estimated length."""
-    if usage is None or usage.cached_tokens is None or entry.request.sequences != 1:
+    if usage.cached_tokens is None or entry.request.sequences != 1:
         return None
     whole = usage.prompt_tokens or entry.prompt_tokens
     return entry.prompt_tokens * min(1.0, usage.cached_tokens / max(1, whole))

@@ -59,7 +59,7 @@ class Sightings:
             streaming,
             context / streaming if streaming else 0.0,
         )
-        if self.prefix.caching is False:
+        if self.prefix.off:
             self.observations.add_first_token(row)
         else:
             entry.first_token = row
@@ -67,8 +67,9 @@ class Sightings:
     def end(self, entry: Dispatch, usage: Usage | None) -> None:
         """A request is over: what of its prompt was cached, if its answer reported."""
         prefix = self.prefix
-        entry.hit_tokens = reported_hits(entry, usage)
-        if entry.outcome is COMPLETED:
+        if usage is not None and usage.cached_tokens is not None:
+            entry.hit_tokens = reported_hits(entry, usage)
+        if entry.outcome is COMPLETED and (entry.hit_tokens is not None or prefix.counts):
             prefix.end(entry)
         interval, entry.interval = entry.interval, None
         if interval is not None:

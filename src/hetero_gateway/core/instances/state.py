@@ -67,7 +67,7 @@ from hetero_gateway.core.instances.answer_times import first_token_times_s
 from hetero_gateway.core.instances.concurrency import NO_LIMIT, PATIENCE, PATIENCE_S, Concurrency
 from hetero_gateway.core.instances.dispatch import NO_PEERS, UNITS_PER_S, Dispatch, PeerLoad
 from hetero_gateway.core.instances.observation import StepRow, seconds
-from hetero_gateway.core.instances.prefix_hits import Interval
+from hetero_gateway.core.instances.prefix_hits import Interval, reported_hits
 from hetero_gateway.core.instances.sightings import Sightings
 from hetero_gateway.core.instances.speed import SpeedEstimate
 from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
@@ -262,12 +262,6 @@ class InstanceState:
             self._set_rate()
             self._note()
 
-    def set_shared(self, tokens: float) -> None:
-        """So many prompt tokens of what is on it are held by another request there, too."""
-        if tokens != self.shared_tokens:
-            self.shared_tokens = tokens
-            self._note()
-
     # A request's events
 
     def dispatch(
@@ -321,7 +315,12 @@ class InstanceState:
             self.waiting_output += entry.output_tokens
             self._note_prefill(prefill_tokens, now_s)
             if now_s - self._streams_seen_s >= STREAMS_SAY_S:
-                self._owe(entry, now_s)
+                # Nobody sees the steps: the engine takes this prompt in front of its next ones.
+                self._read_clock(now_s)
+                if self.constants is not None:
+                    ratio = self.prefix.ratio
+                    new_tokens = prefill_tokens * (1.0 if ratio is None else ratio)
+                    self._owed_s += self._prefill_s(entry, new_tokens)
         if not self.noted:
             self.noted = True
             self.changed.append(self)
@@ -354,7 +353,7 @@ class InstanceState:
             interval = self._interval
             interval.prompts += n
             interval.prompt_tokens += entry.prompt_tokens
-            if self.prefix.caching is not False:
+            if not self.prefix.off:
                 interval.add_untold(entry.prompt_tokens, entry.prefill_tokens)
                 interval.open += 1
                 entry.interval = interval
@@ -371,7 +370,8 @@ class InstanceState:
         self._set_rate()
         if self.stands_in and seen:
             self._learn_concurrency(entry, now_s)
-        self._note()
+        if not self.noted:
+            self._note()
         return True
 
     def settle(
@@ -388,10 +388,14 @@ class InstanceState:
         entry.outcome = outcome
         if entry.streaming:
             self._freed_s = now_s
-        if self.prefix.caching is not False:
+        if not self.prefix.off:
             self._sightings.end(entry, usage)
         if entry.tracked:
-            self._leave(entry, clock)
+            self.tracked -= 1
+            if not entry.streaming:
+                self._leave_waiting(entry)
+            else:
+                self._leave_streaming(entry, clock)
         self._load_units -= entry.units
         self.load_s = self._load_units / UNITS_PER_S
         self.kv_tokens -= entry.kv_tokens
@@ -457,7 +461,7 @@ class InstanceState:
                 interval = self._interval
                 interval.prompts += prompts
                 interval.prompt_tokens += more
-                if more > 0 and self.prefix.caching is not False:
+                if more > 0 and not self.prefix.off:
                     interval.add_untold(more, more)
         loads = self._peer_loads.values()
         had_seen = self.peers is not None and self.peers.modelled_s > 0
@@ -486,20 +490,14 @@ class InstanceState:
         self._begun_s = left_s - share * takes_s
         return share * prompts, share * tokens
 
-    def _owe(self, entry: Dispatch, now_s: float) -> None:
-        """The engine takes a prompt in front of its next decode steps."""
-        self._read_clock(now_s)
-        if self.constants is not None:
-            ratio = self.prefix.ratio
-            new_tokens = entry.prefill_tokens * (1.0 if ratio is None else ratio)
-            self._owed_s += self._prefill_s(entry, new_tokens)
-
     def _prefill_s(self, entry: Dispatch, new_tokens: float) -> float:
         """The time, s, that a prefill of so many tokens of a request's adds to a decode step."""
         c, n, prompt = self.constants, entry.request.sequences, entry.request.prompt_tokens
         assert c is not None
-        pairs = n * attended_pairs(new_tokens / n, prompt - new_tokens / n)
-        return self.speed * (c.p1 * new_tokens + c.p2 * n + c.p9 * pairs)
+        alone_s = c.p1 * new_tokens + c.p2 * n
+        if c.p9:
+            alone_s += c.p9 * (n * attended_pairs(new_tokens / n, prompt - new_tokens / n))
+        return self.speed * alone_s
 
     def _leave_waiting(self, entry: Dispatch) -> None:
         self.waiting -= entry.request.sequences
@@ -511,11 +509,7 @@ class InstanceState:
             self.waiting_prefill -= entry.prefill_tokens
             self.waiting_output -= entry.output_tokens
 
-    def _leave(self, entry: Dispatch, clock: float) -> None:
-        self.tracked -= 1
-        if not entry.streaming:
-            self._leave_waiting(entry)
-            return
+    def _leave_streaming(self, entry: Dispatch, clock: float) -> None:
         n = entry.request.sequences
         self.streaming -= n
         self.context -= entry.prompt_tokens + n * (1 + clock - entry.joined)
@@ -629,15 +623,26 @@ class InstanceState:
             return
         took_s = now_s - entry.predicted_s[0]
         steps = min(max(0.0, output_tokens - 1), MOST_TOKENS)
-        self._read_clock(now_s)
-        # While it streamed, the engine took others' prompts as well.
-        others_s = self._prefilled_s - entry.prefilled_s if entry.streaming else 0.0
-        may_be_s = [
-            ttft_s + others_s + steps * self._mean_step_s(entry, took_s - ttft_s - others_s)
-            for ttft_s in first_token_times_s(
-                entry, entry.predicted_s[1], usage, self.prefix, self.constants, self.speed
-            )
-        ]
+        clock, c, hits = self._read_clock(now_s), self.constants, None
+        if usage is not None and usage.cached_tokens is not None:
+            hits = reported_hits(entry, usage)
+        others_s = made = 0.0
+        if entry.streaming:
+            # While it streamed, the engine took others' prompts as well.
+            others_s, made = self._prefilled_s - entry.prefilled_s, clock - entry.joined
+        if self.steps_per_s > 0:
+            step_s = 1 / self.steps_per_s
+        else:
+            prompt = entry.prompt_tokens
+            step_s = self.speed * (c.p5 * prompt + c.p6 + c.p7 * prompt + c.p8)
+        may_be_s = []
+        for ttft_s in first_token_times_s(
+            entry, entry.predicted_s[1], hits, self.prefix, c, self.speed
+        ):
+            decoding_s = took_s - ttft_s - others_s
+            # As many streamed as the clock knows: that is the mean step of all this time.
+            mean_s = decoding_s / made if made > 0 and decoding_s > 0 else step_s
+            may_be_s.append(ttft_s + others_s + steps * mean_s)
         predicted_s = min(max(may_be_s), max(min(may_be_s), took_s))
         if len(may_be_s) > 1 and predicted_s == took_s:
             return  # it may be as believed: nothing is learnt
@@ -647,19 +652,10 @@ class InstanceState:
             # One answer, whose length the engine says, is not believed beyond this.
             predicted_s = min(_MOST_MISS * took_s, max(took_s / _MOST_MISS, predicted_s))
             self._observe_speed(share * took_s, share * predicted_s / self.speed, now_s)
-            self._set_rate()
-            self._note()
-
-    def _mean_step_s(self, entry: Dispatch, decoding_s: float) -> float:
-        made = self._clock - entry.joined
-        if entry.streaming and made > 0 and decoding_s > 0:
-            # As many streamed as the clock knows; that is the mean step of all this time.
-            return decoding_s / made
-        if self.steps_per_s > 0:
-            return 1 / self.steps_per_s
-        c, prompt = self.constants, entry.prompt_tokens
-        assert c is not None
-        return self.speed * (c.p5 * prompt + c.p6 + c.p7 * prompt + c.p8)
+            if self.streaming:
+                self._set_rate()
+            if not self.noted:
+                self._note()
 
     def _observe_speed(self, observed_s: float, modelled_s: float, now_s: float) -> None:
         self._estimate.observe(observed_s, modelled_s, now_s)
@@ -761,7 +757,8 @@ class InstanceState:
                     context += peers.context
                 interval.sequences += batch * elapsed_s
                 interval.context += (context + 0.5 * steps * batch) * elapsed_s
-                self._advance(steps)
+                if steps:
+                    self._advance(steps)
         return self._clock
 
     def _advance(self, steps: float) -> None:

@@ -53,7 +53,6 @@ from hetero_gateway.core.instances.table import (
     WAITING_PROMPT,
 )
 from hetero_gateway.core.policies.base import Member
-from hetero_gateway.core.types import Request
 
 BoolArray = NDArray[np.bool_]
 
@@ -110,14 +109,6 @@ def seats(max_num_seqs: float) -> float:
     return max_num_seqs + min(_MOST_BEYOND, max(1.0, max_num_seqs // _SEATS_FOR_ONE))
 
 
-def needed_tokens(request: Request, *, cached: bool) -> float:
-    """What a request's prompts take of a cache as it is admitted, for ``room``.
-
-    -inf, which fits everywhere, where some of it is ``cached``: those that run may share that.
-    """
-    return -np.inf if cached else float(request.sequences * request.prompt_tokens)
-
-
 def busy(state: InstanceState, p1: float, now_s: float) -> float:
     """ρ, the share of an instance's time that prompts take, as of the last seconds; it may be
     above 1, where more was sent there than it can compute."""
@@ -145,7 +136,8 @@ def room(
 
     Args:
         rows, max_num_seqs, kv_limit: as in ``Outlook``.
-        needed: tokens, as of ``needed_tokens``.
+        needed: tokens that a request's prompts take of a cache as it is admitted; -inf, which fits
+            everywhere, where some of it is cached: those that run may share that.
     """
     waiting = rows[WAITING]
     there = waiting + rows[STREAMING]
@@ -305,15 +297,6 @@ def estimates(
         late_price_s += first_token_weight * ttft_s
     cost_s += late_price_s
     return latency_s, delay_s, price_s, late_price_s, cost_s, ttft_s, step_s
-
-
-def late_prices_s(ttfts_s: list[float], first_token_weight: float, *, cached: bool) -> list[float]:
-    """What the wait for the first token costs beside latency, for each of a few candidates, s."""
-    late_s = max(LATE_CACHED_S if cached else LATE_S, LATE_FACTOR * min(ttfts_s))
-    prices = [LATE_WEIGHT * (t - late_s) if t > late_s else 0.0 for t in ttfts_s]
-    if cached:
-        return [p + first_token_weight * t for p, t in zip(prices, ttfts_s, strict=True)]
-    return prices
 
 
 def estimate(

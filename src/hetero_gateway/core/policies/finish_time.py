@@ -49,6 +49,10 @@ from hetero_gateway.core.policies.base import (
     number,
 )
 from hetero_gateway.core.policies.estimates import (
+    LATE_CACHED_S,
+    LATE_FACTOR,
+    LATE_S,
+    LATE_WEIGHT,
     MATCHED_SHARE,
     MOST_PATIENCE_S,
     WORTH_WAITING,
@@ -56,9 +60,7 @@ from hetero_gateway.core.policies.estimates import (
     Estimate,
     busy_wide,
     estimate,
-    late_prices_s,
     matched_room_of,
-    needed_tokens,
     room_of,
 )
 from hetero_gateway.core.policies.slo import (
@@ -67,6 +69,7 @@ from hetero_gateway.core.policies.slo import (
     violations,
     violations_wide,
 )
+from hetero_gateway.core.types import Request
 
 if TYPE_CHECKING:
     from hetero_gateway.core.scheduling.decision import Decision
@@ -146,7 +149,9 @@ class FinishTime(PlacesAtOnce):
         """Who is worth waiting for, and who of them may be sent the request now."""
         rows, seats, depth = outlook.rows, outlook.max_num_seqs, self.prefill_depth
         cached = _cached(view.demand.prefix)
-        needed = needed_tokens(view.request, cached=cached is not None)
+        needed = float(view.request.sequences * view.request.prompt_tokens)
+        if cached is not None:
+            needed = -math.inf
         slots, room = self._room(rows, seats, outlook.kv_limit_tokens, needed, depth)
         if cached is None or room.all():
             return slots, room
@@ -162,6 +167,7 @@ class FinishTime(PlacesAtOnce):
         rng: np.random.Generator,
     ) -> Choice:
         backlog = outlook.backlog
+        ended = _has_ended(backlog)
         told = (view.request_time_s, view.kv_usage, view.load, view.in_flight)
         if not backlog.profiled:
             rows = outlook.rows
@@ -179,7 +185,8 @@ class FinishTime(PlacesAtOnce):
                 outlook.max_num_seqs,
                 backlog.residual.dot(outlook.stages),
                 np.minimum(backlog.residual, output).dot(outlook.stages),
-                busy_wide(outlook.constants[0], outlook.rows) * _expects_prompts(backlog),
+                # How long prompts take by themselves nobody has seen of a stand-in.
+                busy_wide(outlook.constants[0], outlook.rows) * (not (ended or backlog.stands_in)),
                 view.request_time_s,
                 backlog.typical_request_time_s,
                 view.demand.prefill_tokens,  # type: ignore[arg-type]  # a View has no lists
@@ -198,7 +205,7 @@ class FinishTime(PlacesAtOnce):
                 names = _NAMES_WITH_SLO
                 data = (*told, latency_s, delay_s, price_s, late_s, cost, ttft_s, room, slo_s)
             figures = Figures(names, data, by_speed=backlog.stands_in)
-        if self._drains(backlog):
+        if (ended or self.objective == "makespan") and backlog.mean_request_times_s is not None:
             slots = slots & self._worth_it(outlook, backlog, latency_s)
             room = room & slots
         position, tied = self._cheapest(cost, slots, room)
@@ -233,11 +240,6 @@ class FinishTime(PlacesAtOnce):
             self.slos.of(request),
         )
 
-    def _drains(self, backlog: Backlog[Any]) -> bool:
-        if backlog.mean_request_times_s is None:
-            return False
-        return self.objective == "makespan" or _has_ended(backlog)
-
     def _worth_it(
         self, outlook: Outlook, backlog: Backlog[Any], latency_s: FloatArray
     ) -> BoolArray:
@@ -249,78 +251,90 @@ class FinishTime(PlacesAtOnce):
     # In plain floats
 
     def choose_small(self, view: SmallView, rng: np.random.Generator) -> Choice | None:
-        depth, now_s, backlog = self.prefill_depth, view.now_s, view.backlog
-        prefills, caches = _prefills(view)
-        needed = needed_tokens(view.request, cached=caches[0] is not None)
-        rooms = [
-            room_of(state, member, needed, depth, now_s)
-            for state, member in zip(view.states, view.members, strict=True)
-        ]
-        if view.demand.prefix is not None:
-            rooms = self._rooms_small(view, rooms)
-        if (True, True) not in rooms:
+        request, _, states, members, demand, theta, now_s, backlog = view
+        n_r, prompt_tokens = float(request.sequences), float(request.prompt_tokens)
+        prefills, prefix, cached = demand.prefill_tokens, demand.prefix, None
+        if isinstance(prefills, float):
+            prefills = [prefills] * len(states)
+        needed = n_r * prompt_tokens
+        if prefix is not None and any(prefix.cached_tokens):
+            cached, needed = prefix.cached_tokens, -math.inf
+        depth, has_room = self.prefill_depth, False
+        rooms: list[tuple[bool, bool]] = []
+        for i, state in enumerate(states):
+            room = room_of(state, members[i], needed, depth, now_s)
+            if not room[1] and prefix is not None:
+                if prefix.cached_tokens[i] >= MATCHED_SHARE * prompt_tokens:
+                    room = matched_room_of(state, members[i], depth, now_s)
+            has_room = has_room or room[1]
+            rooms.append(room)
+        if not has_room:
             return None
+        # Nothing is at an end so soon after an arrival.
+        ended = backlog.idle_s >= _IDLE_BOUNDS_S[0] and _has_ended(backlog)
+        caches: Sequence[float | None] = [None] * len(states) if cached is None else cached
         if not backlog.profiled:
-            return self._count_small(view, rooms, rng)
-        n_r, prompt_tokens, output = _lengths(view)
-        expects_prompts = _expects_prompts(backlog)
+            return self._count_small(view, rooms, prefills, caches, ended, rng)
+        output = float(request.predicted_output_tokens)
         found: list[Estimate] = []
-        latencies: list[float] = []
-        ttfts: list[float] = []
-        for state, member, prefill, cached, typical_s in zip(
-            view.states,
-            view.members,
-            prefills,
-            caches,
-            backlog.typical_request_time_s,
-            strict=True,
-        ):
+        soonest_s = soonest_ttft_s = math.inf
+        for i, state in enumerate(states):
             one = estimate(
                 state,
-                member,
-                prefill,
-                cached,
+                members[i],
+                prefills[i],
+                caches[i],
                 n_r,
                 prompt_tokens,
                 output,
                 backlog.residual,
-                typical_s,
+                backlog.typical_request_time_s[i],
                 now_s,
-                expects_prompts,
+                # How long prompts take by themselves nobody has seen of a stand-in.
+                not (ended or backlog.stands_in),
             )
             found.append(one)
-            latencies.append(one[4])
-            ttfts.append(one[7])
-        late_prices = late_prices_s(ttfts, self._first_token_weight, cached=caches[0] is not None)
-        soonest_s = min(latencies)
+            if one[4] < soonest_s:
+                soonest_s = one[4]
+            if one[7] < soonest_ttft_s:
+                soonest_ttft_s = one[7]
+        late_s = LATE_S if cached is None else LATE_CACHED_S
+        late_s = max(late_s, LATE_FACTOR * soonest_ttft_s)
+        slo_prices = None if self.slos is None else self._slo_prices(view, self.slos, found)
+        latencies: list[float] = []
         costs: list[float] = []
         told: list[float] = []
-        slo_prices = None if self.slos is None else self._slo_prices(view, self.slos, found)
-        for i, (one, late_s, (_, room)) in enumerate(zip(found, late_prices, rooms, strict=True)):
+        for i, one in enumerate(found):
             time_s, usage, load_s, in_flight, lat_s, delay_s, price, ttft_s, _ = one
             price_s = price * soonest_s
-            cost_s = lat_s + delay_s + price_s + late_s
+            late_price_s = LATE_WEIGHT * (ttft_s - late_s) if ttft_s > late_s else 0.0
+            if cached is not None:
+                late_price_s += self._first_token_weight * ttft_s
+            cost_s = lat_s + delay_s + price_s + late_price_s
             if slo_prices is not None:
                 cost_s += slo_prices[i]
+            latencies.append(lat_s)
             costs.append(cost_s)
             told += (
-                time_s, usage, load_s, in_flight, lat_s, delay_s, price_s, late_s, cost_s, ttft_s,
-                room,
+                time_s, usage, load_s, in_flight, lat_s, delay_s, price_s, late_price_s, cost_s,
+                ttft_s, rooms[i][1],
             )  # fmt: skip
             if slo_prices is not None:
                 told.append(slo_prices[i])
-        latest_s = self._latest_small(view, soonest_s)
+        latest_s = math.inf
+        if (ended or self.objective == "makespan") and backlog.mean_request_times_s is not None:
+            latest_s = self._latest_small(view, soonest_s)
         position = _cheapest_small(costs, rooms, latencies, latest_s, rng)
         if position is None:
             return None
         best = found[position]
         names = _NAMES if slo_prices is None else _NAMES_WITH_SLO
         figures = Figures(names, array("d", told), by_speed=backlog.stands_in)
-        return Choice(position, workload(best[0], best[1], view.theta), figures, False, best[7])
+        return Choice(position, workload(best[0], best[1], theta), figures, False, best[7])
 
     def _slo_prices(self, view: SmallView, slos: Slos, found: list[Estimate]) -> list[float]:
         """What the limits that would be missed cost beside latency, by candidate, s."""
-        slo, lengths = slos.of(view.request), _lengths(view)
+        slo, lengths = slos.of(view.request), _lengths(view.request)
         return [
             VIOLATION_PRICE_S
             * violations(
@@ -329,29 +343,19 @@ class FinishTime(PlacesAtOnce):
             for state, member, one in zip(view.states, view.members, found, strict=True)
         ]
 
-    def _rooms_small(
-        self, view: SmallView, rooms: list[tuple[bool, bool]]
-    ) -> list[tuple[bool, bool]]:
-        """What ``room_of`` returned, and room where much of the prompt is cached."""
-        assert view.demand.prefix is not None
-        least, depth = MATCHED_SHARE * view.request.prompt_tokens, self.prefill_depth
-        return [
-            matched_room_of(state, member, depth, view.now_s)
-            if not room[1] and cached >= least
-            else room
-            for room, cached, state, member in zip(
-                rooms, view.demand.prefix.cached_tokens, view.states, view.members, strict=True
-            )
-        ]
-
     def _count_small(
-        self, view: SmallView, rooms: list[tuple[bool, bool]], rng: np.random.Generator
+        self,
+        view: SmallView,
+        rooms: list[tuple[bool, bool]],
+        prefills: Sequence[float] | FloatArray,
+        caches: Sequence[float | None],
+        ended: bool,
+        rng: np.random.Generator,
     ) -> Choice | None:
         """Without constants: the sequences there per weight, in place of seconds."""
-        lengths = _lengths(view)
+        lengths = _lengths(view.request)
         none = [0.0] * len(view.backlog.residual)
         costs, told = [], []
-        prefills, caches = _prefills(view)
         for state, member, prefill, cached in zip(
             view.states, view.members, prefills, caches, strict=True
         ):
@@ -360,8 +364,12 @@ class FinishTime(PlacesAtOnce):
             costs.append((there + 1) / member.weight)
             one = estimate(state, member, prefill, cached, *lengths, none, 1.0, view.now_s, False)
             told.append(one)
-        latest = self._latest_small(view, min(costs))
-        position = _cheapest_small(costs, rooms, costs, latest, rng)
+        latest_s = math.inf
+        if (
+            ended or self.objective == "makespan"
+        ) and view.backlog.mean_request_times_s is not None:
+            latest_s = self._latest_small(view, min(costs))
+        position = _cheapest_small(costs, rooms, costs, latest_s, rng)
         if position is None:
             return None
         data = array("d")
@@ -373,8 +381,6 @@ class FinishTime(PlacesAtOnce):
 
     def _latest_small(self, view: SmallView, soonest_s: float) -> float:
         """The drain rule: until when a request may be done, where the soonest is ``soonest_s``."""
-        if not self._drains(view.backlog):
-            return math.inf
         speeds = np.array([state.speed for state in view.states])
         return soonest_s + _drain_s(view.backlog, speeds) / DRAIN_FACTOR[self.objective]
 
@@ -419,9 +425,8 @@ class FinishTime(PlacesAtOnce):
         return f" with {tokens} of {decision.request.prompt_tokens} prompt tokens cached"
 
 
-def _lengths(view: SmallView) -> tuple[float, float, float]:
-    """The request's sequences, and the prompt and output tokens of each."""
-    request = view.request
+def _lengths(request: Request) -> tuple[float, float, float]:
+    """Its sequences, and the prompt and output tokens of each."""
     return (
         float(request.sequences),
         float(request.prompt_tokens),
@@ -434,26 +439,9 @@ def _cached(prefix: Prefix[Numbers] | None) -> Numbers | None:
     return None if prefix is None or not any(prefix.cached_tokens) else prefix.cached_tokens
 
 
-def _prefills(
-    view: SmallView,
-) -> tuple[Sequence[float] | FloatArray, Sequence[float] | Sequence[None]]:
-    """By candidate: prompt tokens to compute, and cached ones of each sequence."""
-    prefill, cached = view.demand.prefill_tokens, _cached(view.demand.prefix)
-    size = len(view.states)
-    if isinstance(prefill, float):
-        prefill = [prefill] * size
-    return prefill, [None] * size if cached is None else cached
-
-
 def _has_ended(backlog: Backlog[Any]) -> bool:
     """Whether nothing has arrived for so long that no more is to be expected."""
     return backlog.idle_s >= idle_before_drain_s(backlog.mean_gap_s)
-
-
-def _expects_prompts(backlog: Backlog[Any]) -> bool:
-    """Whether ρ is known and will go on. How long prompts take by themselves nobody has seen of an
-    instance whose constants are not its own."""
-    return not (backlog.stands_in or _has_ended(backlog))
 
 
 def _drain_s(backlog: Backlog[Any], speeds: FloatArray) -> float:

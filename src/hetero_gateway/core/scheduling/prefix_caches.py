@@ -118,11 +118,15 @@ class PrefixCaches:
     # A request's events
 
     def placed(self, dispatch: Dispatch, keys: PrefixKeys) -> None:
-        """It was sent to its instance, and with it the text of these keys."""
-        instance_id = dispatch.state.instance_id
+        """It was sent to its instance, and with it the text of these keys.
+
+        Here and in ``settled``, its state notes the change with its own part of the event.
+        """
+        state = dispatch.state
+        instance_id = state.instance_id
         dispatch.known_keys = self.index.insert(instance_id, keys)
         shared_bytes = self.index.begin(instance_id, keys)
-        dispatch.state.set_shared(shared_bytes / self._bytes_per_token)
+        state.shared_tokens = shared_bytes / self._bytes_per_token
         keep = 1 - 1 / _MEAN_OVER_REQUESTS
         self._text_bytes = keep * self._text_bytes + keys.text_bytes
         self._prompt_tokens = keep * self._prompt_tokens + dispatch.prompt_tokens
@@ -136,11 +140,12 @@ class PrefixCaches:
     def settled(self, dispatch: Dispatch, keys: PrefixKeys, outcome: Outcome) -> None:
         """It is over."""
         known, dispatch.known_keys = dispatch.known_keys, None
-        instance_id = dispatch.state.instance_id
+        state = dispatch.state
+        instance_id = state.instance_id
         if known is None or instance_id not in self._trusts:
             return
         shared_bytes = self.index.end(instance_id, keys)
-        dispatch.state.set_shared(shared_bytes / self._bytes_per_token)
+        state.shared_tokens = shared_bytes / self._bytes_per_token
         if outcome is COMPLETED:
             self.index.insert(instance_id, keys)  # used once more
         elif not dispatch.streaming:

@@ -719,8 +719,10 @@ class Scheduler:
         if not state.settle(dispatch, outcome, now_s, usage):
             return False
         if keys is not None and self.caches is not None and outcome is COMPLETED:
-            if (hits := state.prefix.believed_hits(dispatch)) is not None:
-                self.caches.observe(dispatch, hits)
+            if dispatch.hit_tokens is not None or state.prefix.counts:
+                hits = state.prefix.believed_hits(dispatch)
+                if hits is not None:
+                    self.caches.observe(dispatch, hits)
         return True
 
     def observe_steps(

@@ -24,8 +24,6 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.log_config import LogConfig
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.admission.limits import Limiter
-from hetero_gateway.gateway.control.history import RequestHistory
-from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.access_log import AccessLog
 from hetero_gateway.gateway.dataplane.attempts import Attempts
 from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
@@ -48,6 +46,8 @@ from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.records.history import RequestHistory
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.body_fields import BodyReaders
@@ -268,7 +268,10 @@ class DataPlane:
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Attempts:
         """Take a request whose head is here; it may be answered at once."""
-        self.name(inbound)
+        if inbound.asked_id:
+            self.name(inbound)
+        else:
+            inbound.request_id = b"%b-%x" % (self._request_id_prefix, next(self._request_ids))
         attempts = Attempts(self.rooms, inbound, downstream)
         attempts.arrive()
         return attempts

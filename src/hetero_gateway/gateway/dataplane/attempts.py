@@ -55,7 +55,7 @@ from hetero_gateway.gateway.dataplane.answers import (
 from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
 from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
-from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.dataplane.relay import MOST_EMPTY_BYTES, Exchange
 from hetero_gateway.gateway.dataplane.request_heads import head_to_instance, head_to_outside
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
@@ -151,7 +151,9 @@ class Attempts(Understanding):
                 # Before the key: what comes back has none where the gateway keeps it to itself.
                 rooms.hops.check(self._inbound.came_through)
             self._client = rooms.admission.client_of(self._inbound.headers)
-            rooms.intake.limits.check(self._inbound.content_length)
+            limits = rooms.intake.limits
+            if self._inbound.content_length > limits.small_bytes:
+                limits.check(self._inbound.content_length)
         except Refusal as refusal:
             self._refuse(refusal)
         except Exception as error:
@@ -373,7 +375,10 @@ class Attempts(Understanding):
         if exchange is not self._exchange:
             return
         if exchange.complete and exchange.held is None:
-            self._rooms.answered.add(self)
+            answered = self._rooms.answered
+            answered.requests.append(self)
+            if len(answered.requests) == 1:
+                answered.conclude_soon()
         else:
             self.conclude()
 
@@ -394,7 +399,7 @@ class Attempts(Understanding):
             if exchange.streams and exchange.engine_failed():
                 outcome = Outcome.UPSTREAM_ERROR
                 self._note_break()
-            elif exchange.status == 200 and exchange.empty and self._inbound.work is Work.GENERATE:
+            elif exchange.body_bytes <= MOST_EMPTY_BYTES and self._lacks_body(exchange):
                 outcome = Outcome.UPSTREAM_ERROR
             elif exchange.status == LOOP_DETECTED:
                 self._note_loop(exchange)
@@ -507,9 +512,12 @@ class Attempts(Understanding):
             return InstanceError(Failure.BUSY, message, held.retry_after_s())
         if status >= 500:
             return InstanceError(Failure.SERVER_ERROR, f"it answered {status}")
-        if exchange.empty and status == 200 and self._inbound.work is Work.GENERATE:
+        if self._lacks_body(exchange):
             return InstanceError(Failure.EMPTY, "its answer is empty")
         return None
+
+    def _lacks_body(self, exchange: Exchange) -> bool:
+        return exchange.empty and exchange.status == 200 and self._inbound.work is Work.GENERATE
 
     def _pass_on(self, exchange: Exchange) -> None:
         """Nobody has a better answer than the one that was held back: the client gets that."""

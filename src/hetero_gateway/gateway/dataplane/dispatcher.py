@@ -21,7 +21,6 @@ from hetero_gateway.engines.vllm import REALTIME
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.limits import Limiter
-from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
 from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
 from hetero_gateway.gateway.dataplane.records import Answered, Recorder
@@ -31,6 +30,7 @@ from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import ParsedRequest
 

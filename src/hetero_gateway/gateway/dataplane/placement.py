@@ -28,11 +28,11 @@ from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, Re
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.scheduler_config import QueueConfig
-from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.answers import shutting_down
 from hetero_gateway.gateway.dataplane.speed import Parts, Samples, StepWatch, WatchedStream
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.fleet.recalibration import Recalibration
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Prepared, Settings
 
 # OpenAI's clients obey a Retry-After of up to 60 s.

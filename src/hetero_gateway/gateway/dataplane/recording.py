@@ -131,10 +131,9 @@ class RecordingRecorder(Recorder):
             return  # removed meanwhile: nobody says any more what it was
         self._describe(instance)
         request, parsed = placed.decision.request, job.parsed
-        told_prompt, out, cached = None, 0, None
-        if exchange.first_body_at_s is not None and exchange.status < 400:
-            told_prompt, out = self._believed(job, context_of(placed.instance), exchange)
-            cached = exchange.usage().cached_tokens
+        told = self._believed(job, context_of(placed.instance), exchange)
+        told_prompt, out = told or (None, 0)
+        cached = None if told is None else exchange.usage().cached_tokens
         prompt = request.prompt_tokens
         if told_prompt:
             prompt = max(1, round(told_prompt / max(1, parsed.prompt_count)))

@@ -26,14 +26,14 @@ from hetero_gateway.engines.vllm import (
     tokens_of_events,
 )
 from hetero_gateway.gateway.admission.usage import Usage as ClientUsage
-from hetero_gateway.gateway.control.history import RequestHistory
-from hetero_gateway.gateway.control.metrics import Metrics, Series
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed
 from hetero_gateway.gateway.failures import Failure, InstanceError, Suspicion
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.records.history import RequestHistory
+from hetero_gateway.gateway.records.metrics import Metrics, Series
 from hetero_gateway.gateway.wire.hops import LOOP_DETECTED
 from hetero_gateway.gateway.wire.openai import ParsedRequest
 
@@ -151,8 +151,9 @@ class Recorder:
         """Count, learn, tell the health monitor; once per attempt, the last of them ``final``."""
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
-            if final:
-                self._bill(job, context_of(placed.instance), exchange, outcome, time.monotonic())
+            if final and job.client.name:
+                told = self._believed(job, context_of(instance), exchange)
+                self._bill(job, told, exchange, outcome, time.monotonic())
             return  # removed meanwhile: its series are gone for good
         now_s = time.monotonic()
         if outcome is COMPLETED and exchange.error is None and exchange.status < 400:
@@ -204,7 +205,10 @@ class Recorder:
         self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
     ) -> None:
         metrics, instance = self._metrics, placed.instance
-        told = self._bill(job, context_of(instance), exchange, outcome, now_s)
+        context = instance.max_model_len or _MOST_CONTEXT_TOKENS
+        told = self._believed(job, context, exchange)
+        if job.client.name:
+            self._bill(job, told, exchange, outcome, now_s)
         if self._fleet.instances.get(instance.id) is not instance:
             return
         series = metrics.counts(job.request.model, instance.id)
@@ -219,34 +223,37 @@ class Recorder:
 
     def count_outside(self, job: Job, exchange: Answered, outcome: Outcome) -> None:
         """A request is over that a service elsewhere had: nothing is learnt from it."""
-        self._bill(job, _MOST_CONTEXT_TOKENS, exchange, outcome, time.monotonic())
+        if job.client.name:
+            told = self._believed(job, _MOST_CONTEXT_TOKENS, exchange)
+            self._bill(job, told, exchange, outcome, time.monotonic())
         series = self._metrics.counts(job.request.model, OUTSIDE)
         series.outcomes[label_of(outcome, exchange)] += 1
 
     def _bill(
-        self, job: Job, context_tokens: int, exchange: Answered, outcome: Outcome, now_s: float
-    ) -> tuple[int | None, int] | None:
-        """Settle with the request's client; returns (prompt tokens as told, output tokens).
+        self,
+        job: Job,
+        told: tuple[int | None, int] | None,
+        exchange: Answered,
+        outcome: Outcome,
+        now_s: float,
+    ) -> None:
+        """Settle with the request's client, which has a name.
 
-        What an engine refused or failed to answer costs nothing, and None is returned; who left it,
-        or had it run out of time, before an answer has cost it the prompt.
+        What an engine refused or failed to answer costs nothing; who left it, or had it run out of
+        time, before an answer has cost it the prompt.
+
+        Args:
+            told: what is believed of the answer.
         """
-        told = None
-        if exchange.first_body_at_s is not None and exchange.status < 400:
-            told = self._believed(job, context_tokens, exchange)
-        client, charge = job.client.name, job.charge
-        if not client:
-            return told
         prompt = cached = 0
         told_prompt, output = told or (None, 0)
         if job.inbound.work is not _LIGHT and (told is not None or outcome in _COSTS_A_PROMPT):
             request = job.request
             prompt = told_prompt or request.prompt_tokens * job.parsed.prompt_count
             cached = min(exchange.usage().cached_tokens or 0, prompt) if told is not None else 0
-        if charge is not None:
-            charge.settle(prompt + output, now_s)
-        self._usage.count(client, job.request.model, prompt, cached, output)
-        return told
+        if job.charge is not None:
+            job.charge.settle(prompt + output, now_s)
+        self._usage.count(job.client.name, job.request.model, prompt, cached, output)
 
     def _record_tokens(
         self,
@@ -304,13 +311,18 @@ class Recorder:
                 expected_s = _expected_latency_s(placed)
                 metrics.latency_prediction.observe((now_s - placed.placed_s) / expected_s)
 
-    def _believed(self, job: Job, context: int, exchange: Answered) -> tuple[int | None, int]:
-        """(prompt tokens, output tokens) as the engine reported them, where they can be true.
+    def _believed(
+        self, job: Job, context: int, exchange: Answered
+    ) -> tuple[int | None, int] | None:
+        """(prompt tokens, output tokens) as the engine reported them, where they can be true; None
+        where it answered nothing, or with an error.
 
         A prompt is no longer than its body and the instance's context, and as long as the token ids
         in it. An answer is no longer than the context and what was asked for, and no shorter than
         what came. Where no output is told, its events are counted.
         """
+        if exchange.first_body_at_s is None or exchange.status >= 400:
+            return None
         request, parsed = job.request, job.parsed
         prompt, output, _ = exchange.usage()
         if prompt is not None and not (_can_be(prompt, parsed, context) or _is_session(job)):

@@ -29,6 +29,8 @@ from hetero_gateway.gateway.wire.upstream import UpstreamConnection
 _HELD_STATUSES = frozenset((429, 500, 502, 503))
 _MOST_HELD_BYTES = 65536
 _LAST_CHUNK = b"0\r\n\r\n"
+# What is longer is not empty, however it is framed.
+MOST_EMPTY_BYTES = len(_LAST_CHUNK)
 # The closing usage, ``[DONE]`` and the last chunk may come in reads of their own.
 _TAIL_READS = 6
 _TAIL_BYTES = 8192
@@ -238,15 +240,15 @@ class Exchange:
         if not self.body_bytes:
             self.body_bytes = sum(map(len, self._tail))
         if self.held is None:
-            self._finish()
+            if self._pending or self._rechunk:
+                self._close_body()
+            self._downstream.finish()
         self._owner.ended(self)
 
-    def _finish(self) -> None:
-        if self._pending:
-            self._flush_head()  # where there was no body
+    def _close_body(self) -> None:
+        self._flush_head()  # where there was no body
         if self._rechunk:
             self._write(_LAST_CHUNK)
-        self._downstream.finish()
 
     def on_error(self, error: InstanceError) -> None:
         if self.error is None and not self.complete:
@@ -274,7 +276,8 @@ class Exchange:
             data, self._pending = self._pending + b"".join(held.parts), b""
             self._write(data)
         if self.complete:
-            self._finish()
+            self._close_body()
+            self._downstream.finish()
 
     def caught_up(self) -> None:
         """The client has read what was written: go on reading."""

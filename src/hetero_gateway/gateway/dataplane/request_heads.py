@@ -51,7 +51,10 @@ def head_to_instance(
     for name, value in headers:
         if not withheld[name]:
             parts += (name, b": ", value, b"\r\n")
-    return _ended(parts, instance.api_key)
+    if instance.api_key is not None:
+        parts.append(_authorization(instance.api_key))
+    parts.append(b"\r\n")
+    return b"".join(parts)
 
 
 def head_to_outside(inbound: Inbound, outside: Outside, hops: Hops) -> bytes:
@@ -65,11 +68,11 @@ def head_to_outside(inbound: Inbound, outside: Outside, hops: Hops) -> bytes:
     for name, value in inbound.headers:
         if name in _TO_OUTSIDE:
             parts += (name, b": ", value, b"\r\n")
-    return _ended(parts, outside.api_key)
-
-
-def _ended(parts: list[bytes], api_key: str | None) -> bytes:
-    if api_key is not None:
-        parts.append(b"authorization: Bearer %b\r\n" % api_key.encode())
+    if outside.api_key is not None:
+        parts.append(_authorization(outside.api_key))
     parts.append(b"\r\n")
     return b"".join(parts)
+
+
+def _authorization(api_key: str) -> bytes:
+    return b"authorization: Bearer %b\r\n" % api_key.encode()

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hetero_gateway.gateway.admission.clients import Admission
-from hetero_gateway.gateway.control.metrics import Metrics
 from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Tracing
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.dataplane.priorities import Priorities
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.dataplane.retry_budget import RetryBudget
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.wire.cors import Cors
 from hetero_gateway.gateway.wire.headers import RequestFields
 from hetero_gateway.gateway.wire.hops import Hops
@@ -29,19 +29,18 @@ class AnsweredRequests:
     learnt of an answer would hold that answer up. Needs a running event loop.
     """
 
-    __slots__ = ("_loop", "_requests")
+    __slots__ = ("_loop", "requests")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._requests: list[Attempts] = []
+        self.requests: list[Attempts] = []
 
-    def add(self, request: Attempts) -> None:
-        if not self._requests:
-            self._loop.call_soon(self._conclude)
-        self._requests.append(request)
+    def conclude_soon(self) -> None:
+        """To be called for the first one of them."""
+        self._loop.call_soon(self._conclude)
 
     def _conclude(self) -> None:
-        requests, self._requests = self._requests, []
+        requests, self.requests = self.requests, []
         for request in requests:
             request.conclude()
 

@@ -130,7 +130,6 @@ class HealthMonitor:
         self._scraped_s[instance.id] = time.monotonic()
         self._scrapes[instance.id] = 0
         self._watched += 1
-        self._lag.start()
         self._loops[instance.id] = self._tasks.create_task(
             self._loop(instance, self._watched * _APART % 1)
         )
@@ -188,7 +187,6 @@ class HealthMonitor:
         return interval_s
 
     def stop(self) -> None:
-        self._lag.stop()
         for instance_id in list(self._loops):
             self.unwatch(instance_id)
 

@@ -23,11 +23,7 @@ from hetero_gateway.core.instances.ejections import Ejections
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.policies import Policy, PolicyOptions, make_policy
 from hetero_gateway.core.policies.slo import Slo, Slos
-from hetero_gateway.core.scheduling.disciplines import (
-    ClassRule,
-    QueueDiscipline,
-    make_discipline,
-)
+from hetero_gateway.core.scheduling.disciplines import ClassRule, QueueDiscipline, make_discipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.scheduling.shedding import WaitLimits
 from hetero_gateway.core.types import InstanceId, InstanceSpec
@@ -37,7 +33,7 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import InstanceConfig, check_reachable, instance_profile
 from hetero_gateway.files.scheduler_config import QueueConfig, SchedulerConfig, SloConfig, SloLimits
 from hetero_gateway.files.secrets import secret
-from hetero_gateway.gateway.control.families import InstanceGauges
+from hetero_gateway.gateway.records.families import InstanceGauges
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.hops import Hops
 from hetero_gateway.gateway.wire.tls import ClientContexts, ClientTls

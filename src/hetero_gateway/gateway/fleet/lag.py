@@ -10,22 +10,26 @@ _GRAIN_S = 0.02
 
 
 class LoopLag:
-    """Adds up by how much timers come late, from ``start`` to ``stop``.
+    """Adds up by how much timers come late while anybody watches: ``with lag: ...``.
 
     Whatever holds the loop counts: a long callback, other processes, a machine that was stopped.
     """
 
     def __init__(self) -> None:
-        self.behind_s = 0.0  # since the start
+        self.behind_s = 0.0
+        self._watchers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
 
-    def start(self) -> None:
+    def __enter__(self) -> LoopLag:
+        self._watchers += 1
         if self._timer is None:
             self._arm(asyncio.get_running_loop())
+        return self
 
-    def stop(self) -> None:
-        if self._timer is not None:
+    def __exit__(self, *_: object) -> None:
+        self._watchers -= 1
+        if not self._watchers and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 

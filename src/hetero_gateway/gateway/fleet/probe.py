@@ -156,7 +156,11 @@ class Probe:
         request = b"%b %b%b HTTP/1.1\r\n%b%b\r\n%b" % (
             method, self._pool.path_prefix, target, self._fields, fields, body
         )  # fmt: skip
-        behind_s = self._lag.behind_s
+        with self._lag:
+            return await self._ask(request, most_bytes, self._lag.behind_s)
+
+    async def _ask(self, request: bytes, most_bytes: int, behind_s: float) -> ProbeAnswer:
+        """``behind_s``: the event loop's lag until now."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 connection = self._pool.take_idle() or await self._pool.connect()

@@ -78,19 +78,15 @@ class Store(Protocol):
 
         Raises StoreError.
         """
-        ...
 
     async def tell(self, news: bytes) -> None:
         """Have those who listen hear this now. Raises StoreError."""
-        ...
 
     async def listen(self, hear: Callable[[str, bytes], None]) -> None:
         """Hear the others' news, until that fails. Raises StoreError."""
-        ...
 
     async def leave(self) -> None:
         """Take our message away, if that is quickly done, and close."""
-        ...
 
 
 class RedisStore:

@@ -19,13 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from hetero_gateway.engines.vllm import (
-    FIELDS_OF,
-    GUARDED_FIELDS,
-    Prompts,
-    guarded_at,
-    prompts_at,
-)
+from hetero_gateway.engines.vllm import FIELDS_OF, GUARDED_FIELDS, Prompts, guarded_at, prompts_at
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.wire import whole_numbers
 from hetero_gateway.gateway.wire.folding import Buffer, Cut, Extent, Spans, Steps, fold, place

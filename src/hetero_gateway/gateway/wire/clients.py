@@ -78,18 +78,15 @@ class Watched(Protocol):
     @property
     def turn(self) -> int:
         """Grows with each phase that is not the last one."""
-        ...
 
     @property
     def reading_paused(self) -> bool: ...
 
     def expire(self) -> None:
         """What it waits for did not come in time."""
-        ...
 
     def stall(self) -> None:
         """Its client reads nothing."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,6 @@ STATUS_LINES = {
 }
 
 
-# A smaller part of a body joins the one in front of it: an object takes 40 bytes.
-_SMALL_BYTES = 4096
-
-
 class Service(Protocol):
     """What engine paths are served by."""
 
@@ -32,7 +28,6 @@ class Service(Protocol):
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
         """Take a request whose head is here; it may be answered at once."""
-        ...
 
 
 class Connection(Protocol):
@@ -49,7 +44,6 @@ class Connection(Protocol):
 
     def close(self) -> None:
         """Close it once what was written is sent."""
-        ...
 
     def on_response_complete(self) -> None: ...
 

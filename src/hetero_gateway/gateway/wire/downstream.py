@@ -44,37 +44,30 @@ class Downstream(Protocol):
     @property
     def write(self) -> Callable[[bytes], None]:
         """Takes body bytes: with their framing if ``passes_framing``, else decoded."""
-        ...
 
     @property
     def gone(self) -> bool:
         """The client has left."""
-        ...
 
     @property
     def started(self) -> bool:
         """Whether ``start`` was called."""
-        ...
 
     @property
     def passes_framing(self) -> bool:
         """Whether chunk framing can be written as it is (else bodies are passed decoded)."""
-        ...
 
     def start(self, status: int, headers: Headers, *, chunked: bool) -> bytes:
         """Begin the response; returns bytes to write ahead of the body, in one write with it.
 
         ``chunked``: the body has no content-length header.
         """
-        ...
 
     def finish(self) -> None:
         """The response is complete; the connection may serve the next request."""
-        ...
 
     def cut(self) -> None:
         """Close the connection after what was written: the client sees a broken response."""
-        ...
 
 
 class Listener(Protocol):
@@ -83,23 +76,18 @@ class Listener(Protocol):
     @property
     def over(self) -> bool:
         """It has been answered, or there is nobody left to answer."""
-        ...
 
     def begin(self, body: bytes) -> None:
         """The whole body is here. Called once at most, and not when it is ``over``."""
-        ...
 
     def refuse(self, refusal: Refusal) -> None:
         """The body is larger than it may be, or than there is room for: answer now."""
-        ...
 
     def caught_up(self) -> None:
         """The client has read what was written."""
-        ...
 
     def client_gone(self) -> None:
         """Nobody reads any more."""
-        ...
 
 
 class AsgiDownstream:

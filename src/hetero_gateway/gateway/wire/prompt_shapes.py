@@ -15,11 +15,7 @@ import msgspec
 
 from hetero_gateway.engines.vllm import DOCUMENTS, QUERIES, Prompts
 from hetero_gateway.gateway.wire.folding import Extent, Steps, count_byte, fold
-from hetero_gateway.gateway.wire.prompt_length import (
-    count_strings,
-    measure,
-    measure_prompt,
-)
+from hetero_gateway.gateway.wire.prompt_length import count_strings, measure, measure_prompt
 
 _SPACE = rb"[ \t\r\n]*+"
 # Messages rather than texts or token ids: one conversation, or a list of them.

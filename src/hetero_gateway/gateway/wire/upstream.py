@@ -48,11 +48,9 @@ class ResponseSink(Protocol):
 
     def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
         """Returns whether the body is wanted decoded. ``body_follows``: ``on_data`` comes next."""
-        ...
 
     def on_data(self, data: bytes) -> None:
         """Body bytes: decoded if that was wanted, else as they came, chunk framing and all."""
-        ...
 
     def on_complete(self) -> None: ...
 
@@ -60,7 +58,6 @@ class ResponseSink(Protocol):
 
     def on_bug(self, error: Exception) -> None:
         """The sink itself raised. The connection is closed; nothing more comes."""
-        ...
 
 
 class UpstreamConnection(asyncio.Protocol):

@@ -5,8 +5,8 @@ has the fleet, its health, the ledger, the queue, predictors, metrics and /admin
 Unix socket (``messages``), each side's messages of one turn of the event loop in one write.
 
     supervisor   starts the others, holds their listening sockets, starts anew what dies
-    worker       ``worker.Worker``, whose attempts ask ``remote.RemoteDispatcher``
-    scheduler    the gateway as ever (``wiring.Gateway``), with a ``hub.Hub`` for its workers
+    worker       ``processes.worker``, whose attempts ask ``remote.RemoteDispatcher``
+    scheduler    the gateway as ever (``wiring``), with a ``hub.Hub`` for its workers
 
 When a worker dies, the hub settles its requests. When the scheduler dies, each worker places on by
 its last view with a scheduler of its own (``remote``), and gives the new one what is outstanding.

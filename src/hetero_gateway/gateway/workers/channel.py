@@ -20,11 +20,9 @@ class Listener(Protocol):
 
     def unsent(self, message: Any, error: Exception) -> None:
         """A message holds what cannot be sent: a number of too many digits, say."""
-        ...
 
     def lost(self) -> None:
         """The other end is gone. Called once, unless ``close`` was."""
-        ...
 
 
 class Channel(asyncio.Protocol):

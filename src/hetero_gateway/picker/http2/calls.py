@@ -27,12 +27,13 @@ Times are counted in the server's ticks, a second each, so that a call reads no 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, TypeAlias
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import too_large
 from hetero_gateway.picker.http2.backlog import Backlog
+from hetero_gateway.picker.http2.carrier import CREDITS, Carrier
 from hetero_gateway.picker.http2.frames import (
     DATA,
     END_HEADERS,
@@ -54,19 +55,13 @@ from hetero_gateway.picker.http2.frames import (
 )
 from hetero_gateway.picker.http2.shares import no_room
 
-if TYPE_CHECKING:
-    from hetero_gateway.picker.http2.connection import Connection
-
 _log = logging.getLogger(__name__)
 
 # What a peer may send on one stream before it hears of more room, which it does when half of it is
 # used and what it is sent is read: what comes back to it (FULL_DUPLEX) is kept for so long.
 STREAM_WINDOW_BYTES = 2**18
 UNREAD_BYTES = 2**16
-# Credits, which frames without a message cost: of a connection's first seconds, before its messages
-# earn some (calls that are refused cost two), and of a message. A request has four frames without
-# one, five with a window's update.
-CREDITS = 4096
+# A request has four frames without a message, five with a window's update.
 CREDITS_PER_MESSAGE = 16
 # From a call's head to its first message, whole. A data plane sends both in one packet.
 FIRST_MESSAGE_S = 10
@@ -89,15 +84,12 @@ class Receiver(Protocol):
 
     def refuse(self, refusal: Refusal) -> None:
         """A message is too long, too late, or there is no room for it; nothing more is coming."""
-        ...
 
     def half_closed(self) -> None:
         """The peer sends nothing more."""
-        ...
 
     def lost(self) -> None:
         """The call is over, and not by ``finish``."""
-        ...
 
 
 class Call:
@@ -126,7 +118,7 @@ class Call:
 
     receiver: Receiver
 
-    def __init__(self, connection: Connection, stream_id: int) -> None:
+    def __init__(self, connection: Carrier, stream_id: int) -> None:
         self._connection = connection
         self._id = stream_id
         # The peer's window, for what is sent: so much more than its initial window for all calls,
@@ -154,7 +146,7 @@ class Call:
         return f"<Call {self._id}, {state}>"
 
     @property
-    def peer(self) -> Connection:
+    def peer(self) -> Carrier:
         return self._connection
 
     # For its receiver
@@ -476,7 +468,7 @@ class Call:
         if self.half_closed:
             self._forget()
         else:
-            self._due_tick = self._connection.server.tick + 1 + LINGER_S
+            self._due_tick = self._in(LINGER_S)
 
     def widen(self, more_bytes: int) -> None:
         """The peer's window for this stream grows."""
@@ -509,3 +501,16 @@ class Call:
             self._connection.share.hold(-backlog.unread_bytes)
             backlog.end_making()
         self._connection.forget(self._id, self)
+
+
+# What serves a call of each path (``/service/Method``).
+Methods: TypeAlias = Mapping[str, Callable[[Call], Receiver]]
+
+
+def route(methods: Methods, path: str, call: Call) -> None:
+    """Give a new call its receiver; one that is finished at once needs none."""
+    method = methods.get(path)
+    if method is None:
+        call.finish(Status.UNIMPLEMENTED, "there is no such method")
+    else:
+        call.receiver = method(call)

@@ -43,10 +43,12 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from hetero_gateway.picker.http2.blocks import MAX_BLOCK_BYTES, HeaderBlocks
-from hetero_gateway.picker.http2.calls import CREDITS, STREAM_WINDOW_BYTES, Call
+from hetero_gateway.picker.http2.calls import STREAM_WINDOW_BYTES, Call, Methods, route
+from hetero_gateway.picker.http2.carrier import CREDITS, DEFAULT_WINDOW_BYTES, Blocked, Carrier
+from hetero_gateway.picker.http2.commons import Commons
 from hetero_gateway.picker.http2.frames import (
     ACK,
     CONTINUATION,
@@ -82,13 +84,8 @@ from hetero_gateway.picker.http2.frames import (
     settings,
     window_update,
 )
-from hetero_gateway.picker.http2.reader import Reader
-from hetero_gateway.picker.http2.register import address_of
-from hetero_gateway.picker.http2.shares import CALL_BYTES, Share
-
-if TYPE_CHECKING:
-    from hetero_gateway.picker.http2.handshakes import Handshake
-    from hetero_gateway.picker.http2.server import Server
+from hetero_gateway.picker.http2.register import Member, address_of
+from hetero_gateway.picker.http2.shares import CALL_BYTES
 
 # A data plane with more opens another connection; so many calls fit in HELD_BYTES.
 MAX_CALLS = 1024
@@ -108,13 +105,10 @@ IDLE_S = 600
 CLOSE_S = 5
 STALL_S = 30.0
 WRITE_HIGH_BYTES = 2**20
-# Of what is pending, in a turn of the event loop.
-PUSH_BYTES = 2**17
 # Of the whole connection; half of it is given back at a time. It bounds nothing: what comes is read
 # at once, kept within the budgets, or refused.
 WINDOW_BYTES = 2**24
 _LOW_ROOM_BYTES = STREAM_WINDOW_BYTES // 2
-_DEFAULT_WINDOW_BYTES = 65535
 _MOST_STREAM_ID = 2**31 - 1
 _DRAINING = b"draining"
 
@@ -125,39 +119,23 @@ _GREETING = settings(
         INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
         MAX_HEADER_LIST_SIZE: MAX_BLOCK_BYTES,
     }
-) + window_update(0, WINDOW_BYTES - _DEFAULT_WINDOW_BYTES)
+) + window_update(0, WINDOW_BYTES - DEFAULT_WINDOW_BYTES)
 _SETTINGS_ACK = frame(SETTINGS, ACK, 0)
 
 
-class Connection(Reader):
+class Connection(Carrier):
     """One connection of ``server``: a ``Member`` of its register, ``Waiting`` for its turns."""
 
-    def __init__(self, server: Server, handshake: Handshake | None = None) -> None:
-        super().__init__(server.turns)
-        self.server = server
-        self._handshake = handshake
-        # For its users: whether the peer reports on responses; until when that is not relied on.
-        self.reports = False
-        self.stray_until_s = 0.0
+    def __init__(self, server: Commons, methods: Methods, handshake: Member | None = None) -> None:
         self.calls: dict[int, Call] = {}
-        self.share = Share(server.limits, server.margin_bytes, server.pool, self.calls)
-        self.address = ""
+        super().__init__(server, self.calls)
+        self._methods = methods
+        self._handshake = handshake
         self.at_work = False
-        self.heard = False  # a message, in this tick
         self.has_spoken = False
         self.spoke_tick = server.tick
-        # The peer's windows, for what is sent: the connection's, each call's at its beginning.
-        self.window = self.initial_window = _DEFAULT_WINDOW_BYTES
-        # Calls that wait, for the connection's window or for the socket, and for their own.
-        self.blocked: dict[Call, None] = {}
-        self.narrow: dict[Call, None] = {}
-        self.push_bytes = PUSH_BYTES  # what may still be sent in this turn, of what is pending
         self._room = WINDOW_BYTES  # ours
-        self._loop = asyncio.get_running_loop()
         self._blocks = HeaderBlocks(server.known_blocks)
-        self._unblock_due = False
-        self._widened = False  # the initial window, and calls wait for that
-        self._flush_due = False
         self._greeted = False
         self._last_id = 0
         self._draining = False
@@ -165,7 +143,6 @@ class Connection(Reader):
         self._closing_tick = 0
         self._block: tuple[int, int, bytearray] | None = None  # of which CONTINUATIONs follow
         self._fragments = 0
-        self.credits = CREDITS
         self._credited_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -366,7 +343,7 @@ class Connection(Reader):
         self._last_id = stream_id
         call = self.calls[stream_id] = Call(self, stream_id)
         server.pool.open_calls += 1
-        server.route(path, call)
+        route(self._methods, path, call)
         if flags & END_STREAM:
             call.end()
 
@@ -475,45 +452,6 @@ class Connection(Reader):
             if self.credits < 0:
                 raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "frames without messages")
 
-    # Frames out
-
-    def write(self, data: bytes) -> None:
-        """Send a frame at the end of this turn of the event loop, with all others."""
-        if not self._reading and not self._flush_due:
-            self._flush_due = True
-            self._loop.call_soon(self._flush)
-        self._out.append(data)
-
-    def _flush(self) -> None:
-        self._flush_due = False
-        out = self._out
-        if out and not self._transport.is_closing():
-            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
-        out.clear()
-
-    def unblock_soon(self) -> None:
-        """Let the calls that wait look again, once in a turn of the event loop."""
-        if not (self._unblock_due or self._stalled):
-            self._unblock_due = True
-            self._loop.call_soon(self._unblock)
-
-    def _unblock(self) -> None:
-        """Let the calls that wait send what they can, in turn."""
-        self._unblock_due = False
-        if self._stalled or self._is_closing:
-            return
-        self.push_bytes = PUSH_BYTES
-        if self._widened:
-            # Once for all frames, as it may be for a thousand calls.
-            self._widened = False
-            self.blocked.update(self.narrow)
-            self.narrow.clear()
-        blocked = self.blocked
-        while blocked and self.window > 0 and self.push_bytes > 0:
-            call = next(iter(blocked))
-            del blocked[call]
-            call.push()
-
     # Ends
 
     def drain(self) -> None:
@@ -545,8 +483,7 @@ class Connection(Reader):
         if self._refusing and not self.calls:
             self.close()
 
-    def forget(self, stream_id: int, call: Call) -> None:
-        """A call is over."""
+    def forget(self, stream_id: int, call: Blocked) -> None:
         if self.calls.get(stream_id) is call:
             del self.calls[stream_id]
             self.server.call_ended()

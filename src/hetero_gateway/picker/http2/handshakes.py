@@ -9,22 +9,29 @@ import asyncio
 import os
 import socket
 import ssl
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import cast
 
-from hetero_gateway.picker.http2.connection import Connection
-from hetero_gateway.picker.http2.register import address_of
-
-if TYPE_CHECKING:
-    from hetero_gateway.picker.http2.server import Server
+from hetero_gateway.picker.http2.commons import Commons
+from hetero_gateway.picker.http2.register import Member, address_of
 
 # A data plane's takes two round trips.
 HANDSHAKE_S = 10.0
 
 
 class Handshake(asyncio.Protocol):
-    """The beginning of a connection of ``server``: a ``Member`` of its register."""
+    """The beginning of a connection of ``server``: a ``Member`` of its register.
 
-    def __init__(self, server: Server, tls: ssl.SSLContext) -> None:
+    Args:
+        connect: makes the connection that takes its place.
+    """
+
+    def __init__(
+        self,
+        server: Commons,
+        tls: ssl.SSLContext,
+        connect: Callable[[Member], asyncio.BaseProtocol],
+    ) -> None:
         self.address = ""
         self.at_work = False
         self.heard = False
@@ -32,6 +39,7 @@ class Handshake(asyncio.Protocol):
         self.spoke_tick = server.tick
         self._server = server
         self._tls = tls
+        self._connect = connect
         self._socket: socket.socket
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -48,15 +56,15 @@ class Handshake(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         try:
             await loop.connect_accepted_socket(
-                self._connection, self._socket, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
+                lambda: self._connect(self),
+                self._socket,
+                ssl=self._tls,
+                ssl_handshake_timeout=HANDSHAKE_S,
             )
         except OSError:  # as ssl.SSLError and a time-out are
             self._socket.close()
         finally:
             self._server.discard(self)
-
-    def _connection(self) -> Connection:
-        return Connection(self._server, self)
 
     def works(self) -> bool:
         return False
@@ -67,11 +75,7 @@ class Handshake(asyncio.Protocol):
         except OSError:
             pass  # the peer was faster
 
-    def drain(self) -> None:
-        self.make_room()
-
-    def close(self) -> None:
-        self.make_room()
+    drain = close = make_room
 
     def look(self, tick: int) -> int:
         return 0

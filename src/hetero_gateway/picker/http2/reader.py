@@ -33,7 +33,6 @@ class Interrupted(Protocol):
 
     def end(self) -> None:
         """The peer sends nothing more."""
-        ...
 
 
 class Reader(asyncio.Protocol):

@@ -12,7 +12,7 @@ import asyncio
 import ipaddress
 from collections import Counter
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 # A data plane has a connection for each of its threads and each 1024 calls.
 MAX_CONNECTIONS = 1024
@@ -41,14 +41,18 @@ class Member(Protocol):
 
     def works(self) -> bool:
         """Look whether it is at work."""
-        ...
 
     def make_room(self) -> None:
         """Be gone, now."""
-        ...
 
+    def drain(self) -> None:
+        """Take nothing new, and be gone when what is open is done."""
 
-M = TypeVar("M", bound=Member)
+    def close(self) -> None:
+        """Be gone, whatever is open."""
+
+    def look(self, tick: int) -> int:
+        """Once in a tick: what is late. Returns how many calls were looked at."""
 
 
 def address_of(transport: asyncio.BaseTransport) -> str:
@@ -70,20 +74,20 @@ def network_of(host: str) -> str:
     return str(ipaddress.ip_network((int(address) >> _NETWORK_BITS << _NETWORK_BITS, 64)))
 
 
-class Register(Generic[M]):
+class Register:
     """The connections of one server, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._members: dict[M, None] = {}
+        self._members: dict[Member, None] = {}
         self._by_address: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __iter__(self) -> Iterator[M]:
+    def __iter__(self) -> Iterator[Member]:
         return iter(self._members)
 
-    def add(self, member: M) -> bool:
+    def add(self, member: Member) -> bool:
         """Whether there is room for one more, or was made."""
         count = self._by_address[member.address]
         if count >= MAX_PER_ADDRESS:
@@ -101,7 +105,7 @@ class Register(Generic[M]):
         least.make_room()
         return True
 
-    def _least(self, address: str | None = None) -> M | None:
+    def _least(self, address: str | None = None) -> Member | None:
         """The one that would be missed least, of all or of an address; None: all are at work."""
         while True:
             idle = (
@@ -113,7 +117,7 @@ class Register(Generic[M]):
             if least is None or not least.works():
                 return least
 
-    def replace(self, member: M, by: M) -> bool:
+    def replace(self, member: Member, by: Member) -> bool:
         """It goes on as another one, in its place, if it still has that."""
         if member not in self._members:
             return False
@@ -121,14 +125,14 @@ class Register(Generic[M]):
         self._put(by)
         return True
 
-    def discard(self, member: M) -> None:
+    def discard(self, member: Member) -> None:
         if member in self._members:
             del self._members[member]
             self._by_address[member.address] -= 1
             if not self._by_address[member.address]:
                 del self._by_address[member.address]
 
-    def _put(self, member: M) -> None:
+    def _put(self, member: Member) -> None:
         self._members[member] = None
         self._by_address[member.address] += 1
 

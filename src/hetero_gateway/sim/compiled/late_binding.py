@@ -14,12 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.lengths.estimates import (
-    HISTORY,
-    PRIOR_REQUESTS,
-    REFRESH_EVERY,
-    residuals,
-)
+from hetero_gateway.core.lengths.estimates import HISTORY, PRIOR_REQUESTS, REFRESH_EVERY, residuals
 from hetero_gateway.core.policies.estimates import (
     LATE_FACTOR,
     LATE_S,
@@ -32,14 +27,13 @@ from hetero_gateway.core.policies.estimates import (
 from hetero_gateway.core.policies.finish_time import idle_before_drain_s
 from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slo, violations
 from hetero_gateway.core.scheduling.queue import MEAN_OVER_GAPS, MEAN_OVER_REQUESTS
+from hetero_gateway.sim.arrays import Flags, Integers
 from hetero_gateway.sim.compiled import progress, speeds
 from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
 from hetero_gateway.sim.compiled.progress import Progress, member_of, state_row
 from hetero_gateway.sim.compiled.speeds import FACTOR
 from hetero_gateway.sim.compiled.tables import (
     Engines,
-    Flags,
-    Integers,
     KernelTable,
     Pool,
     Requests,

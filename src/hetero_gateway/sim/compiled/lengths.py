@@ -8,7 +8,7 @@ import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.lengths.predictors import FAR, MEMORY_REQUESTS
-from hetero_gateway.sim.compiled.tables import Integers
+from hetero_gateway.sim.arrays import Integers
 
 # More than the bits of any prompt's length.
 CLASSES = 64

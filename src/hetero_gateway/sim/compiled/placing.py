@@ -12,12 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray, workload
+from hetero_gateway.sim.arrays import Flags, Integers
 from hetero_gateway.sim.compiled import loads
 from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
 from hetero_gateway.sim.compiled.tables import (
     Engines,
-    Flags,
-    Integers,
     Pool,
     Requests,
     Slowdowns,

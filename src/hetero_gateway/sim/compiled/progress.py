@@ -17,9 +17,9 @@ from hetero_gateway.core.instances.dispatch import NO_PEERS, PeerLoad
 from hetero_gateway.core.instances.state import PREFILL_OVER_S, STREAMS_SAY_S
 from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.policies.base import Member
+from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.compiled import speeds
 from hetero_gateway.sim.compiled.speeds import FACTOR, Speeds
-from hetero_gateway.sim.compiled.tables import Integers
 
 _STAGES = len(STAGE_TOKENS)
 

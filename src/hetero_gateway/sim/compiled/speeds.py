@@ -14,7 +14,8 @@ from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances import speed as core
 from hetero_gateway.core.instances.state import SPEED_BOUNDS
 from hetero_gateway.core.scheduling import probes as core_probes
-from hetero_gateway.sim.compiled.tables import Flags, Integers, least
+from hetero_gateway.sim.arrays import Flags, Integers
+from hetero_gateway.sim.compiled.tables import least
 
 # Fields of an estimate.
 FACTOR, SEEN_S, REVISED_S, OBSERVED_S, MODELLED_S = range(5)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.cost_model import FloatArray, attended_pairs
+from hetero_gateway.sim.arrays import Flags, Integers
 
-Integers = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 # An array, where the kernel's own annotations have lists.
 KernelTable = Any
 

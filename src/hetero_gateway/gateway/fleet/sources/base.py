@@ -50,7 +50,6 @@ class Source(Protocol):
 
     async def follow(self, tell: Tell) -> None:
         """Raises SourceError: it is to be tried again in a while."""
-        ...
 
 
 def url_of(scheme: str, address: str, port: int) -> str | None:

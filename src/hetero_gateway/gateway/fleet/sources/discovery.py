@@ -13,7 +13,6 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
@@ -22,15 +21,13 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.fleet.roster import Roster
 from hetero_gateway.gateway.fleet.sources.base import Found, Source, SourceError
 from hetero_gateway.gateway.fleet.sources.dns import DnsSource
 from hetero_gateway.gateway.fleet.sources.file import FileSource
 from hetero_gateway.gateway.fleet.sources.kubernetes import KubernetesSource
 from hetero_gateway.gateway.fleet.sources.pace import LONGEST_PAUSE_S, Backoff
-from hetero_gateway.gateway.settings import Prepared
-
-if TYPE_CHECKING:
-    from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.gateway.settings import Prepared, Settings
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +40,7 @@ class Follower:
     """One source, what it has named, and who brings the fleet in line with it.
 
     Args:
-        gateway: whose fleet.
+        roster: of the fleet.
         config: of the source.
         base_dir: what files are relative to.
 
@@ -51,10 +48,10 @@ class Follower:
         ConfigError: it cannot be followed, or a profile of its cannot be loaded.
     """
 
-    def __init__(self, gateway: Gateway, config: SourceConfig, base_dir: Path) -> None:
+    def __init__(self, roster: Roster, config: SourceConfig, base_dir: Path) -> None:
         self.config = config
         self.problem = ""
-        self._gateway = gateway
+        self._roster = roster
         self._source = _source_of(config, base_dir)
         self._profiles = [load_profile(rule.profile, base_dir) for rule in config.profiles]
         if config.profile is not None:
@@ -104,13 +101,13 @@ class Follower:
                     _log.exception("source %s: its instances cannot be taken up", self.config.name)
 
     async def _apply(self, found: list[Found]) -> None:
-        gateway = self._gateway
+        roster = self._roster
         wanted = {each.key: each for each in found}
         for number, (key, instance) in enumerate(list(self.named.items())):
             if number % _LOOKED_AT == _LOOKED_AT - 1:
                 await asyncio.sleep(0)
             each = wanted.get(key)
-            if gateway.fleet.instances.get(instance.id) is not instance:
+            if roster.fleet.instances.get(instance.id) is not instance:
                 del self.named[key]  # somebody removed it over /admin
             elif each is None or self._config_of(each, instance.id) != instance.config:
                 self._leave(key)
@@ -123,34 +120,34 @@ class Follower:
         names = self._free_ids(fresh)
         built = await asyncio.to_thread(self._build, list(zip(fresh, names, strict=True)))
         for each, instance in built:
-            if instance.id not in gateway.fleet.instances:
-                gateway.admit(instance)
+            if instance.id not in roster.fleet.instances:
+                roster.admit(instance)
                 self.named[each.key] = instance
                 await asyncio.sleep(0)
         _log.info("source %s: %d instances, %d new", self.config.name, len(self.named), len(built))
 
     def _leave(self, key: str) -> None:
         instance = self.named.pop(key)
-        self._gateway.retire_instance(instance.id)
+        self._roster.retire(instance.id)
 
     def leave_all(self) -> None:
         """The source is not to be followed any more."""
         for key in list(self.named):
-            if self._gateway.fleet.instances.get(self.named[key].id) is self.named[key]:
+            if self._roster.fleet.instances.get(self.named[key].id) is self.named[key]:
                 self._leave(key)
 
     def _recall(self, fresh: list[Found]) -> set[str]:
         """Those that were about to leave, and are named again where they are."""
         leaving = {
             instance.config.base_url: instance
-            for instance in self._gateway.fleet.instances.values()
+            for instance in self._roster.fleet.instances.values()
             if instance.leaving and instance.source == self.config.name
         }
         kept = set()
         for each in fresh:
             instance = leaving.get(each.base_url)
             if instance is not None and instance.config == self._config_of(each, instance.id):
-                self._gateway.recall_instance(instance)
+                self._roster.recall(instance)
                 instance.source_key = each.key
                 self.named[each.key] = instance
                 kept.add(each.key)
@@ -158,7 +155,7 @@ class Follower:
 
     def _free_ids(self, fresh: list[Found]) -> list[str]:
         """Ids that nobody has, one of those that leave included."""
-        taken = set(map(str, self._gateway.fleet.instances))
+        taken = set(map(str, self._roster.fleet.instances))
         names = []
         for each in fresh:
             base = re.sub(r"[^A-Za-z0-9._-]+", "-", each.key).lstrip("._-") or "instance"
@@ -203,7 +200,7 @@ class Follower:
         built = []
         for each, name in wanted:
             try:
-                instance = self._gateway.fleet.build(self._config_of(each, name))
+                instance = self._roster.fleet.build(self._config_of(each, name))
             except (ConfigError, ValueError) as error:
                 _log.error("source %s: %s cannot be used: %s", self.config.name, each.key, error)
                 continue
@@ -229,12 +226,13 @@ class Follower:
 class Discovery:
     """All sources of a gateway. ``start`` needs a running event loop."""
 
-    def __init__(self, gateway: Gateway, base_dir: Path) -> None:
-        self._gateway = gateway
+    def __init__(self, roster: Roster, settings: Settings, base_dir: Path) -> None:
+        self._roster = roster
+        self._settings = settings
         self._base_dir = base_dir
         self._tasks: asyncio.TaskGroup | None = None
         self._running: dict[str, tuple[Follower, asyncio.Task[None]]] = {}
-        self._first = self._followers(gateway.config.discovery)
+        self._first = self._followers(settings.config.discovery)
 
     def followers(self) -> list[Follower]:
         return [follower for follower, _ in self._running.values()]
@@ -242,7 +240,7 @@ class Discovery:
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Follow all sources of the configuration, and its changes."""
         self._tasks = tasks
-        self._gateway.settings.add(("discovery",), self._prepare)
+        self._settings.add(("discovery",), self._prepare)
         for follower in self._first:
             self._begin(follower)
 
@@ -251,7 +249,7 @@ class Discovery:
             task.cancel()
 
     def _followers(self, sources: list[SourceConfig]) -> list[Follower]:
-        return [Follower(self._gateway, config, self._base_dir) for config in sources]
+        return [Follower(self._roster, config, self._base_dir) for config in sources]
 
     def _begin(self, follower: Follower) -> None:
         assert self._tasks is not None
@@ -275,7 +273,7 @@ class Discovery:
                 # What it had named before stays, until it says otherwise.
                 follower.named = {
                     i.source_key: i
-                    for i in self._gateway.fleet.instances.values()
+                    for i in self._roster.fleet.instances.values()
                     if i.source == name and not i.leaving
                 }
                 self._begin(follower)

@@ -24,7 +24,7 @@ from starlette.requests import Request
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.server_config import Exposure
-from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 # Set by the server, for connections to the listener of /admin: what that listens on. (A client
 # that has left already has no address either.)

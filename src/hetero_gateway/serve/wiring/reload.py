@@ -17,9 +17,9 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.types import InstanceId
@@ -27,10 +27,9 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
 from hetero_gateway.files.instance_config import InstanceConfig, instance_profile
 from hetero_gateway.gateway.fleet.instances import FILE, Instance
-from hetero_gateway.gateway.settings import Change
-
-if TYPE_CHECKING:
-    from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.gateway.fleet.roster import Roster
+from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.settings import Change, Settings
 
 # What distinguishes a file from what it was: its time, size and inode.
 _Mark: TypeAlias = tuple[int, int, int]
@@ -55,14 +54,28 @@ class Reloader:
     """Reloads a gateway's configuration.
 
     Args:
-        gateway: whose it is.
+        roster: of the instances.
+        settings: the configuration in effect, and what takes up another one.
+        metrics: counts reloads.
+        take_up: has another configuration in effect, but for its instances.
         path: the file; None: there is none, and ``reload`` raises ConfigError.
         flags: dotted names of fields that the command line has set, and their values.
     """
 
-    def __init__(self, gateway: Gateway, path: Path | None, flags: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        settings: Settings,
+        metrics: Metrics,
+        take_up: Callable[[Change], None],
+        path: Path | None,
+        flags: Mapping[str, Any],
+    ) -> None:
         self.flags = {name: value for name, value in flags.items() if value is not None}
-        self._gateway = gateway
+        self._roster = roster
+        self._settings = settings
+        self._metrics = metrics
+        self._take_up = take_up
         self._path = path
         self._lock = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
@@ -73,7 +86,7 @@ class Reloader:
         """Watch the file, if that is wanted, until ``stop``."""
         self._tasks = tasks
         # Each look at the file asks how long it is to the next.
-        self._gateway.settings.add(("server.watch_files_s",), lambda _: None)
+        self._settings.add(("server.watch_files_s",), lambda _: None)
         if self._path is not None:
             self._keep(tasks.create_task(self._watch()))
 
@@ -112,20 +125,20 @@ class Reloader:
             return await self._reload(cause)
 
     async def _reload(self, cause: str) -> dict[str, Any]:
-        gateway, metrics = self._gateway, self._gateway.metrics
+        metrics = self._metrics
         if self._path is None:
             raise ConfigError("the gateway was not started from a file")
         try:
             with _without_collector():
                 fresh = await asyncio.to_thread(load_gateway_config, self._path, self.flags)
-                present = dict(gateway.fleet.instances)
+                present = dict(self._roster.fleet.instances)
                 change, moves = await asyncio.to_thread(self._prepare, fresh, present)
         except ConfigError as error:
             metrics.reloads["refused"] += 1
             metrics.reloaded = (False, *metrics.reloaded[1:])
             _log.error("%s: the configuration is refused, and the old one stays: %s", cause, error)
             raise
-        gateway.take_up(change)
+        self._take_up(change)
         await self._move(moves)
         told: dict[str, list[str]] = {
             "added": [instance.id for instance in moves.added],
@@ -148,7 +161,7 @@ class Reloader:
         self, fresh: GatewayConfig, present: dict[InstanceId, Instance]
     ) -> tuple[Change, Moves]:
         """Raises ConfigError."""
-        change = self._gateway.settings.prepare(fresh)
+        change = self._settings.prepare(fresh)
         wanted = {InstanceId(i.id): i for i in fresh.instances}
         moves = Moves([], [], [], [])
         for instance_id, instance in present.items():
@@ -165,7 +178,7 @@ class Reloader:
                     f"{self._path}: instances: the id {config.id!r} is that of another instance, "
                     f"which came by {known.source}"
                 )
-            if not self._gateway.fleet.can_adjust(known, config):
+            if not self._roster.fleet.can_adjust(known, config):
                 moves.replaced.append(self._build(config, change))
                 continue
             profile = self._profile(config, profiles)
@@ -175,7 +188,7 @@ class Reloader:
         return change, moves
 
     def _build(self, config: InstanceConfig, change: Change) -> Instance:
-        return self._gateway.fleet.build(config, change.config)
+        return self._roster.fleet.build(config, change.config)
 
     def _profile(
         self, config: InstanceConfig, read: dict[str | None, Profile | None]
@@ -189,27 +202,27 @@ class Reloader:
 
     async def _move(self, moves: Moves) -> None:
         """Nothing fails here for what the file says. One at a time, and a turn for the others."""
-        gateway = self._gateway
-        fleet = gateway.fleet
+        roster = self._roster
+        fleet = roster.fleet
         for config, profile in moves.kept:
             if (instance := fleet.instances.get(InstanceId(config.id))) is not None:
                 instance.source = FILE
                 instance.adjust(config, profile)
                 if instance.leaving:
-                    gateway.recall_instance(instance)
+                    roster.recall(instance)
                 fleet.publish(instance)
             await asyncio.sleep(0)
         for instance in (*moves.replaced, *moves.added):
             if instance.id in fleet.instances:
-                gateway.remove_instance(instance.id)
-            gateway.admit(instance)
+                roster.remove(instance.id)
+            roster.admit(instance)
             await asyncio.sleep(0)
         if moves.removed and moves.added:
             # Requests are not to meet a time at which the old are gone and the new not known.
-            await gateway.health.probed([instance.id for instance in moves.added])
+            await roster.health.probed([instance.id for instance in moves.added])
         for instance_id in moves.removed:
             if instance_id in fleet.instances:
-                gateway.retire_instance(instance_id)
+                roster.retire(instance_id)
             await asyncio.sleep(0)
 
     # Watching
@@ -219,7 +232,7 @@ class Reloader:
         taken_up: _Marks | None = None
         seen: _Marks | None = None
         while True:
-            every_s = self._gateway.config.server.watch_files_s
+            every_s = self._settings.config.server.watch_files_s
             await asyncio.sleep(every_s or _IDLE_LOOK_S)
             if every_s is None:
                 taken_up = seen = None
@@ -240,13 +253,13 @@ class Reloader:
         base = self._path.parent
         names = {
             i.profile
-            for i in self._gateway.config.instances
+            for i in self._settings.config.instances
             if i.profile is not None and i.profile.endswith((".yaml", ".yml"))
         }
         yield self._path
         yield from (base / name for name in sorted(names))
-        for files in self._gateway.settings.files:
-            yield from (base / path for path in files(self._gateway.config))
+        for files in self._settings.files:
+            yield from (base / path for path in files(self._settings.config))
 
 
 @contextlib.contextmanager

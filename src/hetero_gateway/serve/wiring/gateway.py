@@ -14,18 +14,12 @@ from typing import TYPE_CHECKING, Any
 from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
 from hetero_gateway.core.lengths.predictors import LengthFeatures
 from hetero_gateway.core.scheduling.disciplines import Clients
-from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.admin_key import made_admin_key
 from hetero_gateway.files.client_keys import changes, read_clients
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.files.log_config import TracesConfig
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.admission.clients import Admission
-from hetero_gateway.gateway.control.board import Board
-from hetero_gateway.gateway.control.client_metrics import client_families
-from hetero_gateway.gateway.control.metrics import Metrics
-from hetero_gateway.gateway.control.public import Listing
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.ended import Tracing
 from hetero_gateway.gateway.dataplane.placement import Placement
@@ -35,22 +29,23 @@ from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.health import HealthMonitor
-from hetero_gateway.gateway.fleet.instances import ADMIN, DISCIPLINE_FIELDS, Fleet, Instance
+from hetero_gateway.gateway.fleet.instances import DISCIPLINE_FIELDS, Fleet, Instance
+from hetero_gateway.gateway.fleet.roster import Roster
 from hetero_gateway.gateway.fleet.setup import SetupWatch
 from hetero_gateway.gateway.fleet.sources.discovery import Discovery
-from hetero_gateway.gateway.reload import Reloader
+from hetero_gateway.gateway.records.client_metrics import client_families
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Change, Prepared, Settings
 from hetero_gateway.gateway.sharing.peers import make_sharing
 from hetero_gateway.gateway.wire.hops import Hops
 from hetero_gateway.gateway.wire.tls import server_tls
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, Hub
+from hetero_gateway.serve.dashboard.board import Board
+from hetero_gateway.serve.wiring.reload import Reloader
 
 if TYPE_CHECKING:
-    from hetero_gateway.gateway.control.following import Following
-
-# Between two looks whether what is to go has nothing left.
-_SEE_OFF_EVERY_S = 0.5
+    from hetero_gateway.serve.autoscaling.following import Following
 
 
 def prefix_secret(config: GatewayConfig) -> bytes | None:
@@ -157,10 +152,11 @@ class Gateway:
         self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
         self._tokenizer = tokenizer_of(tokens, base_dir)
         self._stack = AsyncExitStack()
-        self._leaving: set[InstanceId] = set()
-        self._seeing_off: asyncio.TimerHandle | None = None
-        self.discovery = Discovery(self, base_dir)
-        self.reloader = Reloader(self, config_path, flags or {})
+        self.roster = Roster(self.fleet, self.metrics.forget)
+        self.discovery = Discovery(self.roster, self.settings, base_dir)
+        self.reloader = Reloader(
+            self.roster, self.settings, self.metrics, self._take_up, config_path, flags or {}
+        )
         self.dataplane: DataPlane
         self.placement: Placement
         self.health: HealthMonitor
@@ -175,7 +171,7 @@ class Gateway:
         return self.settings.config
 
     @property
-    def listing(self) -> Listing:
+    def listing(self) -> Fleet:
         """What /readyz and /v1/models answer by."""
         return self.fleet
 
@@ -183,6 +179,7 @@ class Gateway:
         """Probe the instances, and keep doing so in the background until ``stop``."""
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self.health = HealthMonitor(self.fleet, self.config.health, tasks)
+        self.roster.health = self.health
         self._stack.callback(self.health.stop)
         self.engine_calls = EngineCalls(self.fleet, self.health)
         self._stack.callback(self.engine_calls.close)
@@ -214,7 +211,7 @@ class Gateway:
         self.settings.add(("following",), self._prepare_following)
         self._prepare_following(self.config).apply()
         self._stack.callback(self._stop_following)
-        self._stack.callback(self._stop_seeing_off)
+        self._stack.callback(self.roster.close)
         self.reloader.start(tasks)
         self._stack.callback(self.reloader.stop)
         await self.health.start()
@@ -310,13 +307,19 @@ class Gateway:
         if not fresh.following.types:
             return Prepared(self._stop_following)
         # Imported here: the simulator comes with it, and few follow.
-        from hetero_gateway.gateway.control.following import Following, followed
+        from hetero_gateway.serve.autoscaling.following import Following, followed
 
         models = followed(fresh, self._base_dir)
 
         def apply() -> None:
             if self.following is None:
-                self.following = Following(self)
+                self.following = Following(
+                    self.settings,
+                    self.fleet,
+                    self.metrics,
+                    self.board.trend,
+                    self.dataplane.history,
+                )
                 self.metrics.following = self.following.families
             self.following.take_up(models)
 
@@ -336,10 +339,6 @@ class Gateway:
     def _keys_files(self, config: GatewayConfig) -> list[Path]:
         file = config.clients.keys_file
         return [] if file is None else [self._base_dir / file]
-
-    def _stop_seeing_off(self) -> None:
-        if self._seeing_off is not None:
-            self._seeing_off.cancel()
 
     def drain(self) -> None:
         """It is to end soon: no longer ready."""
@@ -364,60 +363,7 @@ class Gateway:
             prompt_tokens,
         )
 
-    async def add_instance(self, config: InstanceConfig, source: str = ADMIN) -> Instance:
-        """Add an instance and begin to probe it. Raises ConfigError."""
-        # In a thread: certificates and a profile may have to be read.
-        instance = await asyncio.to_thread(self.fleet.build, config)
-        instance.source = source
-        return self.admit(instance)
-
-    def admit(self, instance: Instance) -> Instance:
-        """Take in an instance that was built. ConfigError: the id is taken."""
-        self.fleet.admit(instance)
-        self.health.watch(instance)
-        self.health.suspect(instance, "not probed yet", down=False)
-        return instance
-
-    def remove_instance(self, instance_id: InstanceId) -> int:
-        """Remove an instance and its series; returns the number of requests it had."""
-        self.health.unwatch(instance_id)
-        open_requests = self.fleet.remove(instance_id)
-        self.metrics.forget(instance_id)
-        self._leaving.discard(instance_id)
-        return open_requests
-
-    def retire_instance(self, instance_id: InstanceId) -> None:
-        """Send it no more requests, and remove it once those that it has are over."""
-        instance = self.fleet.instances[instance_id]
-        if not self.fleet.scheduler.in_flight(instance_id):
-            self.remove_instance(instance_id)
-            return
-        instance.draining = instance.leaving = True
-        self.fleet.publish(instance)
-        self._leaving.add(instance_id)
-        if self._seeing_off is None:
-            self._see_off_later()
-
-    def recall_instance(self, instance: Instance) -> None:
-        """One that is about to go is wanted again."""
-        instance.draining = instance.leaving = False
-        self._leaving.discard(instance.id)
-        self.fleet.publish(instance)
-
-    def _see_off_later(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._seeing_off = loop.call_later(_SEE_OFF_EVERY_S, self._see_off)
-
-    def _see_off(self) -> None:
-        """Remove the retired that have nothing left."""
-        self._seeing_off = None
-        for instance_id in list(self._leaving):
-            if not self.fleet.scheduler.in_flight(instance_id):
-                self.remove_instance(instance_id)
-        if self._leaving:
-            self._see_off_later()
-
-    def take_up(self, change: Change) -> None:
+    def _take_up(self, change: Change) -> None:
         """Have another configuration in effect, but for its instances."""
         self.settings.apply(change)
         if self.hub is not None:

@@ -19,18 +19,17 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.control.alarms import alarms, state_of
-from hetero_gateway.gateway.control.trend import NOW_STEPS, STEP_S, STEPS, Trend, short
+from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.fleet.instances import Instance
-
-if TYPE_CHECKING:
-    from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.gateway.sharing.peers import Sharing
+from hetero_gateway.serve.dashboard.alarms import Watched, alarms, state_of
+from hetero_gateway.serve.dashboard.trend import NOW_STEPS, STEP_S, STEPS, Trend, short
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +52,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
+class Shown(Watched, Protocol):
+    """What the dashboard shows of a gateway."""
+
+    placement: Placement
+    sharing: Sharing | None
+
+
 class Board:
     """See above. Needs a running event loop.
 
@@ -60,7 +66,7 @@ class Board:
         gateway: whose board it is.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Shown) -> None:
         self.trend = Trend(gateway.metrics)
         self.viewers = 0
         self._gateway = gateway

@@ -31,11 +31,9 @@ class Listing(Protocol):
 
     def ready(self) -> bool:
         """Whether any instance can take requests."""
-        ...
 
     def models(self) -> Mapping[str, ModelCard]:
         """Names that live instances serve, each with a card."""
-        ...
 
 
 class Public(Protocol):

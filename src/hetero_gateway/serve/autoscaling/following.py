@@ -14,16 +14,18 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client.core import Metric
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.files.following_config import FollowedType, followed_profiles
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.control.families import following_families
-from hetero_gateway.gateway.control.following_process import Answer, Task, work_aside
-from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.records.families import following_families
+from hetero_gateway.gateway.records.history import RequestHistory
+from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.settings import Settings
 from hetero_gateway.planner.following import (
     Arrivals,
     Follower,
@@ -35,9 +37,8 @@ from hetero_gateway.planner.following import (
 )
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.held_rates import HeldRates, Key, RateQuestion, key_of
-
-if TYPE_CHECKING:
-    from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.serve.autoscaling.following_process import Answer, Task, work_aside
+from hetero_gateway.serve.dashboard.trend import Trend
 
 _log = logging.getLogger(__name__)
 
@@ -111,16 +112,25 @@ class Following:
     """See above. Needs a running event loop.
 
     Args:
-        gateway: whose load it is.
+        settings: the configuration in effect.
+        fleet, metrics, trend, history: whose load it is.
         work: answers a task; another process, unless a test has its own.
     """
 
     def __init__(
         self,
-        gateway: Gateway,
+        settings: Settings,
+        fleet: Fleet,
+        metrics: Metrics,
+        trend: Trend,
+        history: RequestHistory,
         work: Callable[[Task], Awaitable[Answer]] = work_aside,
     ) -> None:
-        self._gateway = gateway
+        self._settings = settings
+        self._fleet = fleet
+        self._metrics = metrics
+        self._trend = trend
+        self._history = history
         self.work = work
         self._loop = asyncio.get_running_loop()
         self._failures = 0
@@ -155,7 +165,7 @@ class Following:
     def _look(self) -> None:
         self._timer = self._loop.call_later(_LOOK_S, self._look)
         try:
-            self._gateway.metrics.catch_up()
+            self._metrics.catch_up()
             for model in self._models.values():
                 self._look_at(model)
         except Exception:
@@ -164,18 +174,17 @@ class Following:
             _log.exception("following: the load cannot be seen")
 
     def _look_at(self, model: FollowedModel) -> None:
-        gateway, now_s = self._gateway, self._loop.time()
-        scheduler = gateway.fleet.scheduler
-        own = model.instances(gateway.fleet.instances.values())
+        now_s, scheduler = self._loop.time(), self._fleet.scheduler
+        own = model.instances(self._fleet.instances.values())
         names = {model.name}.union(*(instance.models for _, instance in own))
         queued = sum(scheduler.queued_for(name) for name in names)
         in_flight = sum(scheduler.in_flight(instance.id) for _, instance in own)
-        series = gateway.metrics.every_series()
+        series = self._metrics.every_series()
         counts = [(key, sum(s.outcomes.values())) for key, s in series if key[0] in names]
         model.note(now_s, counts, queued + in_flight)
         waited, model.waits = model.waits, queued > 0
         since_s = now_s - model.asked_s
-        due = since_s >= gateway.config.following.interval_s
+        due = since_s >= self._settings.config.following.interval_s
         due |= waited and model.waits and since_s >= _SOONEST_S
         if not due or model.asking is not None:
             return
@@ -189,11 +198,11 @@ class Following:
 
     def _missed(self, names: Iterable[str]) -> bool:
         """Whether the latency goals were missed within the last minute."""
-        wanted = self._gateway.config.following
+        wanted = self._settings.config.following
         for name in names:
-            if name not in self._gateway.board.trend.models():
+            if name not in self._trend.models():
                 continue
-            figures = self._gateway.board.trend.figures(_MINUTE_STEPS, name)
+            figures = self._trend.figures(_MINUTE_STEPS, name)
             for limit_s, seen in (
                 (wanted.ttft_p99_s, figures["ttft_s"]),
                 (wanted.tpot_p99_s, figures["tpot_s"]),
@@ -205,12 +214,12 @@ class Following:
     def _question(
         self, model: FollowedModel, own: Sequence[tuple[Key, Instance]], names: Iterable[str]
     ) -> RateQuestion:
-        config = self._gateway.config
+        config = self._settings.config
         # As they are now: constants follow the traffic, and engines report their memory.
         profiles = {key: profile for key, (_, profile) in model.types.items()}
         for key, instance in sorted(own, key=lambda each: each[1].id, reverse=True):
-            profiles[key] = self._gateway.fleet.scheduler.spec(instance.id).profile or profiles[key]
-        requests = self._gateway.dataplane.history.last_lengths(set(names), _REQUESTS, _LOOKED_AT)
+            profiles[key] = self._fleet.scheduler.spec(instance.id).profile or profiles[key]
+        requests = self._history.last_lengths(set(names), _REQUESTS, _LOOKED_AT)
         if len(requests) < _FEW:
             scheduler = config.scheduler
             prompt = max(1, round(scheduler.reference_prompt_tokens))
@@ -252,7 +261,7 @@ class Following:
         return following_families(rows, self._failures)
 
     def _ready(self, model: FollowedModel) -> Counter[Key]:
-        every = self._gateway.fleet.instances.values()
+        every = self._fleet.instances.values()
         return Counter(
             key for key, i in model.instances(every) if i.up and i.awake and not i.draining
         )

@@ -18,7 +18,7 @@ from hetero_gateway.gateway.dataplane.answers import refusal_of
 from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.fleet.probe import ProbeAnswer
-from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 _MOST_BODY_BYTES = 2**20
 # Of a broadcast's answers, what is shown of each.

@@ -17,9 +17,6 @@ from pathlib import Path
 from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.app import route, worker_paths
-from hetero_gateway.gateway.control.metrics import Metrics
-from hetero_gateway.gateway.control.public import Listing, is_public
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
@@ -28,17 +25,25 @@ from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Settings
 from hetero_gateway.gateway.wire.bodies import BodyLimits
 from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.tls import server_tls
 from hetero_gateway.gateway.wire.tokenizer import tokenizer_of
-from hetero_gateway.gateway.wiring import make_admission, make_hops, make_tracing, prefix_secret
 from hetero_gateway.gateway.workers import messages
 from hetero_gateway.gateway.workers.channel import Channel
-from hetero_gateway.gateway.workers.control import ControlRelay
 from hetero_gateway.gateway.workers.remote import RemoteDispatcher
+from hetero_gateway.serve.app import route, worker_paths
+from hetero_gateway.serve.control.public import Listing, is_public
+from hetero_gateway.serve.processes.control import ControlRelay
+from hetero_gateway.serve.wiring.gateway import (
+    make_admission,
+    make_hops,
+    make_tracing,
+    prefix_secret,
+)
 
 _RECONNECT_S = 0.05
 # Predictors that look at lengths alone.

@@ -32,26 +32,26 @@ from hetero_gateway.files.own_address import check_not_own
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.admission.clients import Admission, describe_clients
 from hetero_gateway.gateway.admission.usage import CSV_HEAD, as_csv
-from hetero_gateway.gateway.control import engine
-from hetero_gateway.gateway.control.access import (
+from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.records.history import as_trace
+from hetero_gateway.gateway.turns import in_turns
+from hetero_gateway.serve.control import engine
+from hetero_gateway.serve.control.access import (
     ADMIN_LISTENER,
     check_admin,
     gateway_of,
     how,
     peer_of,
 )
-from hetero_gateway.gateway.control.audit import audit
-from hetero_gateway.gateway.control.documents import (
+from hetero_gateway.serve.control.audit import audit
+from hetero_gateway.serve.control.documents import (
     describe_decision,
     describe_drift,
     describe_instance,
     describe_profile,
     refusals,
 )
-from hetero_gateway.gateway.control.history import as_trace
-from hetero_gateway.gateway.fleet.instances import Instance
-from hetero_gateway.gateway.turns import in_turns
-from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 # Far above any engine's context, and small enough for every formula.
 _MOST_TOKENS = 10**8
@@ -157,7 +157,7 @@ async def add_instance(request: Request) -> Response:
     try:
         config = parse_model(InstanceConfig, data, "body")
         await _check_added(gateway, config)
-        instance = await gateway.add_instance(config)
+        instance = await gateway.roster.add(config)
     except ConfigError as error:
         raise Refusal(409 if conflict else 400, "invalid_instance", str(error)) from error
     request.state.change = f"instance {instance.id} added, at {config.base_url}"
@@ -233,7 +233,7 @@ async def remove_instance(request: Request, instance_id: str) -> Response:
     gateway = gateway_of(request)
     instance = _known(gateway, instance_id)
     request.state.change = f"instance {instance.id} removed"
-    return _json({"id": instance.id, "open_requests": gateway.remove_instance(instance.id)})
+    return _json({"id": instance.id, "open_requests": gateway.roster.remove(instance.id)})
 
 
 @router.get("/instances/{instance_id}/engine/{call:path}")

@@ -19,8 +19,7 @@ import uvicorn
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.control.access import ADDRESS, ADMIN_LISTENER, UNIX
-from hetero_gateway.gateway.control.metrics import Metrics
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.gateway.wire.clients import (
     Watch,
@@ -32,7 +31,8 @@ from hetero_gateway.gateway.wire.cycle import Service
 from hetero_gateway.gateway.wire.protocol import engine_protocol
 from hetero_gateway.gateway.wire.tls import ServerTls
 from hetero_gateway.gateway.wire.websocket import MOST_MESSAGE_BYTES, ClientWebSocket
-from hetero_gateway.gateway.workers.heartbeat import Heartbeat
+from hetero_gateway.serve.control.access import ADDRESS, ADMIN_LISTENER, UNIX
+from hetero_gateway.serve.heartbeat import Heartbeat
 
 _log = logging.getLogger(__name__)
 
@@ -60,11 +60,9 @@ class Served(Protocol):
 
     def drain(self) -> None:
         """It was asked to stop."""
-        ...
 
     def reload_soon(self, cause: str) -> None:
         """It was asked to read its configuration again."""
-        ...
 
 
 class DrainingServer(uvicorn.Server):
@@ -84,6 +82,7 @@ class DrainingServer(uvicorn.Server):
         self._listener = listener
         self._takes_signals = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending = asyncio.Event()
         config = gateway.config.server
         self._tls = gateway.tls
         if self._tls is not None:
@@ -138,6 +137,23 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         if self._takes_signals and self.started:
             self._loop.add_signal_handler(signal.SIGHUP, self.gateway.reload_soon, "SIGHUP")
+
+    async def main_loop(self) -> None:
+        """Until it is to end. (uvicorn's looks ten times a second whether it is.)"""
+        await self.on_tick(0)  # makes the headers of all answers, of which none is a date
+        await self._ending.wait()
+
+    @property
+    def should_exit(self) -> bool:
+        """It is to end."""
+        return self._should_exit
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        # May be set by a signal's handler, or from another thread.
+        self._should_exit = value
+        if value and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ending.set)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         first = not self.gateway.draining

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from hetero_gateway.gateway.control.trend import Trend
-from hetero_gateway.gateway.fleet.instances import Instance
-
-if TYPE_CHECKING:
-    from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.fleet.sources.discovery import Discovery
+from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.serve.dashboard.trend import Trend
 
 BAD, WARNING = "bad", "warning"
 # Of requests within the last minute.
@@ -17,6 +17,18 @@ _LEAST_FAILED = 3
 _FULL = 0.95
 _NAMED = 3
 _MINUTE_STEPS = 12
+
+
+class Watched(Protocol):
+    """What may be wrong of a gateway."""
+
+    fleet: Fleet
+    metrics: Metrics
+    discovery: Discovery
+    draining: bool
+
+    @property
+    def config(self) -> GatewayConfig: ...
 
 
 def state_of(instance: Instance) -> str:
@@ -32,7 +44,7 @@ def state_of(instance: Instance) -> str:
     return "up"
 
 
-def alarms(gateway: Gateway, trend: Trend) -> list[dict[str, Any]]:
+def alarms(gateway: Watched, trend: Trend) -> list[dict[str, Any]]:
     """Each is {"severity": "bad" or "warning", "text"}."""
     found: list[tuple[str, str]] = []
     instances = list(gateway.fleet.instances.values())
@@ -64,7 +76,7 @@ def alarms(gateway: Gateway, trend: Trend) -> list[dict[str, Any]]:
     return [{"severity": severity, "text": text} for severity, text in found]
 
 
-def _warnings(gateway: Gateway, instances: list[Instance]) -> list[tuple[str, str]]:
+def _warnings(gateway: Watched, instances: list[Instance]) -> list[tuple[str, str]]:
     found = []
     scheduler = gateway.fleet.scheduler
     full = [i.id for i in instances if i.up and (i.engine_kv_usage or 0) > _FULL]

@@ -39,7 +39,8 @@ from prometheus_client.samples import Sample
 from hetero_gateway import __version__
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.types import DEFAULT_CLASS
-from hetero_gateway.gateway.control.families import (
+from hetero_gateway.gateway.failures import Blame, Failure
+from hetero_gateway.gateway.records.families import (
     PREFIX,
     InstanceGauges,
     SharedView,
@@ -48,7 +49,6 @@ from hetero_gateway.gateway.control.families import (
     instance_families,
     sharing_families,
 )
-from hetero_gateway.gateway.failures import Blame, Failure
 
 _log = logging.getLogger(__name__)
 

@@ -32,16 +32,10 @@ import msgspec
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.whole_file import write_whole
-from hetero_gateway.gateway.server import BACKLOG, url_of
-from hetero_gateway.gateway.workers.directory import SocketDirectory
-from hetero_gateway.gateway.workers.heartbeat import (
-    LOOK_S,
-    Condition,
-    Pulse,
-    is_stopped,
-    tell_cover,
-)
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, listen
+from hetero_gateway.serve.heartbeat import LOOK_S, Condition, Pulse, is_stopped, tell_cover
+from hetero_gateway.serve.processes.directory import SocketDirectory
+from hetero_gateway.serve.server import BACKLOG, url_of
 
 # Who has lived for less is given a pause before the next start.
 _SHORT_LIFE_S, _PAUSE_S = 5.0, 1.0

@@ -23,34 +23,22 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Lifespan
 
 from hetero_gateway import __version__
-from hetero_gateway.engines.vllm import (
-    ENGINE_CALLS,
-    REALTIME,
-    Work,
-    asked_at,
-    work_of_path,
-)
+from hetero_gateway.engines.vllm import ENGINE_CALLS, REALTIME, Work, asked_at, work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.server_config import Exposure
-from hetero_gateway.gateway.control import admin
-from hetero_gateway.gateway.control.access import check_exposed
-from hetero_gateway.gateway.control.docs_page import docs_page
-from hetero_gateway.gateway.control.public import Public, add_public_paths
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.realtime import Realtime
 from hetero_gateway.gateway.wire.bodies import BodyLimits
-from hetero_gateway.gateway.wire.downstream import (
-    Downstream,
-    Listener,
-    Receive,
-    Scope,
-    Send,
-)
+from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
 from hetero_gateway.gateway.wire.headers import HOPS, Headers
 from hetero_gateway.gateway.wire.inbound import Inbound
 from hetero_gateway.gateway.wire.openai import error_body
-from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.serve.control import admin
+from hetero_gateway.serve.control.access import check_exposed
+from hetero_gateway.serve.control.docs_page import docs_page
+from hetero_gateway.serve.control.public import Public, add_public_paths
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 # The page shows names that clients and instances chose: nothing but its own files may run in it,
 # and trusted types refuse any write of markup.
@@ -337,7 +325,5 @@ def _add_control_paths(control: FastAPI, gateway: Gateway) -> None:
 
 
 def _page_file(name: str) -> Response:
-    content = (
-        resources.files("hetero_gateway.gateway.control").joinpath("dashboard", name).read_bytes()
-    )
+    content = resources.files("hetero_gateway.serve.dashboard").joinpath(name).read_bytes()
     return Response(content, headers=_PAGE_HEADERS, media_type=_PAGE_FILES[name])

@@ -14,12 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero_gateway.gateway.control.metrics import (
-    TPOT_BOUNDS_S,
-    TTFT_BOUNDS_S,
-    Metrics,
-    Series,
-)
+from hetero_gateway.gateway.records.metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Metrics, Series
 
 STEP_S = 5.0
 STEPS = 180

@@ -10,7 +10,7 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.gateway.fleet.instances import Instance
-from hetero_gateway.gateway.wiring import Gateway
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 # What finish-time reports of a candidate beside the figures that every policy has.
 _ESTIMATES = (

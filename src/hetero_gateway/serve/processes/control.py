@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.control.access import PEER_HEADER
 from hetero_gateway.gateway.fleet.engine_calls import TIMEOUT_S as ENGINE_CALL_S
 from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
 from hetero_gateway.gateway.wire.openai import error_body
 from hetero_gateway.plain_httpx import httpx
+from hetero_gateway.serve.control.access import PEER_HEADER
 
 # A body that /admin takes is smaller; it says so itself.
 _MOST_BODY_BYTES = 2**20 + 1

@@ -1,0 +1,1 @@
+"""How many instances the load needs: the section ``following``."""

@@ -1,0 +1,1 @@
+"""``serve --workers N``: the supervisor and its processes; see ``gateway/workers``."""
