@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.changed import changed_paths, package_imports, select
+from scripts.changed_tests import changed_paths, package_imports, select
 
 IMPORTS = {
     "hetero_gateway": set(),

@@ -1,6 +1,6 @@
 """Which test files can be touched by what differs from a commit: ``scripts/test --changed``.
 
-    python tests/changed.py [REVISION]
+    python scripts/changed_tests.py [REVISION]
 
 Prints a path for each line, or ``tests`` for all of them; the default is HEAD. Files that git does
 not know, and does not ignore, count as changed.
@@ -27,7 +27,7 @@ import grimp
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, SOURCE = "hetero_gateway", "src"
-READ = ("tests", "benchmarks")
+READ = ("tests", "benchmarks", "scripts")
 CLI, PROCESSES = f"{PACKAGE}.cli.", f"{PACKAGE}.load.children"
 # What all tests stand on.
 EVERYTHING = {"pyproject.toml", "tests/conftest.py", "tests/budgets.toml", "scripts/test"}
