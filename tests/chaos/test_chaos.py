@@ -33,22 +33,15 @@ def run(*words: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_nothing_is_lost_mixed_or_left_behind_whatever_goes_wrong() -> None:
-    document = run("--seed", "1", "--seconds", "15", "--clients", "100")
+    document = run("--seed", "1", "--seconds", "12", "--clients", "100")
     assert document["outcomes"]["completed"] > 100
     assert sum(document["disturbances"].values()) > 5
-
-
-@pytest.mark.slow
-@pytest.mark.system
-def test_a_minute_of_it_with_two_hundred_clients() -> None:
-    document = run("--seed", "2", "--seconds", "60")
-    assert document["outcomes"]["completed"] > 500
     assert {"restart", "stop", "reload"} <= document["disturbances"].keys()
 
 
 @pytest.mark.slow
 def test_workers_and_their_scheduler_are_killed_too() -> None:
-    document = run("--seed", "3", "--seconds", "30", "--clients", "100", "--workers", "2")
+    document = run("--seed", "3", "--seconds", "14", "--clients", "60", "--workers", "2")
     assert document["outcomes"]["completed"] > 100
     assert {"worker killed", "scheduler killed"} <= document["disturbances"].keys()
 

@@ -20,6 +20,8 @@ import yaml
 from hetero_gateway.files.admin_key import find
 from tests.fakes.processes import Process
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 60.0
 
 
@@ -97,10 +99,20 @@ def test_commands_of_its_user_find_the_key_and_nothing_prints_it(
         assert opens(gateway.url, key)
         assert not opens(gateway.url, key[:-1])
         port = gateway.url.rsplit(":", 1)[1]
-        for url in (gateway.url, f"http://localhost:{port}"):
-            assert '"i0"' in command("status", url, "--json").stdout
-            assert "say which model" in command("explain", url, "--prompt-tokens", "9").stderr
-            assert command("key", "admin", url).stdout == f"{key}\n"
+        assert command("key", "admin", gateway.url).stdout == f"{key}\n"
+        assert '"i0"' in command("status", f"http://localhost:{port}", "--json").stdout
+        told = "".join(gateway.lines)
+        assert f"hetero-gateway key admin {gateway.url}" in told
+        assert gateway.stop() == 0
+    assert key not in "".join(gateway.lines)
+    assert not list(runtime.iterdir())
+
+
+def test_whose_key_it_is_not_is_refused_and_told_of_the_option(config: Path) -> None:
+    with started("serve", "-c", str(config), "--port", "0") as gateway:
+        key = key_of(gateway.url)
+        explained = command("explain", gateway.url, "--prompt-tokens", "9")
+        assert "say which model" in explained.stderr
         link = command("key", "admin", gateway.url, "--link").stdout
         assert link == f"{gateway.url}/dashboard#key={key}\n"
         # Another user, or this one on another machine.
@@ -113,11 +125,6 @@ def test_commands_of_its_user_find_the_key_and_nothing_prints_it(
         unknown = command("key", "admin", "http://127.0.0.1:1")
         assert unknown.returncode != 0
         assert "Traceback" not in unknown.stderr + refused.stderr + named.stderr
-        told = "".join(gateway.lines)
-        assert f"hetero-gateway key admin {gateway.url}" in told
-        assert gateway.stop() == 0
-    assert key not in "".join(gateway.lines)
-    assert not list(runtime.iterdir())
 
 
 def test_on_a_terminal_it_prints_the_link_once(config: Path) -> None:

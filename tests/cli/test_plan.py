@@ -12,6 +12,7 @@ import pytest
 from hetero_gateway.cli import main
 from hetero_gateway.planner import search
 from hetero_gateway.sim import alone
+from tests.fakes.planning import compiled_plans  # noqa: F401 - used by all
 
 MACHINES = """
 machines:

@@ -210,6 +210,7 @@ def test_no_secret_of_the_environment_is_written(monkeypatch):
 # --- compose ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_compose_files_match_the_compose_specification(tmp_path):
     folders = [tmp_path / f"plan{i}" for i in range(2 * len(PLANS))]
     for folder, (planned, emulate) in zip(

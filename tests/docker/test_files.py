@@ -53,6 +53,7 @@ def copied_into_the_build(files) -> set[str]:
 # --- compose ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_compose_file_matches_the_compose_specification(files, compose_name):
     done = subprocess.run(
         [
@@ -65,6 +66,7 @@ def test_a_compose_file_matches_the_compose_specification(files, compose_name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_misspelt_compose_key_does_not_match(files, tmp_path):
     data = files.compose("compose.yaml")
     data["services"]["gateway"]["port"] = data["services"]["gateway"].pop("ports")

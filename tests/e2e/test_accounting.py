@@ -11,6 +11,8 @@ from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
+pytestmark = pytest.mark.slow
+
 REQUESTS = 2000
 AT_ONCE = 100
 FAULTS: list[dict[str, object]] = [

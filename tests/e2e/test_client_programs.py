@@ -12,6 +12,8 @@ import pytest
 
 from tests.fakes.processes import emulated_cluster
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = Path(__file__).resolve().parents[2] / "scripts" / "client_programs"
 PROGRAM_NAMES = ["curl.sh", "openai_python.py"]
 if shutil.which("hey"):

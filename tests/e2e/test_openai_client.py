@@ -12,6 +12,8 @@ from openai import AsyncOpenAI, OpenAI
 
 from tests.fakes.processes import Process, emulated_cluster
 
+pytestmark = pytest.mark.slow
+
 FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"
 SLOW = "V100-32GB-NVLink2/Llama-3-8B/tp1"
 MODEL = "llama-3-8b"

@@ -23,6 +23,8 @@ from tests.fakes.emulated import emulated
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import FakeInstance
 
+pytestmark = pytest.mark.slow
+
 PLANTED = Constants(1.2e-4, 1e-3, 0, 8e-3, 1e-7, 3e-4, 0, 1.2e-2)
 ENGINE = Profile("GPU", "tiny", 1, PLANTED, 120_000, 64)
 LONGEST, DOCUMENTS = 1400, 6

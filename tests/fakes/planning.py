@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
 
 from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.planner import trials
 from hetero_gateway.planner.plan import InstanceType, MemoryEstimate, MemoryPart
+from hetero_gateway.sim.cluster import Records, simulate
+from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 # So short that simulations take little time.
 LENGTHS = LogNormalLengths(LogNormal(120, 0.6, 600), LogNormal(40, 0.6, 200))
 Types = dict[tuple[str, int], InstanceType]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_plans() -> Iterator[None]:
+    """Whole systems are simulated compiled where numba is there, in a tenth of the time.
+
+    Their records are the same to the last bit, as tests/sim/compiled shows. Who imports this is
+    grouped with what compiles (tests/conftest.py).
+    """
+
+    def run(*args: Any, **options: Any) -> Records:
+        return simulate(*args, **options | {"compiled": can_compile()})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials, "simulate", run)
+        yield
 
 
 def instance_type(

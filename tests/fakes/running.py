@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import socket
 import tempfile
@@ -23,9 +24,8 @@ from hetero_gateway.gateway.admission.clients import describe_clients
 from hetero_gateway.gateway.wire.cycle import Service
 from hetero_gateway.gateway.workers.hub import SECRET_ENV, listen
 from hetero_gateway.serve.app import App, create_app
-from hetero_gateway.serve.processes.supervisor import listen_together
 from hetero_gateway.serve.processes.worker import Worker
-from hetero_gateway.serve.server import GatewayServer, Served
+from hetero_gateway.serve.server import BACKLOG, GatewayServer, Served
 from hetero_gateway.serve.wiring.gateway import Gateway
 from tests.fakes.admin_key import kept
 from tests.fakes.vllm import FakeInstance
@@ -130,8 +130,8 @@ async def running_gateway(
 ) -> AsyncIterator[RunningGateway]:
     """Serve until the block ends; with several workers, all in this event loop.
 
-    ``one_port``: the workers share it, as processes do; else each has one of its own, so that a
-    test can choose between them.
+    ``one_port``: the workers share it, as processes do, but in turn; else each has one of its own,
+    so that a test can choose between them.
     """
     if workers == 1:
         app = create_app(config, config_path, record=record)
@@ -153,13 +153,11 @@ async def running_gateway(
             server, _ = await stack.enter_async_context(serving(app, app.gateway, listen(control)))
             with secret:
                 many = [Worker(shared, config_path, i, hub, control) for i in range(workers)]
-            listeners: list[socket.socket | None] = [None] * workers
+            servers = [await stack.enter_async_context(serving(worker, worker)) for worker in many]
+            urls = [url for _, url in servers]
             if one_port:
-                listeners = [*listen_together("127.0.0.1", config.server.port, workers)]
-            urls = [
-                (await stack.enter_async_context(serving(worker, worker, listener)))[1]
-                for worker, listener in zip(many, listeners, strict=True)
-            ]
+                turns = dealt([each for each, _ in servers], config.server.port)
+                urls = [await stack.enter_async_context(turns)]
             with kept(app.gateway.made_admin_key, *urls):
                 yield RunningGateway(urls[0], app, server, many, [_port_of(url) for url in urls])
 
@@ -182,6 +180,34 @@ async def serving(
     finally:
         server.should_exit = True
         await task
+
+
+@contextlib.asynccontextmanager
+async def dealt(servers: list[GatewayServer], port: int) -> AsyncIterator[str]:
+    """An address whose connections these servers get in turn, until the block ends.
+
+    Of sockets that share an address the kernel chooses one by the client's port, which is another
+    in each run: what a test measures would depend on it.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def deal() -> None:
+        for server in itertools.cycle(servers):
+            connection, _ = await loop.sock_accept(listener)
+            await loop.connect_accepted_socket(server._connections({}), connection)
+
+    # asyncio switches Nagle's algorithm off for sockets that say that they are TCP's.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+        dealing = asyncio.create_task(deal())
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            dealing.cancel()
+            await asyncio.wait([dealing])
 
 
 def _port_of(url: str) -> int:

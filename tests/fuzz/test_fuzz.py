@@ -19,6 +19,8 @@ from tests.fuzz.redis_rows import fuzz_redis
 from tests.fuzz.sink import sink
 from tests.fuzz.websockets import fuzz_websocket
 
+pytestmark = pytest.mark.slow
+
 
 def assert_none(findings: Findings) -> None:
     shown = "\n".join(f"{text}: {data[:300]!r}" for text, data in findings.violations[:10])
@@ -26,23 +28,23 @@ def assert_none(findings: Findings) -> None:
 
 
 async def test_no_body_gets_an_answer_of_5xx_or_hurts_the_next_request() -> None:
-    findings = await fuzz_bodies(seed=1, count=600)
+    findings = await fuzz_bodies(seed=1, count=300)
     assert_none(findings)
     assert findings.statuses[200] > 20
     assert findings.statuses[400] > 100
 
 
 async def test_no_head_gets_through_that_an_instance_could_misread() -> None:
-    findings = await fuzz_heads(seed=1, count=400)
+    findings = await fuzz_heads(seed=1, count=300)
     assert_none(findings)
     assert findings.statuses[200] > 20
     assert findings.statuses[400] > 100
 
 
 async def test_no_frame_or_handshake_of_a_websocket_hurts_another_session() -> None:
-    findings = await fuzz_websocket(seed=1, count=200)
+    findings = await fuzz_websocket(seed=1, count=100)
     assert_none(findings)
-    assert findings.statuses[101] > 80
+    assert findings.statuses[101] > 40
 
 
 async def test_the_websocket_fuzzer_notices_a_session_that_may_say_anything(
@@ -82,14 +84,14 @@ async def test_the_fuzzers_notice_a_picker_that_breaks(
 
 
 async def test_no_file_of_keys_is_anything_but_read_or_refused_in_words() -> None:
-    findings = await fuzz_keys(seed=1, count=300)
+    findings = await fuzz_keys(seed=1, count=100)
     assert_none(findings)
-    assert findings.statuses[200] > 5
-    assert findings.statuses[400] > 200
+    assert findings.statuses[200] > 1
+    assert findings.statuses[400] > 60
 
 
 async def test_no_reply_or_row_of_redis_costs_more_than_the_view_of_others() -> None:
-    findings = await fuzz_redis(seed=1, count=400)
+    findings = await fuzz_redis(seed=1, count=200)
     assert_none(findings)
     assert min(findings.statuses[each] for each in (200, 400, 503)) > 10
 
@@ -101,12 +103,12 @@ async def test_the_fuzzers_notice_a_traceback_and_rows_that_are_believed(
         raise ArithmeticError("spoilt on purpose")
 
     monkeypatch.setattr("hetero_gateway.files.client_keys.KeyConfig.digest", property(broken))
-    findings = await fuzz_keys(1, 100)
+    findings = await fuzz_keys(1, 30)
     assert any("ArithmeticError" in text for text, _ in findings.violations)
     monkeypatch.setattr(
         "hetero_gateway.core.sharing.belief.Belief.believed", lambda _, rows, doubted: rows
     )
-    findings = await fuzz_redis(1, 200)
+    findings = await fuzz_redis(1, 100)
     assert any("more than two engines hold" in text for text, _ in findings.violations)
 
 
@@ -130,7 +132,6 @@ async def test_the_fuzzers_notice_a_gateway_that_answers_500(
     assert any("answered 500" in text for text, _ in findings.violations)
 
 
-@pytest.mark.slow
 async def test_the_control_paths_never_fail_by_their_own_openapi_document(
     tmp_path: Path,
 ) -> None:

@@ -13,6 +13,8 @@ import yaml
 
 from tests.fakes.processes import Process
 
+pytestmark = pytest.mark.slow
+
 MB = 10**6
 BODY_BYTES, CLIENTS = 50 * MB, 10
 PIECE = b"x" * 2**18

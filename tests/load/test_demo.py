@@ -132,6 +132,7 @@ async def test_the_demo_compares_three_policies(
     assert document["conclusion"].startswith("In this run finish-time ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "children"),
     # While modules load, with emulators starting, and with the gateway under load.

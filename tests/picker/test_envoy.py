@@ -513,6 +513,7 @@ async def streamed(client: httpx.AsyncClient, tokens: int) -> str:
     return answer.text
 
 
+@pytest.mark.slow
 async def test_streams_and_new_requests_go_on_without_their_picker(tmp_path):
     async with two_emulated() as urls:
         picker = PickerProcess(write_config(tmp_path, urls))
@@ -535,6 +536,7 @@ async def test_streams_and_new_requests_go_on_without_their_picker(tmp_path):
             picker.stop(signal.SIGKILL)
 
 
+@pytest.mark.slow
 async def test_of_two_pickers_one_is_killed_and_no_request_fails(tmp_path):
     async with two_emulated() as urls:
         path = write_config(tmp_path, urls)

@@ -21,7 +21,7 @@ from hetero_gateway.reports.plan_table import (
     tokens,
     unfit_lines,
 )
-from tests.fakes.planning import LENGTHS, types_of
+from tests.fakes.planning import LENGTHS, compiled_plans, types_of  # noqa: F401 - used by all
 
 
 def plan(*machines: Machine, goals: Goals | None = None) -> Plan:

@@ -17,6 +17,7 @@ from hetero_gateway.cli import main
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.reports import page, simulation_report
+from hetero_gateway.sim import alone
 from hetero_gateway.sim.experiment import Experiment, Rate, compare, measure_bound
 from hetero_gateway.sim.result import Cell
 from hetero_gateway.sim.workload import Fault, FaultKind, TraceLengths
@@ -25,6 +26,13 @@ from tests.fakes.cluster import FakeSimulate, profile, simulated
 EVIL = "</script><img src=x onerror=alert(1)>{{plotly}}&\u2028"
 # The plots' own library is looked at for what could end the element, not for its text.
 LIBRARY = "/* plotly */"
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound takes little time."""
+    monkeypatch.setattr(alone, "_REQUESTS", 600)
+    monkeypatch.setattr(alone, "_BATCHES", 2)
 
 
 class Page(HTMLParser):
@@ -203,7 +211,7 @@ def test_the_completion_figure_has_each_instance_or_the_first_and_the_last_of_ma
     few = simulation_report.completion_figure(cells_of(experiment())[:2])
     assert [trace["name"] for trace in few["data"]] == ["fast", "slow"]
     assert few["data"][0]["y"][0] < few["data"][1]["y"][0]
-    many = experiment(instances=tuple(simulated(f"i{n}", 0.01 + n / 1000) for n in range(30)))
+    many = experiment(instances=tuple(simulated(f"i{n}", 0.01 + n / 1000) for n in range(25)))
     figure = simulation_report.completion_figure(cells_of(many)[:2])
     first, last = figure["data"]
     assert (first["name"], last["name"]) == ("first to finish", "last to finish")

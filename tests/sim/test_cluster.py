@@ -215,7 +215,9 @@ def test_a_single_server_queue_waits_as_the_theory_of_m_d_1_says():
             np.full(count, 10),
             np.full(count, 4),
         )
-        records = run(instances(one_at_a_time), load, predictions=np.full(count, 4.0))
+        records = run(
+            instances(one_at_a_time), load, predictions=np.full(count, 4.0), compiled=can_compile()
+        )
         waits_s = records.finish_s - service_s - load.arrival_s
         assert waits_s.min() >= -1e-6
         means.append(waits_s.mean())

@@ -11,6 +11,7 @@ from benchmarks.paper import experiments as ex
 from benchmarks.paper import reproduce
 from benchmarks.paper.lengths import CONVERSATIONS, FIRST_TURNS, Moments, Source
 from benchmarks.paper.report import CLAIMS, ScanPoint, crossing
+from hetero_gateway.sim import alone
 from hetero_gateway.sim.workload import TraceLengths
 
 EQUAL = Source("equal", TraceLengths(np.full(100, 300), np.full(100, 100)))
@@ -123,13 +124,15 @@ def test_the_crossing_is_interpolated():
 
 
 def test_the_page_has_every_claim_and_nothing_that_is_no_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(alone, "_REQUESTS", 400)
+    monkeypatch.setattr(alone, "_BATCHES", 2)
     monkeypatch.setattr(reproduce, "SCAN_A", (1.0, 2.0))
     monkeypatch.setattr(reproduce, "SCAN_B", (1.0,))
     trace = tmp_path / "some trace.csv"
     rows = "".join(f"{i},{o}\n" for i, o in zip(range(20, 140), range(140, 20, -1), strict=True))
     trace.write_text("input_tokens,output_tokens\n" + rows, encoding="utf-8")
     page = tmp_path / "page.md"
-    arguments = ["--seeds", "2", "--count", "40", "--requests", f"my trace={trace}"]
+    arguments = ["--seeds", "2", "--count", "20", "--requests", f"my trace={trace}"]
     assert reproduce.main([*arguments, "-o", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     for claim, paper, _ in CLAIMS:

@@ -16,6 +16,8 @@ import yaml
 from tests.fakes.processes import Process
 from tests.fakes.running import FAST, SLOW
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS = "/v1/completions"
 
 
@@ -33,21 +35,30 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.fixture
-def gateway(tmp_path: Path, temporary: Path) -> Iterator[Process]:
-    instances = {
+@pytest.fixture(scope="module")
+def instances() -> Iterator[dict[str, str]]:
+    """Their addresses; what is killed is never one of them, so that all gateways have the same."""
+    running = {
         name: Process(
             *("emulate", "--profile", profile, "--port", "0", "--model", "m"),
             *("--time-scale", "2"),
         )
         for name, profile in (("fast", FAST), ("slow", SLOW))
     }
+    try:
+        yield {name: instance.wait_ready() for name, instance in running.items()}
+    finally:
+        for instance in running.values():
+            instance.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, temporary: Path, instances: dict[str, str]) -> Iterator[Process]:
     document = {
         "health": {"probe_interval_s": 0.2, "probe_timeout_s": 60},
         "server": {"shutdown_timeout_s": 30},
         "instances": [
-            {"id": name, "base_url": instance.wait_ready(), "profile": FAST}
-            for name, instance in instances.items()
+            {"id": name, "base_url": url, "profile": FAST} for name, url in instances.items()
         ],
     }
     path = tmp_path / "gateway.yaml"
@@ -58,8 +69,6 @@ def gateway(tmp_path: Path, temporary: Path) -> Iterator[Process]:
         yield gateway
     finally:
         gateway.stop()
-        for instance in instances.values():
-            instance.stop(signal.SIGKILL)
 
 
 def children(gateway: Process) -> dict[str, int]:
