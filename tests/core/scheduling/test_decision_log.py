@@ -29,7 +29,7 @@ def test_a_logged_decision_is_explained_like_the_decision(name: str, instances: 
         assert logged.decision.explain() == decision.explain()
         assert logged.decision.reason(waited_s=logged.waited_s) == decision.reason(waited_s=0.5)
         assert logged.decision.request == decision.request
-        assert logged.decision.expected_latency_s() == decision.expected_latency_s()
+        assert logged.decision.choice.latency_s == decision.choice.latency_s
 
 
 def test_the_oldest_go_first() -> None:

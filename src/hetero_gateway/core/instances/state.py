@@ -552,7 +552,7 @@ class InstanceState:
                     steps *= interval.streamed_s / duration_s  # it saw a part only
                 true_clock = self._observed_clock + steps
                 if not math.isnan(true_clock):
-                    self._advance(true_clock - clock)
+                    self._read_clock(now_s, true_clock - clock)
         self._observed_clock = self._clock
         self._set_rate()
         self._note()
@@ -731,11 +731,12 @@ class InstanceState:
 
     # The step clock
 
-    def _read_clock(self, now_s: float) -> float:
+    def _read_clock(self, now_s: float, steps: float = 0.0) -> float:
+        """The step clock now; ``steps``: beyond what the model has, as observed."""
         elapsed_s = now_s - self.read_s
+        streaming = self.streaming
         if elapsed_s > 0:
             self.read_s = now_s
-            streaming = self.streaming
             decoding_s = elapsed_s
             if self._owed_s > 0:
                 prefilled_s = min(self._owed_s, elapsed_s)
@@ -743,7 +744,7 @@ class InstanceState:
                 self._prefilled_s += prefilled_s
                 decoding_s -= prefilled_s
             if streaming > 0:
-                steps = decoding_s * self.steps_per_s
+                steps += decoding_s * self.steps_per_s
                 interval = self._interval
                 interval.streamed_s += elapsed_s
                 batch: float = streaming
@@ -753,14 +754,9 @@ class InstanceState:
                     context += peers.context
                 interval.sequences += batch * elapsed_s
                 interval.context += (context + 0.5 * steps * batch) * elapsed_s
-                if steps:
-                    self._advance(steps)
-        return self._clock
-
-    def _advance(self, steps: float) -> None:
         if steps == 0:
-            return
-        self.context += steps * self.streaming
+            return self._clock
+        self.context += steps * streaming
         clock = self._clock = self._clock + steps
         moves = self._moves
         while moves and moves[0][0] <= clock:
@@ -771,6 +767,7 @@ class InstanceState:
                 entry.stage += 1
                 self.stages[entry.stage] += n
                 self._schedule_move(entry)
+        return clock
 
     def _schedule_move(self, entry: Dispatch) -> None:
         following = entry.stage + 1

@@ -158,7 +158,9 @@ class BytesPerToken:
 
     def observe(self, model: str, text_bytes: int, prompt_tokens: int) -> None:
         """Learn from one finished request whose prompt length the engine told."""
-        if text_bytes <= 0 or prompt_tokens <= 0 or not can_hold(text_bytes, prompt_tokens):
+        if text_bytes <= 0 or prompt_tokens <= 0:
+            return
+        if prompt_tokens > text_bytes and not can_hold(text_bytes, prompt_tokens):
             return
         reports = self._models.get(model)
         if reports is None:

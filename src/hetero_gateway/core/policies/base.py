@@ -274,7 +274,7 @@ class Choice(NamedTuple):
         figures: what it was chosen from. There are always ``COLUMNS``.
         waits: it would be the best, but cannot be sent a request now (only where ``queues``).
         ttft_s: predicted time to the first token, s; None: not estimated.
-        latency_s: predicted time to the last one.
+        latency_s: predicted time to the last one, s; None: not estimated.
     """
 
     position: int

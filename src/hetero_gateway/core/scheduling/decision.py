@@ -57,10 +57,6 @@ class Decision(NamedTuple):
         after: FloatArray = self.choice.figures.column("load_s") + self.charges
         return after
 
-    def expected_latency_s(self) -> float | None:
-        """The policy's own estimate for the chosen instance; None: it makes none."""
-        return self.choice.latency_s
-
     def explain(self) -> list[Candidate]:
         """Every candidate's T, KV usage, w and resulting load, and why the others were excluded."""
         figures, after = self.choice.figures, self.loads_after

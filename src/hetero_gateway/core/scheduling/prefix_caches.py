@@ -22,10 +22,11 @@ from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Slots
+from hetero_gateway.core.policies.base import Demand, Prefix
 from hetero_gateway.core.prefixes.index import PrefixIndex
 from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.prefixes.trust import Trust
-from hetero_gateway.core.types import COMPLETED, InstanceId, InstanceSpec, Outcome
+from hetero_gateway.core.types import COMPLETED, InstanceId, InstanceSpec, Outcome, Request
 
 # Of an instance that does not say what its KV cache holds: some machine's.
 _ASSUMED_KV_TOKENS = 400_000
@@ -84,32 +85,51 @@ class PrefixCaches:
 
     # What is there
 
-    def find(
-        self, keys: PrefixKeys, states: Sequence[InstanceState]
-    ) -> tuple[list[float], list[float]] | None:
-        """By instance, both 0 to 1: the share of the text that it should have cached, and how much
-        of that is really found. None: nobody has any of it."""
+    def behind(
+        self, demand: Demand, request: Request, keys: PrefixKeys, states: Sequence[InstanceState]
+    ) -> Demand:
+        """What is left of a demand behind what each instance should have cached of the text, as
+        far as trusted; the same where nobody has any of it.
+
+        The last token is always computed: the first one of the answer is made of it.
+        """
         levels = self.index.levels(keys)
         if not levels:
-            return None
+            return demand
         etas, size = self._etas, keys.text_bytes
-        shares, trust = [], []
+        n, prompt, some = request.sequences, float(request.prompt_tokens), False
+        most = max(0.0, prompt - 1)
+        match: list[float] = []
+        trust: list[float] = []
+        cached: list[float] = []
+        prefill: list[float] = []
         for state in states:
-            bit, matched = 1 << state.slot, 0
+            bit, matched, eta = 1 << state.slot, 0.0, float(etas[state.slot])
             for mask, depth in levels:
                 if mask & bit:
-                    matched = depth
+                    matched, some = depth / size * prompt, True
                     break
-            shares.append(matched / size)
-            trust.append(float(etas[state.slot]))
-        return (shares, trust) if any(shares) else None
+            if matched > most:
+                matched = most
+            tokens = eta * matched
+            match.append(matched)
+            trust.append(eta)
+            cached.append(tokens)
+            prefill.append(n * (prompt - tokens))
+        return Demand(prefill, demand.kv_tokens, Prefix(match, trust, cached)) if some else demand
 
-    def find_wide(self, keys: PrefixKeys, slots: Slots) -> tuple[FloatArray, FloatArray] | None:
+    def behind_wide(
+        self, demand: Demand, request: Request, keys: PrefixKeys, slots: Slots
+    ) -> Demand:
         """The same by slot, in arrays."""
         matched = self.index.by_slot(keys, self._etas.size)[slots]
         if not matched.any():
-            return None
-        return matched / keys.text_bytes, self._etas[slots]
+            return demand
+        prompt, trust = float(request.prompt_tokens), self._etas[slots]
+        match = np.minimum(matched / keys.text_bytes * prompt, max(0.0, prompt - 1))
+        cached = trust * match
+        prefill = request.sequences * (prompt - cached)
+        return Demand(prefill, demand.kv_tokens, Prefix(match, trust, cached))
 
     def eta(self, instance_id: InstanceId) -> float:
         """How much of what an instance should have cached it really has, 0 to 1. KeyError."""

@@ -15,7 +15,7 @@ import numpy as np
 from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.lengths.estimates import ResidualLives
-from hetero_gateway.core.policies.base import Backlog, Demand, Outlook, Prefix, SmallView, View
+from hetero_gateway.core.policies.base import Backlog, Demand, Outlook, SmallView, View
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import ModelQueue
@@ -72,6 +72,9 @@ class Views:
         queued, idle_s, gap_s, prompt_tokens, output_tokens, mean_times = self._waiting(
             eligible, now_s, queue
         )
+        demand = _demand(request)
+        if self._caches is not None and request.prefix is not None:
+            demand = self._caches.behind(demand, request, request.prefix, states)
         pool.typical_request_time_s(prompt_tokens, output_tokens, keep=True)
         typical = pool.typical_plain
         if kept is not None:
@@ -91,9 +94,6 @@ class Views:
                 waited_s,
             ),
         )
-        found = None
-        if self._caches is not None and request.prefix is not None:
-            found = self._caches.find(request.prefix, states)
         return _new_small_view(
             SmallView,
             (
@@ -101,7 +101,7 @@ class Views:
                 ids,
                 states,
                 members,
-                _demand(request, found),
+                demand,
                 self.theta,
                 now_s,
                 backlog,
@@ -128,11 +128,9 @@ class Views:
         if columns.at is not None:
             times = times[columns.at]
         load, kv_tokens, in_flight = self._table.loads(columns.where)
-        demand = _demand(request, None)
+        demand = _demand(request)
         if self._caches is not None and request.prefix is not None:
-            found = self._caches.find_wide(request.prefix, columns.where)
-            if found is not None:
-                demand = _demand_behind_wide(request, *found)
+            demand = self._caches.behind_wide(demand, request, request.prefix, columns.where)
         view = View(
             request,
             columns.ids,
@@ -210,38 +208,12 @@ def _known(eligible: Eligible) -> tuple[bool, bool]:
     return profiled, pool.stands_in
 
 
-def _demand(request: Request, found: tuple[list[float], list[float]] | None) -> Demand:
-    """The same of all; or, ``found``, behind what each candidate has cached: these shares of the
-    prompt, as far as trusted.
-
-    The last token is always computed: the first one of the answer is made of it.
-    """
-    n, prompt = request.sequences, float(request.prompt_tokens)
+def _demand(request: Request) -> Demand:
+    """The same of all."""
+    n, prompt = request.sequences, request.prompt_tokens
     # As ``Request.kv_tokens``.
-    kv_tokens = float(n * (request.prompt_tokens + round(request.predicted_output_tokens)))
-    if found is None:
-        return _new_demand(Demand, (float(n * request.prompt_tokens), kv_tokens, None))
-    shares, trust = found
-    most = max(0.0, prompt - 1)
-    match, cached, prefill = [], [], []
-    for share, eta in zip(shares, trust, strict=True):
-        matched = share * prompt
-        if matched > most:
-            matched = most
-        tokens = eta * matched
-        match.append(matched)
-        cached.append(tokens)
-        prefill.append(n * (prompt - tokens))
-    return _new_demand(Demand, (prefill, kv_tokens, Prefix(match, trust, cached)))
-
-
-def _demand_behind_wide(request: Request, shares: FloatArray, trust: FloatArray) -> Demand:
-    """The same in arrays."""
-    prompt = float(request.prompt_tokens)
-    match = np.minimum(shares * prompt, max(0.0, prompt - 1))
-    cached = trust * match
-    prefill = request.sequences * (prompt - cached)
-    return Demand(prefill, float(request.kv_tokens), Prefix(match, trust, cached))
+    kv_tokens = n * (prompt + round(request.predicted_output_tokens))
+    return _new_demand(Demand, (float(n * prompt), float(kv_tokens), None))
 
 
 def mean_request_times_s(

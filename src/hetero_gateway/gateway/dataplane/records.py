@@ -370,7 +370,7 @@ def _can_be(prompt_tokens: int, parsed: ParsedRequest, context_tokens: int) -> b
         return True
     given = parsed.exact_prompt_tokens or 0
     here = given + parsed.text_bytes
-    if here and not can_hold(here, prompt_tokens):
+    if 0 < here < prompt_tokens and not can_hold(here, prompt_tokens):
         return False
     return prompt_tokens >= given or parsed.truncates
 
@@ -396,7 +396,7 @@ def label_of(outcome: Outcome, exchange: Answered) -> str:
 def _expected_latency_s(placed: Placed) -> float:
     """How long the instance was to take: the policy's own estimate, or the cost model's."""
     decision, profile = placed.decision, placed.instance.profile
-    estimated_s = decision.expected_latency_s()
+    estimated_s = decision.choice.latency_s
     if estimated_s is not None:
         return estimated_s
     if profile is None:
