@@ -42,7 +42,7 @@ from typing import Any
 from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, RejectReason
 from hetero_gateway.engines.vllm import Work, response_id_in
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.admission.clients import EVERYBODY, Client
 from hetero_gateway.gateway.admission.limits import rate_limit_headers
 from hetero_gateway.gateway.dataplane.answers import (
     NO_RETRY,
@@ -150,7 +150,10 @@ class Attempts(Understanding):
             if self._inbound.came_through:
                 # Before the key: what comes back has none where the gateway keeps it to itself.
                 rooms.hops.check(self._inbound.came_through)
-            self._client = rooms.admission.client_of(self._inbound.headers)
+            admission = rooms.admission
+            self._client = EVERYBODY
+            if admission.has_key:
+                self._client = admission.client_of(self._inbound.headers)
             limits = rooms.intake.limits
             if self._inbound.content_length > limits.small_bytes:
                 limits.check(self._inbound.content_length)

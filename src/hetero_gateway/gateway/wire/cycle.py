@@ -61,15 +61,15 @@ class EngineCycle:
     __slots__ = (
         "_body",
         "_connection",
-        "_listener",
-        "_waits_for_100",
         "disconnected",
         "flow",
         "inbound",
         "keep_alive",
+        "listener",
         "passes_framing",
         "response_complete",
         "started",
+        "waits_for_100",
         "write",
     )
 
@@ -77,8 +77,8 @@ class EngineCycle:
 
     def __init__(self, connection: Connection, inbound: Inbound, head: RequestHead) -> None:
         self._connection = connection
-        self._waits_for_100 = head.expects_continue
-        self._listener: Listener | None = None
+        self.waits_for_100 = head.expects_continue
+        self.listener: Listener | None = None
         self._body: BodyBuffer | None = None  # where it comes in pieces
         self.inbound: Inbound | None = inbound  # until it is over
         self.keep_alive = head.keep_alive
@@ -98,48 +98,42 @@ class EngineCycle:
 
     def begin(self, *, body_is_here: bool) -> None:
         assert self.inbound is not None
-        listener = self._listener = self._connection.service.open(self.inbound, self)
+        listener = self.listener = self._connection.service.open(self.inbound, self)
         if listener.over:
-            self._listener = None
-        elif self._waits_for_100 and not body_is_here:
-            self._waits_for_100 = False
+            self.listener = None
+        elif self.waits_for_100 and not body_is_here:
+            self.waits_for_100 = False
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def take_whole(self, data: bytes) -> None:
-        """A body in one piece that is short enough to be kept as it came."""
-        self._waits_for_100 = False
-        if self._listener is not None:
-            self._listener.begin(data)
-
     def take_body(self, data: bytes) -> None:
-        self._waits_for_100 = False
+        self.waits_for_100 = False
         if self._body is None:
             self._body = BodyBuffer(self._connection.service.body_limits)
         try:
             self._body.add(data)
         except Refusal as refusal:
-            if self._listener is not None:
-                self._listener.refuse(refusal)
+            if self.listener is not None:
+                self.listener.refuse(refusal)
 
     def end_body(self) -> None:
         body = self._body
         whole = b"" if body is None else body.take()
-        if self._listener is not None:
+        if self.listener is not None:
             assert self.inbound is not None
             if body is not None and body.holds:
                 self.inbound.buffer = body
-            self._listener.begin(whole)
+            self.listener.begin(whole)
 
     def caught_up(self) -> None:
-        if self._listener is not None:
-            self._listener.caught_up()
+        if self.listener is not None:
+            self.listener.caught_up()
 
     def lost(self) -> None:
         """The connection is gone, or given up."""
         self.disconnected = True
         if self._body is not None:
             self._body.release()
-        listener, self._listener = self._listener, None
+        listener, self.listener = self.listener, None
         if listener is not None and not self.response_complete:
             listener.client_gone()
 
@@ -155,7 +149,7 @@ class EngineCycle:
             parts += (name, b": ", value, b"\r\n")
         if chunked:
             parts.append(b"transfer-encoding: chunked\r\n")
-        if self._waits_for_100:
+        if self.waits_for_100:
             # Whether its body will come is the client's to decide (RFC 9110, 10.1.1): what comes
             # next could be that or a request.
             self.keep_alive = False
@@ -174,7 +168,7 @@ class EngineCycle:
             return
         self.response_complete = True
         # An idle connection keeps its last cycle: not its body.
-        self._listener = self.inbound = None
+        self.listener = self.inbound = None
         if self._body is not None:
             self._body.release()
         if not self.keep_alive:

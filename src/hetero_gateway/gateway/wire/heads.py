@@ -146,7 +146,15 @@ def read_head(data: bytes) -> RequestHead:
         headers = list(map(_field, lines[1:]))
     head = RequestHead(method, target, headers, dict(headers), http_10, not http_10)
     # How the message is framed; where that is uncertain, it is refused.
-    named, length, coding, options = _decisive(head)
+    by_name = head.by_name
+    if len(by_name) == len(headers) and b"expect" not in by_name:
+        # Each name once, which is the rule.
+        named, length = by_name.get(b"host"), by_name.get(b"content-length")
+        coding, options = by_name.get(b"transfer-encoding"), by_name.get(b"connection")
+        if coding is not None:
+            coding = coding.lower()
+    else:
+        named, length, coding, options = _decisive(head)
     if options is not None and (options != b"keep-alive" or http_10):
         _read_options(head, options)
     if named is None:
@@ -205,16 +213,6 @@ _Field = bytes | None
 
 def _decisive(head: RequestHead) -> tuple[_Field, _Field, _Field, _Field]:
     """Host, Content-Length, Transfer-Encoding and Connection. Raises Refusal."""
-    found = head.by_name
-    if len(found) == len(head.headers) and b"expect" not in found:
-        # Each name once, which is the rule.
-        coding = found.get(b"transfer-encoding")
-        return (
-            found.get(b"host"),
-            found.get(b"content-length"),
-            None if coding is None else coding.lower(),
-            found.get(b"connection"),
-        )
     host = length = coding = options = None
     single: set[bytes] = set()
     for name, value in head.headers:

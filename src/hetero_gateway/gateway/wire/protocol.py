@@ -273,7 +273,9 @@ class EngineProtocol(HttpToolsProtocol):
             if type(cycle) is EngineCycle and not cycle.response_complete:
                 self._left, self.body_bytes = 0, size
                 self.phase = _SERVING
-                cycle.take_whole(data)
+                cycle.waits_for_100 = False
+                if cycle.listener is not None:
+                    cycle.listener.begin(data)
                 return
         chunks = self._chunks
         if chunks is not None:

@@ -57,7 +57,7 @@ _KNOWN_NAMES = {
 }  # fmt: skip
 _FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
 # Streams that begin in one second have one head, so short ones are read once.
-_MOST_KEPT_BYTES = 1024
+MOST_SHORT_HEAD_BYTES = 1024
 
 # What chunk lines nearly always are.
 _SIZES = {b"%x" % size: size for size in range(4096)}
@@ -122,7 +122,7 @@ def parse_head(head: bytes) -> ResponseHead:
 
     Raises MalformedResponse.
     """
-    return _kept_head(head) if len(head) <= _MOST_KEPT_BYTES else _parse_head(head)
+    return parse_short_head(head) if len(head) <= MOST_SHORT_HEAD_BYTES else _parse_head(head)
 
 
 def _parse_head(head: bytes) -> ResponseHead:
@@ -148,7 +148,8 @@ def _parse_head(head: bytes) -> ResponseHead:
     return _framed(int(match[2]), match[1] == b"1", headers, framing)
 
 
-_kept_head = functools.lru_cache(maxsize=64)(_parse_head)
+# The same for one of at most MOST_SHORT_HEAD_BYTES.
+parse_short_head = functools.lru_cache(maxsize=64)(_parse_head)
 
 
 def _lines(section: bytes) -> list[bytes]:

@@ -24,6 +24,7 @@ from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.wire.response import (
     MOST_HEAD_BYTES,
+    MOST_SHORT_HEAD_BYTES,
     WHOLE_BODY,
     Body,
     ChunkedBody,
@@ -34,6 +35,7 @@ from hetero_gateway.gateway.wire.response import (
     UnframedBody,
     body_of,
     parse_head,
+    parse_short_head,
     whole_chunk_length,
 )
 
@@ -166,7 +168,8 @@ class UpstreamConnection(asyncio.Protocol):
                 self.got_bytes = True
                 end = data.find(b"\r\n\r\n") + 4
                 if self._reader is None and 4 <= end <= MOST_HEAD_BYTES:
-                    head = parse_head(data[:end])
+                    short = end <= MOST_SHORT_HEAD_BYTES
+                    head = parse_short_head(data[:end]) if short else parse_head(data[:end])
                 if head is not None and head.status >= 200:
                     # A head comes whole nearly always, and a short answer with it.
                     rest = data[end:]
@@ -199,7 +202,15 @@ class UpstreamConnection(asyncio.Protocol):
             if data and self._sink is sink:
                 sink.on_data(data)
             if body.ended and self._sink is sink:
-                self._finish(sink, body)
+                self._sink = None
+                if self._paused:
+                    # Its client is slow, which is no business of the next one's.
+                    self.resume_reading()
+                if self._keep_alive and not body.extra:
+                    self._pool.release(self)
+                elif self._transport is not None:
+                    self._transport.close()
+                sink.on_complete()
         except Exception as error:
             self._broke(sink, error)
 
@@ -228,17 +239,6 @@ class UpstreamConnection(asyncio.Protocol):
             return
         when = "before the response was complete" if self.got_bytes else "without an answer"
         self._fail(InstanceError(Failure.RESET, f"the instance closed the connection {when}"))
-
-    def _finish(self, sink: ResponseSink, body: Body) -> None:
-        self._sink = None
-        if self._paused:
-            # Its client is slow, which is no business of the next one's.
-            self.resume_reading()
-        if self._keep_alive and not body.extra:
-            self._pool.release(self)
-        elif self._transport is not None:
-            self._transport.close()
-        sink.on_complete()
 
     def _fail(self, error: InstanceError) -> None:
         sink, self._sink = self._sink, None
