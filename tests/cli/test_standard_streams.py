@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.fakes.redis import free_port
 from tests.fakes.running import FAST
 
 pytestmark = pytest.mark.slow
@@ -36,12 +36,6 @@ COMMANDS = [
     "simulate --help",
     f"simulate -c {CLUSTER} --count 20 --rate 1 --policy round-robin --seeds 1",
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def shell(words: list[str], redirection: str) -> subprocess.Popen[bytes]:

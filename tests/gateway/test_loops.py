@@ -7,7 +7,6 @@ import contextlib
 import logging
 import re
 import shutil
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,13 @@ import pytest
 
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.wire.headers import HOPS
+from tests.fakes.redis import free_port
 from tests.fakes.running import RunningGateway, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 NAME = HOPS.decode()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def config(port: int, *base_urls: str, **sections: Any) -> GatewayConfig:
