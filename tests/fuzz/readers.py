@@ -55,6 +55,11 @@ class Read(NamedTuple):
     absolute: bool = False
 
 
+def _plain(target: bytes) -> bytes:
+    """An empty query is none: ASGI's scope does not tell them apart."""
+    return target.removesuffix(b"?")
+
+
 class _Loop:
     """Callbacks, in order."""
 
@@ -136,7 +141,7 @@ class _Listener:
 
     def begin(self, body: bytes) -> None:
         inbound = self._inbound
-        self._read.append(Read(inbound.method, inbound.target, inbound.headers, body))
+        self._read.append(Read(inbound.method, _plain(inbound.target), inbound.headers, body))
         self._downstream.start(200, [(b"content-length", b"0")], chunked=False)
         self._downstream.finish()
 
@@ -244,7 +249,9 @@ def requests_by_h11(data: bytes) -> tuple[list[Read], bool]:
                 body += bytes(event.data)
             elif isinstance(event, h11.EndOfMessage):
                 assert request is not None
-                read.append(Read(request.method, request.target, list(request.headers), body))
+                read.append(
+                    Read(request.method, _plain(request.target), list(request.headers), body)
+                )
                 http.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
                 http.send(h11.EndOfMessage())
                 if http.our_state is not h11.DONE:
@@ -287,7 +294,7 @@ class _Parsed:
 
     def on_message_complete(self) -> None:
         method = self.parser.get_method()
-        self.read.append(Read(method, self.url, self.headers, self.body))
+        self.read.append(Read(method, _plain(self.url), self.headers, self.body))
 
     parser: Any
 

@@ -232,6 +232,19 @@ async def test_a_final_answer_in_place_of_a_100_ends_the_connection(
             assert await client.rest() == b""
 
 
+@pytest.mark.parametrize(
+    "framing",
+    [b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"content-length: 0\r\n\r\n", b"\r\n"],
+)
+async def test_an_empty_body_that_was_announced_leaves_the_connection_open(framing: bytes) -> None:
+    async with serving() as (running, _):
+        async with connected(running) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
+            client.writer.write(head + framing + get("/livez"))
+            assert (await client.response())[0] == 400
+            assert (await client.response())[0] == 200
+
+
 async def test_a_refused_body_that_is_far_too_large_ends_the_connection() -> None:
     async with serving(server={"max_body_bytes": 2000}) as (running, _):
         async with connected(running) as client:

@@ -116,6 +116,7 @@ class EngineCycle:
                 self.listener.refuse(refusal)
 
     def end_body(self) -> None:
+        self.waits_for_100 = False  # the body of one that announced it may be empty
         body = self._body
         whole = b"" if body is None else body.take()
         if self.listener is not None:
