@@ -181,7 +181,7 @@ async def one_request(port: int, rng: random.Random) -> str:
 
 @pytest.mark.parametrize("changes", [None, full_duplex])
 async def test_what_500_mixed_requests_were_charged_comes_off_once_each(tmp_path, changes):
-    queue = {"max_requests": 8, "timeout_s": 0.5}
+    queue = {"max_requests": 20, "timeout_s": 0.5}
     async with (
         fake_instances(2) as fakes,
         behind_envoy(tmp_path, fakes, changes, scheduler={"prefill_depth": 2, "queue": queue}) as (
@@ -211,16 +211,21 @@ async def test_what_500_mixed_requests_were_charged_comes_off_once_each(tmp_path
             async with limit:
                 return await one_request(port, rng)
 
-        statuses = collections.Counter(await asyncio.gather(*(limited() for _ in range(500))))
-        await eventually(picker.settled)
-        # Every kind was among them, on a busy machine too.
+        statuses: collections.Counter[str] = collections.Counter()
+        retries = picker.gateway.metrics.retries
+        # Every kind is among them, on a busy machine too: nearly always among the first ones.
+        for _ in range(5):
+            statuses.update(await asyncio.gather(*(limited() for _ in range(500))))
+            await eventually(picker.settled)
+            if retries["reset"]:
+                break
         assert statuses["200"] > 10
         assert statuses["400"] > 5
         assert statuses["404"] > 5
         assert statuses["429"] > 0
         assert statuses["503"] > 0
         assert statuses[""] > 20  # left before the first byte
-        assert picker.gateway.metrics.retries["reset"] > 0
+        assert retries["reset"] > 0
         assert len(dispatched) > 20
         assert len(settled) == len({id(each) for each in settled}) == len(dispatched)
         assert {id(each) for each in settled} == {id(each) for each in dispatched}
