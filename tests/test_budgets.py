@@ -58,9 +58,9 @@ def imports() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """A part of the package; of the gateway and of what serves it, a part of that."""
+    """A part of the package; of the core, the gateway and what serves it, a part of that."""
     parts = module.split(".")
-    if parts[1:2] not in (["gateway"], ["serve"]):
+    if parts[1:2] not in (["core"], ["gateway"], ["serve"]):
         return ".".join(parts[:2])
     is_file = not any(name.startswith(f"{'.'.join(parts[:3])}.") for name in imports())
     return ".".join(parts[: 3 - is_file])

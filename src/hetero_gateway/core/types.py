@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.core.prefixes.keys import PrefixKeys
 
 InstanceId = NewType("InstanceId", str)
 
@@ -19,6 +18,20 @@ MOST_SEQUENCES = 2**31
 # The class of a request that nobody has put into another one.
 DEFAULT_CLASS = "interactive"
 BATCH_CLASS = "batch"
+
+
+class PrefixKeys(NamedTuple):
+    """The keys of one text, shortest beginning first.
+
+    Args:
+        hashes: 60 bits each.
+        ends: how many bytes of the text each one stands for; rising.
+        text_bytes: length of the whole text; the last piece may end in front of it.
+    """
+
+    hashes: tuple[int, ...]
+    ends: tuple[int, ...]
+    text_bytes: int
 
 
 class Request(NamedTuple):

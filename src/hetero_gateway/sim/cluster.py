@@ -38,10 +38,17 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.policies.base import Jit
-from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
-from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request, Usage
+from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.types import (
+    InstanceId,
+    InstanceSpec,
+    Outcome,
+    PrefixKeys,
+    Reject,
+    Request,
+    Usage,
+)
 from hetero_gateway.sim.compiled import cases
 from hetero_gateway.sim.compiled.jit import compiled as jit_loop
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BATCHED_TOKENS, Scheduling

@@ -18,7 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.prefixes.keys import PrefixKeys, keys_of
+from hetero_gateway.core.prefixes.keys import (
+    keys_of,
+)
+from hetero_gateway.core.types import PrefixKeys
 from hetero_gateway.sim.arrays import Integers
 
 BYTES_PER_TOKEN = 4

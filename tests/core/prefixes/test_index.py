@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_gateway.core.prefixes.index import PrefixIndex, slots_of
-from hetero_gateway.core.prefixes.keys import NO_KEYS, PrefixKeys
-from hetero_gateway.core.types import InstanceId
+from hetero_gateway.core.prefixes.keys import (
+    NO_KEYS,
+)
+from hetero_gateway.core.types import InstanceId, PrefixKeys
 
 A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
 

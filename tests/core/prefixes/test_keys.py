@@ -12,11 +12,11 @@ from hetero_gateway.core.prefixes.keys import (
     PIECE_BYTES,
     PIECES_PER_LENGTH,
     KeyChain,
-    PrefixKeys,
     keys_of,
     namespace,
     seed_of,
 )
+from hetero_gateway.core.types import PrefixKeys
 
 SEED = seed_of(b"a secret")
 HERE = namespace(SEED, b"model")

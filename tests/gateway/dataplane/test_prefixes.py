@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_gateway.core.prefixes.keys import PrefixKeys
-from hetero_gateway.core.types import InstanceId, Request
+from hetero_gateway.core.types import InstanceId, PrefixKeys, Request
 from hetero_gateway.gateway.request.folding import LEAST_BYTES
 from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import Outcome, Reject, Request
 from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
 from tests.fakes.running import RunningGateway, eventually, running_gateway

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks.dataplane.parse_body import hostile_bodies
-from hetero_gateway.core.prefixes.keys import PrefixKeys, namespace, seed_of
+from hetero_gateway.core.prefixes.keys import (
+    namespace,
+    seed_of,
+)
+from hetero_gateway.core.types import PrefixKeys
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.request import openai, prompt_keys
 from hetero_gateway.gateway.request.folding import finish, fold, items_of

@@ -5,15 +5,11 @@ Plain records: ``state.py`` makes and changes them, and says which changes there
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from hetero_gateway.core.types import InstanceId, Outcome, Request
-
-if TYPE_CHECKING:
-    from hetero_gateway.core.instances.observation import FirstTokenRow
-    from hetero_gateway.core.instances.prefix_hits import Interval
-    from hetero_gateway.core.instances.state import InstanceState
-    from hetero_gateway.core.scheduling.disciplines import Served
+from hetero_gateway.core.instances.observation import FirstTokenRow
+from hetero_gateway.core.instances.prefix_hits import Interval, PrefixHits
+from hetero_gateway.core.types import InstanceId, Outcome, Request, Usage
 
 # Loads are whole numbers of 2^-40 s: 0.9 ps, far below any workload that matters, and a power of
 # two keeps floats exact.
@@ -22,6 +18,33 @@ UNITS_PER_S = 2.0**40
 # sums of so much stay finite.
 _MOST_WORKLOAD_S = 1e100
 _MOST_TOKENS = 2.0**80
+
+
+class Holder(Protocol):
+    """Whose dispatch it is: an ``InstanceState``, as far as who has the dispatch asks it."""
+
+    instance_id: InstanceId
+    in_flight: int
+    shared_tokens: float
+
+    @property
+    def prefix(self) -> PrefixHits: ...
+
+    def first_token(self, entry: Dispatch, now_s: float, *, seen: bool = True) -> bool:
+        """It streams."""
+
+    def made_tokens(self, entry: Dispatch, now_s: float) -> float:
+        """How many tokens one that is outstanding has made by now."""
+
+    def observe_answer(
+        self, entry: Dispatch, output_tokens: float, now_s: float, usage: Usage | None = None
+    ) -> None:
+        """A request whose tokens nobody saw is complete."""
+
+    def settle(
+        self, entry: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
+    ) -> bool:
+        """It is over."""
 
 
 class Dispatch:
@@ -84,7 +107,7 @@ class Dispatch:
 
     def __init__(
         self,
-        state: InstanceState,
+        state: Holder,
         request: Request,
         workload: float,
         kv_tokens: int,
@@ -124,7 +147,7 @@ class Dispatch:
         self.hit_tokens: float | None = None
         self.interval: Interval | None = None
         self.first_token: FirstTokenRow | None = None
-        self.turn: Served | None = None
+        self.turn: object = None
 
     @property
     def instance_id(self) -> InstanceId:

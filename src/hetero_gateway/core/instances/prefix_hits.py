@@ -31,12 +31,10 @@ Prompts of other gateways (``PeerLoad``) are known by the counters alone.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from hetero_gateway.core.instances.dispatch import Dispatch
-    from hetero_gateway.core.instances.observation import StepRow
-    from hetero_gateway.core.types import Usage
+from hetero_gateway.core.instances.observation import StepRow
+from hetero_gateway.core.types import Request, Usage
 
 # Of the counters: long against a scrape, so that a prompt whose tokens are counted in one interval
 # and whose first token comes in the next does no harm; short against a change of traffic.
@@ -45,6 +43,15 @@ _FORGET_S = 20.0
 _PRIOR_TOKENS = 4096.0
 # Of answers, per answer.
 _KEEP = 0.98
+
+
+class Prompted(Protocol):
+    """What a dispatch says of its prompts; tokens of all its sequences."""
+
+    request: Request
+    prompt_tokens: int
+    prefill_tokens: float  # charged
+    hit_tokens: float | None  # as its answer reported
 
 
 class PrefixHits:
@@ -180,7 +187,7 @@ class PrefixHits:
             self._lately = (1 - found / queried) * (prompts / charged)
         return False
 
-    def end(self, entry: Dispatch) -> None:
+    def end(self, entry: Prompted) -> None:
         """A request was completed; ``entry.hit_tokens`` is what its answer reported, if so."""
         prompt, charged, hits = entry.prompt_tokens, entry.prefill_tokens, entry.hit_tokens
         if hits is not None:
@@ -192,7 +199,7 @@ class PrefixHits:
             self.predicted_tokens += prompt - charged
             self.actual_tokens += hits
 
-    def believed_hits(self, entry: Dispatch) -> float | None:
+    def believed_hits(self, entry: Prompted) -> float | None:
         """Cached tokens of an ended request's prompt: by its answer, else by the counters."""
         if entry.hit_tokens is not None:
             return entry.hit_tokens
@@ -262,7 +269,7 @@ class Interval:
         return self.hit_tokens + max(0.0, self.untold_tokens - ratio * self.untold_charged)
 
 
-def reported_hits(entry: Dispatch, usage: Usage) -> float | None:
+def reported_hits(entry: Prompted, usage: Usage) -> float | None:
     """Cached tokens of a request's prompt by its answer, in the measure of its estimated length."""
     if usage.cached_tokens is None or entry.request.sequences != 1:
         return None

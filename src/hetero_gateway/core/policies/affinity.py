@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from xxhash import xxh3_64_intdigest
 from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.policies.base import (
     COLUMNS,
+    Decided,
     Figures,
     PlacesAtOnce,
     View,
@@ -19,9 +19,6 @@ from hetero_gateway.core.policies.base import (
     number,
 )
 from hetero_gateway.core.types import InstanceId
-
-if TYPE_CHECKING:
-    from hetero_gateway.core.scheduling.decision import Decision
 
 # vllm-router's and smg's defaults for ``cache_aware``: --balance-abs-threshold,
 # --balance-rel-threshold and --cache-threshold.
@@ -61,7 +58,7 @@ class PrefixAffinity(PlacesAtOnce):
         data = (view.request_time_s, view.kv_usage, view.load, view.in_flight, _matches(view))
         return Figures((*COLUMNS, "match_tokens"), data)
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         figures, position = decision.choice.figures, decision.choice.position
         in_flight = figures.column("in_flight")
         mine = int(in_flight[position])
@@ -132,7 +129,7 @@ class Session(PlacesAtOnce):
         data = (view.request_time_s, view.kv_usage, view.load, view.in_flight, view.capacity)
         return Figures((*COLUMNS, "capacity"), data)
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         figures, position = decision.choice.figures, decision.choice.position
         after = figures.column("in_flight")[position] + 1
         share = figures.column("capacity") / figures.column("capacity").sum()

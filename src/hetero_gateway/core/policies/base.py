@@ -12,18 +12,16 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.cost_model import FloatArray, workload, workloads
 from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.policies.member import Member
+from hetero_gateway.core.policies.slo import Slos
 from hetero_gateway.core.types import InstanceId, Request
-
-if TYPE_CHECKING:
-    from hetero_gateway.core.policies.slo import Slos
-    from hetero_gateway.core.scheduling.decision import Decision
 
 Objective = Literal["latency", "makespan"]
 # The predictors of output lengths that a policy may want by default.
@@ -197,30 +195,6 @@ class View:
         )
 
 
-class Member(NamedTuple):
-    """What never changes of an instance in a pool: p1..p9 and capacities.
-
-    ``kv_capacity_tokens`` is what usage is measured by; where nobody knows it, it is assumed.
-    ``kv_limit_tokens`` is what a request has to fit, without a limit where nobody knows one.
-    ``seats``: sequences that are sent to it at most, a few more than ``max_num_seqs``.
-    """
-
-    p1: float
-    p2: float
-    p3: float
-    p4: float
-    p5: float
-    p6: float
-    p7: float
-    p8: float
-    p9: float
-    kv_capacity_tokens: float
-    kv_limit_tokens: float
-    max_num_seqs: float
-    weight: float
-    seats: float
-
-
 class SmallView(NamedTuple):
     """The same as a ``View``, of a small pool: states and plain numbers, by candidate."""
 
@@ -289,6 +263,28 @@ class Choice(NamedTuple):
 COLUMNS = ("request_time_s", "kv_usage", "load_s", "in_flight")
 
 
+class Decided(Protocol):
+    """What a policy looks at to say why: a ``Decision``."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def choice(self) -> Choice:
+        """Of the candidates ``ids``."""
+
+    @property
+    def ids(self) -> tuple[InstanceId, ...]: ...
+
+    @property
+    def prefix(self) -> Prefix[Any] | None:
+        """What each candidate is thought to have cached; None: nothing."""
+
+    @property
+    def loads_after(self) -> FloatArray:
+        """What each candidate's load would have been with the request, s."""
+
+
 class Policy(Protocol):
     """What chooses."""
 
@@ -325,7 +321,7 @@ class Policy(Protocol):
         """What each candidate's load would grow by if it were chosen, s."""
         ...
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         """Why it chose what it chose, as the end of a sentence."""
         ...
 
@@ -377,7 +373,7 @@ class PlacesAtOnce:
     def charges(self, request_time_s: FloatArray, kv_usage: FloatArray, theta: float) -> FloatArray:
         return workloads(request_time_s, kv_usage, theta)
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         after = float(decision.loads_after[decision.choice.position])
         return f"policy {self.name} chose it; its load would be {number(after)}"
 
@@ -408,7 +404,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def lowest(
-    decision: Decision,
+    decision: Decided,
     scores: FloatArray,
     ours: str,
     theirs: str,

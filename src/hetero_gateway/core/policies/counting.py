@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from hetero_gateway.core.policies.base import (
     COLUMNS,
+    Decided,
     Figures,
     PlacesAtOnce,
     View,
     argmin_with_random_ties,
     lowest,
 )
-
-if TYPE_CHECKING:
-    from hetero_gateway.core.scheduling.decision import Decision
 
 
 class LeastRequests(PlacesAtOnce):
@@ -27,7 +23,7 @@ class LeastRequests(PlacesAtOnce):
     def position(self, view: View, rng: np.random.Generator) -> int:
         return argmin_with_random_ties(view.in_flight, rng)
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         ours = "it had {} requests in flight, the fewest"
         in_flight = decision.choice.figures.column("in_flight")
         return lowest(decision, in_flight, ours, "{} had {}", whole=True)
@@ -48,7 +44,7 @@ class CapacityWeighted(PlacesAtOnce):
         data = (view.request_time_s, view.kv_usage, view.load, view.in_flight, view.capacity)
         return Figures((*COLUMNS, "capacity"), data)
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         figures = decision.choice.figures
         ours = "its requests in flight over its capacity would be {} s, the lowest"
         scores = (figures.column("in_flight") + 1) / figures.column("capacity")
@@ -69,5 +65,5 @@ class PowerOfTwo(PlacesAtOnce):
         scores = (view.in_flight[[first, second]] + 1) / view.capacity[[first, second]]
         return first if scores[0] <= scores[1] else second
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         return "of two drawn at random it had the fewer requests in flight for its capacity"

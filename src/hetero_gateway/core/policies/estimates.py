@@ -52,7 +52,7 @@ from hetero_gateway.core.instances.table import (
     WAITING_PREFILL,
     WAITING_PROMPT,
 )
-from hetero_gateway.core.policies.base import Member
+from hetero_gateway.core.policies.member import Member
 
 BoolArray = NDArray[np.bool_]
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from hetero_gateway.core.policies.base import (
     COLUMNS,
     Backlog,
     Choice,
+    Decided,
     Figures,
     Jit,
     Numbers,
@@ -70,9 +71,6 @@ from hetero_gateway.core.policies.slo import (
     violations_wide,
 )
 from hetero_gateway.core.types import Request
-
-if TYPE_CHECKING:
-    from hetero_gateway.core.scheduling.decision import Decision
 
 # The drain rule: what waits is the end of a batch when nothing has arrived for so many mean gaps
 # between arrivals, within these bounds (s). Poisson arrivals pause that long once in 20 000.
@@ -391,7 +389,7 @@ class FinishTime(PlacesAtOnce):
 
     # In words
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         figures, position = decision.choice.figures, decision.choice.position
         room, costs = figures.column("room") > 0, figures.column("cost_s")
         if not room.any():
@@ -421,7 +419,7 @@ class FinishTime(PlacesAtOnce):
             told += " (where there is no profile, by observed speed)"
         return told
 
-    def _because_cached(self, decision: Decision) -> str:
+    def _because_cached(self, decision: Decided) -> str:
         """What of the prompt is cached where it goes."""
         cached = _cached(decision.prefix)
         if cached is None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.policies.base import PlacesAtOnce, PolicyOptions, View
-
-if TYPE_CHECKING:
-    from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.policies.base import Decided, PlacesAtOnce, PolicyOptions, View
 
 
 class RoundRobin(PlacesAtOnce):
@@ -65,7 +62,7 @@ class RoundRobin(PlacesAtOnce):
     def take_back(self, turn: Any) -> None:
         self.owed, self._slots, self._weights, self._total = turn
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         return f"{self.name} does not look at the load"
 
 
@@ -91,5 +88,5 @@ class SingleInstance(PlacesAtOnce):
             return view.ids.index(self.instance_id)
         return 0
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         return "single-instance sends everything to one instance"

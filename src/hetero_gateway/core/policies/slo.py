@@ -29,8 +29,8 @@ import numpy as np
 from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import SPEED, STREAMING, WAITING
-from hetero_gateway.core.policies.base import Member
 from hetero_gateway.core.policies.estimates import busy, busy_wide
+from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.types import Request
 
 # More than what a long prompt costs the streams of a fast machine (some 15 s in sum): long prompts

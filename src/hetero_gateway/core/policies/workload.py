@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray, workload, workloads
 from hetero_gateway.core.policies.base import (
+    Decided,
     DefaultPredictor,
     PlacesAtOnce,
     View,
@@ -15,14 +14,11 @@ from hetero_gateway.core.policies.base import (
     lowest,
 )
 
-if TYPE_CHECKING:
-    from hetero_gateway.core.scheduling.decision import Decision
-
 
 class _LowestLoad(PlacesAtOnce):
     """What is added to a load differs, the rule does not: the lowest load with the request wins."""
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         ours, theirs = "its load would be {}, the lowest", "{} would be at {}"
         return lowest(decision, decision.loads_after, ours, theirs)
 
@@ -57,7 +53,7 @@ class Paper(PlacesAtOnce):
         load = view.load
         return int(np.maximum(load.max(), load + view.workload()).argmin())
 
-    def because(self, decision: Decision) -> str:
+    def because(self, decision: Decided) -> str:
         ours = "the highest load of all would then be {}, the lowest possible"
         tie = "of equals the first in the list gets it"
         load = decision.choice.figures.column("load_s")

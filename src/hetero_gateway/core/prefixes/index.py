@@ -29,8 +29,7 @@ from itertools import islice
 import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.prefixes.keys import PrefixKeys
-from hetero_gateway.core.types import InstanceId
+from hetero_gateway.core.types import InstanceId, PrefixKeys
 
 # Sizes are counted in units of this many bytes: those of most pieces are ints that Python has
 # anyway. A piece counts for one unit at least.

@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
+
+from hetero_gateway.core.types import PrefixKeys
 
 # The length of the first pieces: some 250 tokens, a few blocks of an engine.
 PIECE_BYTES = 1024
@@ -40,20 +41,6 @@ _LEAST_SHARE_BITS = 5
 _DROPPED_BITS = 4
 
 Buffer = bytes | bytearray | memoryview
-
-
-class PrefixKeys(NamedTuple):
-    """The keys of one text, shortest beginning first.
-
-    Args:
-        hashes: 60 bits each.
-        ends: how many bytes of the text each one stands for; rising.
-        text_bytes: length of the whole text; the last piece may end in front of it.
-    """
-
-    hashes: tuple[int, ...]
-    ends: tuple[int, ...]
-    text_bytes: int
 
 
 NO_KEYS = PrefixKeys((), (), 0)

@@ -24,19 +24,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.scheduling.pool import Pool
+from hetero_gateway.core.scheduling.tickets import Ticket, Turn
 from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS, Request, Usage
 
-if TYPE_CHECKING:
-    from hetero_gateway.core.instances.dispatch import Dispatch
-    from hetero_gateway.core.scheduling.pool import Pool
-    from hetero_gateway.core.scheduling.queue import Ticket
-
 DisciplineName = Literal["fifo", "shortest", "classes", "clients"]
-
-# When it is one's turn: the lower, the sooner; whole numbers of arrival decide among equals.
-Turn = tuple[float, float, int]
 
 # Long beside what a request takes, short beside what a client waits for a batch.
 DEFAULT_PATIENCE_S = 60.0
@@ -319,7 +314,7 @@ class Clients(Classes):
             made_tokens: what it had made when it was cut short; None: it came to its end.
         """
         served, dispatch.turn = dispatch.turn, None
-        if served is None or served.by is not self:
+        if not isinstance(served, Served) or served.by is not self:
             return
         name, request = served.line, dispatch.request
         sequences = request.sequences

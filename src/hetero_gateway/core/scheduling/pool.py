@@ -21,8 +21,8 @@ from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Slots
-from hetero_gateway.core.policies.base import Member
 from hetero_gateway.core.policies.estimates import KV_ROOM, seats
+from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason, Request
 
 UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody knows

@@ -24,9 +24,15 @@ from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Slots
 from hetero_gateway.core.policies.base import Demand, Prefix
 from hetero_gateway.core.prefixes.index import PrefixIndex
-from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.prefixes.trust import Trust
-from hetero_gateway.core.types import COMPLETED, InstanceId, InstanceSpec, Outcome, Request
+from hetero_gateway.core.types import (
+    COMPLETED,
+    InstanceId,
+    InstanceSpec,
+    Outcome,
+    PrefixKeys,
+    Request,
+)
 
 # Of an instance that does not say what its KV cache holds: some machine's.
 _ASSUMED_KV_TOKENS = 400_000

@@ -40,7 +40,6 @@ from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
-from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.scheduling.decider import SMALL_POOL, Decider
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.disciplines import Clients, Fifo, QueueDiscipline
@@ -48,15 +47,17 @@ from hetero_gateway.core.scheduling.members import Members, constants_of
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.probes import Probes
-from hetero_gateway.core.scheduling.queue import ModelQueue, Ticket
+from hetero_gateway.core.scheduling.queue import ModelQueue
 from hetero_gateway.core.scheduling.restraints import Restraints
 from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits, predicted_wait_s
+from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.scheduling.views import Views, drain_time_s
 from hetero_gateway.core.types import (
     COMPLETED,
     InstanceId,
     InstanceSpec,
     Outcome,
+    PrefixKeys,
     Reject,
     RejectReason,
     Request,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
-from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Usage
 from hetero_gateway.engines.vllm import REALTIME
 from hetero_gateway.errors import Refusal

@@ -21,10 +21,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
-from hetero_gateway.core.prefixes.keys import PrefixKeys
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.types import (
+    COMPLETED,
+    InstanceId,
+    Outcome,
+    PrefixKeys,
+    Reject,
+    RejectReason,
+    Request,
+)
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.scheduler_config import QueueConfig

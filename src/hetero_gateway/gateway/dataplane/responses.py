@@ -25,8 +25,12 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from itertools import islice
 
-from hetero_gateway.core.prefixes.keys import PrefixKeys, joined, key_of_one, namespace
-from hetero_gateway.core.types import InstanceId
+from hetero_gateway.core.prefixes.keys import (
+    joined,
+    key_of_one,
+    namespace,
+)
+from hetero_gateway.core.types import InstanceId, PrefixKeys
 
 _MOST_RESPONSES = 100_000
 # Of all of them together: some 60 MB.

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from hetero_gateway.core.lengths.speech import seconds_of
-from hetero_gateway.core.prefixes.keys import PrefixKeys
+from hetero_gateway.core.types import PrefixKeys
 from hetero_gateway.engines.vllm import (
     CUTS_PROMPTS,
     GENERATE,

@@ -24,7 +24,12 @@ from typing import Protocol, cast
 
 import msgspec
 
-from hetero_gateway.core.prefixes.keys import Buffer, KeyChain, PrefixKeys, namespace
+from hetero_gateway.core.prefixes.keys import (
+    Buffer,
+    KeyChain,
+    namespace,
+)
+from hetero_gateway.core.types import PrefixKeys
 from hetero_gateway.gateway.request.folding import MOST_ITEMS, Extent, Spans, Steps, items_of
 
 # Of one field; what follows is one part.
