@@ -103,12 +103,12 @@ async def test_the_fuzzers_notice_a_traceback_and_rows_that_are_believed(
         raise ArithmeticError("spoilt on purpose")
 
     monkeypatch.setattr("hetero_gateway.files.client_keys.KeyConfig.digest", property(broken))
-    findings = await fuzz_keys(1, 30)
+    findings = await fuzz_keys(1, 100)
     assert any("ArithmeticError" in text for text, _ in findings.violations)
     monkeypatch.setattr(
         "hetero_gateway.core.sharing.belief.Belief.believed", lambda _, rows, doubted: rows
     )
-    findings = await fuzz_redis(1, 100)
+    findings = await fuzz_redis(1, 400)
     assert any("more than two engines hold" in text for text, _ in findings.violations)
 
 
