@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hetero_gateway.core.scheduling.disciplines import (
+from hetero_gateway.core.scheduling.discipline_settings import (
     DEFAULT_PATIENCE_S,
     DEFAULT_RESERVE,
     DisciplineName,

@@ -29,7 +29,8 @@ from hetero_gateway.core.lengths.predictors import (
 from hetero_gateway.core.policies import PolicyOptions, default_predictor, make_policy
 from hetero_gateway.core.policies.base import Objective
 from hetero_gateway.core.policies.slo import Slo, Slos
-from hetero_gateway.core.scheduling.disciplines import DisciplineName, make_discipline
+from hetero_gateway.core.scheduling.discipline_settings import DisciplineName
+from hetero_gateway.core.scheduling.disciplines import make_discipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS
 from hetero_gateway.sim import cluster

@@ -24,17 +24,17 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.scheduling.discipline_settings import (
+    DEFAULT_PATIENCE_S,
+    DEFAULT_RESERVE,
+    DisciplineName,
+)
 from hetero_gateway.core.scheduling.pool import Pool
 from hetero_gateway.core.scheduling.tickets import Ticket, Turn
 from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS, Request, Usage
-
-DisciplineName = Literal["fifo", "shortest", "classes", "clients"]
-
-# Long beside what a request takes, short beside what a client waits for a batch.
-DEFAULT_PATIENCE_S = 60.0
 
 # A retry has waited its turn before.
 _RETRY = -math.inf
@@ -42,9 +42,6 @@ _RETRY = -math.inf
 _MEAN_OVER_REQUESTS = 1000
 # Few requests are longer than so many mean ones; they need not be distinguished.
 _LONG = 4.0
-# Beside a flood others then wait no longer than where all ask for what the machines bear. It costs
-# 4 % of the throughput meanwhile (benchmarks/scheduling/fair_shares.py).
-DEFAULT_RESERVE = 0.1
 # Clients that come and go leave nothing behind.
 _MOST_COUNTERS = 10_000
 # An answer is taken to be at most so many times the work that was predicted.
