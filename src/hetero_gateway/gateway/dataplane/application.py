@@ -268,10 +268,7 @@ class DataPlane:
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Attempts:
         """Take a request whose head is here; it may be answered at once."""
-        if inbound.asked_id:
-            self.name(inbound)
-        else:
-            inbound.request_id = b"%b-%x" % (self._request_id_prefix, next(self._request_ids))
+        self.name(inbound)
         attempts = Attempts(self.rooms, inbound, downstream)
         attempts.arrive()
         return attempts

@@ -92,9 +92,7 @@ def measure(data: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
         found = sum(match(data, at, end) is not None for at in places)
         if looked_to < end:
             found = found * (end - start) // (looked_to - start)
-    text_bytes = end - start
-    if data.find(b"\\", start, end) >= 0:
-        text_bytes = _text_bytes(data, start, end)
+    text_bytes = _text_bytes(data, start, end)
     if found:
         text_bytes -= _base64_bytes(data, start, end)
     return found, text_bytes
