@@ -66,12 +66,12 @@ TOGETHER = {
     "tests/e2e/test_openai_client.py": "openai",
     "tests/gateway/test_leaving_clients.py": "leaving clients",
     "tests/gateway/dataplane/test_predictor.py": "installed predictors",
-    "tests/gateway/workers/test_processes.py": "processes",
+    "tests/scaleout/workers/test_processes.py": "processes",
     # What is compiled by numba, which takes a minute and more for finish-time's loop: once, as the
     # others read it from disk.
     "tests/cli/test_plan.py": "compiled",
     "tests/planner": "compiled",
-    "tests/reports/test_plan_table.py": "compiled",
+    "tests/cli/reports/test_plan_table.py": "compiled",
     "tests/sim/compiled/test_late_binding.py::test_compiled": "compiled",
     "tests/sim/compiled/test_placing.py::test_compiled": "compiled",
     "tests/sim/test_block_cache.py::test_the_compiled": "compiled",

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.ports import free_port
 from hetero_gateway.errors import HeteroGatewayError
-from hetero_gateway.load.admin import fetch_document
+from hetero_gateway.lab.load.admin import fetch_document
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 0.10

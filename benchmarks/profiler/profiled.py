@@ -43,16 +43,16 @@ from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.costs.fitting import Sample, fit
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.files.profile_file import load_profile
-from hetero_gateway.load.children import Children
-from hetero_gateway.load.client import LoadClient, Reply, parse_target
-from hetero_gateway.load.emulated import write_profile
-from hetero_gateway.load.prompts import BodyMaker, PromptKind
-from hetero_gateway.profiler.batch import BatchSender
-from hetero_gateway.profiler.chunked import KEY
-from hetero_gateway.profiler.grid import Cell
-from hetero_gateway.profiler.live import samples_path
-from hetero_gateway.profiler.samples import kept_samples, read_json_lines
-from hetero_gateway.profiler.tracks import Track, read_batch, track
+from hetero_gateway.lab.load.children import Children
+from hetero_gateway.lab.load.client import LoadClient, Reply, parse_target
+from hetero_gateway.lab.load.emulated import write_profile
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind
+from hetero_gateway.lab.profiler.batch import BatchSender
+from hetero_gateway.lab.profiler.chunked import KEY
+from hetero_gateway.lab.profiler.grid import Cell
+from hetero_gateway.lab.profiler.live import samples_path
+from hetero_gateway.lab.profiler.samples import kept_samples, read_json_lines
+from hetero_gateway.lab.profiler.tracks import Track, read_batch, track
 
 PLANTED = Constants(
     p1=2.0e-4,

@@ -33,8 +33,8 @@ import numpy as np
 
 from hetero_gateway.core.costs.fitting import Fit, PartFit, Sample, fit
 from hetero_gateway.errors import ConfigError, ProfileError
-from hetero_gateway.profiler.document import unidentified
-from hetero_gateway.profiler.samples import write_csv
+from hetero_gateway.lab.profiler.document import unidentified
+from hetero_gateway.lab.profiler.samples import write_csv
 
 # Steps that a batch's time has room for, over those asked for: 1.00 to 1.02 where all went well.
 _WHOLE = (0.98, 1.05)

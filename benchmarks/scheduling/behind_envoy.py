@@ -32,12 +32,12 @@ from benchmarks.envoy import command, configuration, without_reports
 from benchmarks.ports import free_port
 from hetero_gateway.cli.demo import INSTANCES, MODEL, RATE_PER_S, TIME_SCALE, _mix
 from hetero_gateway.files.trace import LoadRequest, schedule, synthetic_trace
-from hetero_gateway.load.children import Children
-from hetero_gateway.load.client import parse_target
-from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance
-from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.load.replay import ReplayOptions, replay
-from hetero_gateway.load.result import Summary, summarise
+from hetero_gateway.lab.load.children import Children
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.result import Summary, summarise
 from hetero_gateway.plain_httpx import httpx
 
 POLICY = "finish-time"

@@ -45,11 +45,11 @@ from hetero_gateway.core.types import DEFAULT_CLASS, Reject, Request
 from hetero_gateway.files.client_keys import hash_of, new_key
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.files.trace import LoadRequest
-from hetero_gateway.load.children import Child, Children
-from hetero_gateway.load.client import parse_target
-from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
-from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.children import Child, Children
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+from hetero_gateway.lab.load.replay import ReplayOptions, replay
 from hetero_gateway.plain_httpx import httpx
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload, poisson_arrivals

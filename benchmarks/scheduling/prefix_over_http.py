@@ -51,12 +51,12 @@ from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.files.trace import LoadRequest, read_trace
-from hetero_gateway.load.children import Children
-from hetero_gateway.load.client import parse_target
-from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
-from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.load.replay import ReplayOptions, replay
-from hetero_gateway.load.result import summarise
+from hetero_gateway.lab.load.children import Children
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.result import summarise
 from hetero_gateway.sim import result as simulated_result
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile

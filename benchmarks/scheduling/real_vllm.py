@@ -33,12 +33,12 @@ import yaml
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.trace import LoadRequest
-from hetero_gateway.load.admin import fetch_document
-from hetero_gateway.load.children import Children
-from hetero_gateway.load.client import parse_target
-from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.load.replay import ReplayOptions, replay
-from hetero_gateway.load.result import Summary, summarise
+from hetero_gateway.lab.load.admin import fetch_document
+from hetero_gateway.lab.load.children import Children
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.result import Summary, summarise
 
 POLICIES = ("finish-time", "capacity-weighted", "round-robin")
 UP_TIMEOUT_S = 30.0

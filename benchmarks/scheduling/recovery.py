@@ -50,12 +50,12 @@ import uvloop
 
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import LoadRequest
-from hetero_gateway.load.children import Children
-from hetero_gateway.load.client import parse_target
-from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
-from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.load.replay import ReplayOptions, replay
-from hetero_gateway.load.result import RequestRecord
+from hetero_gateway.lab.load.children import Children
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.result import RequestRecord
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 MODEL = "Llama-3-8B"

@@ -58,13 +58,13 @@ from benchmarks.ports import free_port
 from benchmarks.tables import Column, report
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.files.trace import LengthMix, LoadRequest, schedule, synthetic_trace
-from hetero_gateway.load.admin import fetch_document
-from hetero_gateway.load.children import START_TIMEOUT_S, Child, Children
-from hetero_gateway.load.client import parse_target
-from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance
-from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.load.replay import ReplayOptions, replay
-from hetero_gateway.load.result import RequestRecord, summarise
+from hetero_gateway.lab.load.admin import fetch_document
+from hetero_gateway.lab.load.children import START_TIMEOUT_S, Child, Children
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.result import RequestRecord, summarise
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 
 REPLICAS = 4

@@ -45,7 +45,7 @@ from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.types import Outcome, Request
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.gateway.sharing.peers import Sharing, make_sharing
+from hetero_gateway.scaleout.sharing.peers import Sharing, make_sharing
 
 REPLICAS = (2, 4, 8)
 INSTANCES = (8, 64, 512)

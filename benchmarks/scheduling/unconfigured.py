@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.tables import Column, report
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.files.trace import LoadRequest, synthetic_trace
-from hetero_gateway.load.children import Children
-from hetero_gateway.load.client import parse_target
-from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
-from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.load.replay import ReplayOptions, replay
-from hetero_gateway.load.result import RequestRecord
+from hetero_gateway.lab.load.children import Children
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.result import RequestRecord
 
 GOAL = 0.95
 MODEL = "unconfigured"

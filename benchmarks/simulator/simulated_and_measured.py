@@ -60,13 +60,13 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.client_keys import hash_of
 from hetero_gateway.files.cluster_config import Cluster, load_cluster
 from hetero_gateway.files.trace import LoadRequest
-from hetero_gateway.load.children import Children
-from hetero_gateway.load.client import parse_target
-from hetero_gateway.load.comparison import NOISE
-from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
-from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.load.replay import ReplayOptions, replay
-from hetero_gateway.load.result import RequestRecord, Summary, summarise
+from hetero_gateway.lab.load.children import Children
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.comparison import NOISE
+from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.result import RequestRecord, Summary, summarise
 from hetero_gateway.sim.experiment import (
     Bound,
     Experiment,

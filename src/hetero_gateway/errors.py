@@ -5,7 +5,7 @@
     ├── ProfileError     constants that cannot be right                  exit code 2
     ├── OutputError      standard output cannot be written              exit code 1
     ├── Refusal          whoever's it is, the gateway answers with an OpenAI error body, 4xx or 5xx
-    └── InstanceError    an instance's: connect, time-out, broken stream (gateway/failures.py)
+    └── InstanceError    an instance's: connect, time-out, broken stream (http/failures.py)
 
 Expected outcomes (no capacity, nothing fits) are values of ``core.types``, not exceptions.
 """

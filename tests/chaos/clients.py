@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import httptools
 
-from hetero_gateway.emulator.text import words
+from hetero_gateway.lab.emulator.text import words
 from tests.chaos.faults import EVIL, linger
 from tests.chaos.instances import MODEL
 

@@ -15,7 +15,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from hetero_gateway.files.admin_key import find
-from hetero_gateway.load.admin import bearer
+from hetero_gateway.lab.load.admin import bearer
 
 _READY_WITHIN_S = 120.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -20,9 +20,9 @@ from typing import Any
 import yaml
 
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.emulator.app import EmulatedVLLM
-from hetero_gateway.emulator.server import Server
-from hetero_gateway.emulator.settings import Settings
+from hetero_gateway.lab.emulator.app import EmulatedVLLM
+from hetero_gateway.lab.emulator.server import Server
+from hetero_gateway.lab.emulator.settings import Settings
 from tests.chaos.faults import Faults, faulty
 
 MODEL = "chaos"

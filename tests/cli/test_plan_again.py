@@ -20,10 +20,10 @@ import yaml
 from benchmarks.ports import free_port
 from hetero_gateway.cli import main, plan_watch
 from hetero_gateway.cli import plan as plan_command
-from hetero_gateway.deployment.directory import write_deployment
+from hetero_gateway.deploy.directory import write_deployment
 from hetero_gateway.files.trace import TraceRequest
-from hetero_gateway.profiler.seen import Seen
-from tests.deployment.plans import options, plan
+from hetero_gateway.lab.profiler.seen import Seen
+from tests.deploy.plans import options, plan
 
 PATIENCE_S = 60.0
 FILE = {

@@ -15,9 +15,9 @@ from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import TraceRequest
+from hetero_gateway.lab.profiler.seen import Seen
 from hetero_gateway.planner.following import Change, Seat, changes
 from hetero_gateway.planner.present import Running, place
-from hetero_gateway.profiler.seen import Seen
 
 GPU = "V100-32GB-NVLink2"
 KEY = (GPU, 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from hetero_gateway.gateway.failures import Failure
+from hetero_gateway.http.failures import Failure
 from scripts import reference_pages
 from tests.fakes.running import config_for, running_gateway
 from tests.fakes.vllm import fake_instances

@@ -20,10 +20,10 @@ from benchmarks.planner.planned_and_measured import simulated_output_tokens_per_
 from hetero_gateway.cli import emulate
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.trace import read_trace, schedule
-from hetero_gateway.load.client import parse_target
-from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.load.replay import ReplayOptions, replay
-from hetero_gateway.load.result import summarise
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.result import summarise
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.emulated import emulated
 from tests.fakes.running import running_gateway

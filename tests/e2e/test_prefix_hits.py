@@ -14,10 +14,10 @@ import pytest
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.emulator.settings import Settings
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.load.emulated import write_profile
-from hetero_gateway.profiler.observed import fit_observed
+from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.load.emulated import write_profile
+from hetero_gateway.lab.profiler.observed import fit_observed
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.emulated import emulated
 from tests.fakes.running import config_for, running_gateway

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from hetero_gateway import __version__
 from tests.fakes.processes import Process
-from tests.profiler.builders import measured
+from tests.lab.profiler.builders import measured
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +150,7 @@ def test_the_walk_from_init_to_a_page_of_measured_load(
 
 
 def test_what_simulates_plans_and_fits_needs_no_file_of_the_source(run: Run, folder: Path) -> None:
-    from hetero_gateway.profiler.samples import write_csv
+    from hetero_gateway.lab.profiler.samples import write_csv
 
     tp1 = "V100-32GB-NVLink2/Llama-3-8B/tp1"
     (folder / "cluster.yaml").write_text(f"instances: [{{profile: {tp1}, count: 2}}]\n")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hetero_gateway.picker.http2 import frames
-from hetero_gateway.picker.http2.frames import DATA, END_HEADERS, HEADERS, frame
-from hetero_gateway.picker.protocol.messages_pb2 import ProcessingRequest
-from hetero_gateway.picker.service import EXT_PROC, HEALTH, REPORTS
+from hetero_gateway.scaleout.picker.http2 import frames
+from hetero_gateway.scaleout.picker.http2.frames import DATA, END_HEADERS, HEADERS, frame
+from hetero_gateway.scaleout.picker.protocol.messages_pb2 import ProcessingRequest
+from hetero_gateway.scaleout.picker.service import EXT_PROC, HEALTH, REPORTS
 from tests.fakes.peers import header_block, table_less_encoder
 
 PROCESS, REPORT = f"/{EXT_PROC}/Process", f"/{REPORTS}/Report"

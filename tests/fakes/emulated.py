@@ -7,9 +7,9 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from hetero_gateway.emulator.app import EmulatedVLLM
-from hetero_gateway.emulator.server import Server
-from hetero_gateway.emulator.settings import Settings
+from hetero_gateway.lab.emulator.app import EmulatedVLLM
+from hetero_gateway.lab.emulator.server import Server
+from hetero_gateway.lab.emulator.settings import Settings
 
 
 @asynccontextmanager

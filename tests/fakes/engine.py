@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.emulator.app import EmulatedVLLM
-from hetero_gateway.emulator.settings import Settings
+from hetero_gateway.lab.emulator.app import EmulatedVLLM
+from hetero_gateway.lab.emulator.settings import Settings
 from tests.fakes.emulated import serving
 
 # Steps of 3 ms and more: quick, and slow enough that the engine is what takes the time.

@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks.envoy import command
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.picker.server import PickerServer
+from hetero_gateway.serve.picker import PickerServer
 from hetero_gateway.serve.wiring.gateway import Gateway
 from tests.fakes.admin_key import kept
 from tests.fakes.processes import Process

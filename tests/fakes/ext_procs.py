@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from hetero_gateway.picker.protocol.messages_pb2 import (
+from hetero_gateway.scaleout.picker.protocol.messages_pb2 import (
     HealthCheckResponse,
     PartResponse,
     ProcessingRequest,
     ProcessingResponse,
 )
-from hetero_gateway.picker.service import EXT_PROC, HEALTH
+from hetero_gateway.scaleout.picker.service import EXT_PROC, HEALTH
 
 Requests = AsyncIterator[ProcessingRequest]
 Context = grpc.aio.ServicerContext

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import hpack
 
-from hetero_gateway.picker.http2 import frames
-from hetero_gateway.picker.http2.frames import (
+from hetero_gateway.scaleout.picker.http2 import frames
+from hetero_gateway.scaleout.picker.http2.frames import (
     ACK,
     DATA,
     END_HEADERS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hetero_gateway.picker.http2 import server as servers
+from hetero_gateway.scaleout.picker.http2 import server as servers
 from tests.fakes.asking import CHECK
 from tests.fakes.envoy import RunningPicker, running_picker
 from tests.fakes.memory import resident_mb

@@ -16,8 +16,8 @@ import pytest
 import uvloop
 
 from hetero_gateway.cli import main
-from hetero_gateway.load.client import parse_target
-from hetero_gateway.profiler import live
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.profiler import live
 from tests.fakes.clock import VirtualClock
 from tests.fakes.engine import engine
 

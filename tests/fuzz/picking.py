@@ -13,8 +13,8 @@ import random
 import struct
 from collections.abc import AsyncIterator, Callable
 
-from hetero_gateway.picker.http2 import frames
-from hetero_gateway.picker.http2.frames import (
+from hetero_gateway.scaleout.picker.http2 import frames
+from hetero_gateway.scaleout.picker.http2.frames import (
     ACK,
     END_STREAM,
     GOAWAY,
@@ -25,7 +25,7 @@ from hetero_gateway.picker.http2.frames import (
     SETTINGS,
     frame,
 )
-from hetero_gateway.picker.protocol.messages_pb2 import ProcessingRequest
+from hetero_gateway.scaleout.picker.protocol.messages_pb2 import ProcessingRequest
 from tests.fakes import asking
 from tests.fakes.asking import CHECK, FULL_DUPLEX, PROCESS, REPORT, WATCH, in_data, opened
 from tests.fakes.envoy import RunningPicker, running_picker

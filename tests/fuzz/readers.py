@@ -16,15 +16,15 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.failures import InstanceError
-from hetero_gateway.gateway.wire.bodies import BodyLimits
-from hetero_gateway.gateway.wire.chunks import ChunkedBody
-from hetero_gateway.gateway.wire.downstream import Downstream
-from hetero_gateway.gateway.wire.headers import Headers
-from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.protocol import EngineProtocol
-from hetero_gateway.gateway.wire.response import ResponseHead
-from hetero_gateway.gateway.wire.upstream import InstancePool, UpstreamConnection
+from hetero_gateway.http.bodies import BodyLimits
+from hetero_gateway.http.chunks import ChunkedBody
+from hetero_gateway.http.downstream import Downstream
+from hetero_gateway.http.failures import InstanceError
+from hetero_gateway.http.headers import Headers
+from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.protocol import EngineProtocol
+from hetero_gateway.http.response import ResponseHead
+from hetero_gateway.http.upstream import InstancePool, UpstreamConnection
 
 _MOST_BODY_BYTES = 1 << 20
 

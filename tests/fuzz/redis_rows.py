@@ -27,7 +27,7 @@ from hetero_gateway.core.sharing.message import FIELDS, MOST_BYTES, Message, ins
 from hetero_gateway.core.types import Reject, Request
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.gateway.sharing.peers import Sharing, make_sharing
+from hetero_gateway.scaleout.sharing.peers import Sharing, make_sharing
 from tests.fakes.redis_replies import Replies, array, bulk, replies
 from tests.fuzz.fuzzing import Errors, Findings
 from tests.fuzz.mutation import mutated_bytes

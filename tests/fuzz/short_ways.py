@@ -33,8 +33,8 @@ from hetero_gateway.gateway.request.openai import (
     parse_in_steps,
     with_model,
 )
-from hetero_gateway.gateway.wire.heads import RequestHead, read_head
-from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.http.heads import RequestHead, read_head
+from hetero_gateway.http.inbound import Inbound
 from tests.fuzz.fuzzing import CORPUS, Findings, bodies_of
 from tests.fuzz.mutation import mutated_bytes, mutated_head
 from tests.fuzz.readers import (

@@ -78,7 +78,7 @@ async def test_the_fuzzers_notice_a_picker_that_breaks(
     def broken(*_: object) -> None:
         raise ArithmeticError("spoilt on purpose")
 
-    monkeypatch.setattr("hetero_gateway.picker.stream.inbound_of", broken)
+    monkeypatch.setattr("hetero_gateway.scaleout.picker.stream.inbound_of", broken)
     findings = await fuzz(1, 20)
     assert any("in the log" in text for text, _ in findings.violations)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_gateway.gateway.fleet.sources.kubernetes_objects import ObjectReader
-from hetero_gateway.gateway.wire.response import ChunkedBody
+from hetero_gateway.http.response import ChunkedBody
 from tests.fuzz.answers import fuzz_answers
 from tests.fuzz.kubernetes import fuzz_kubernetes
 from tests.fuzz.test_fuzz import assert_none

@@ -10,8 +10,8 @@ import pytest
 from hetero_gateway.gateway.admission import clients
 from hetero_gateway.gateway.request import body_fields
 from hetero_gateway.gateway.request.folding import Folded, Steps
-from hetero_gateway.gateway.wire import chunks, upstream
-from hetero_gateway.gateway.wire.protocol import EngineProtocol
+from hetero_gateway.http import chunks, upstream
+from hetero_gateway.http.protocol import EngineProtocol
 from tests.fuzz.short_ways import SHORT_WAYS
 
 

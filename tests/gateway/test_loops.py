@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.wire.headers import HOPS
+from hetero_gateway.http.headers import HOPS
 from tests.fakes.redis import free_port
 from tests.fakes.running import RunningGateway, eventually, running_gateway
 from tests.fakes.vllm import fake_instances

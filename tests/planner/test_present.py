@@ -26,7 +26,7 @@ from hetero_gateway.planner.present import (
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.search import search
 from hetero_gateway.sim.workload import TraceLengths
-from tests.deployment.plans import instance_type, plan, profile
+from tests.deploy.plans import instance_type, plan, profile
 
 V100, A800 = "V100-32GB-NVLink2", "A800-80GB-PCIe"
 MODEL = model_card("Llama-3-8B")

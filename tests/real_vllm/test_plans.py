@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hetero_gateway.deployment.command import serve_arguments
-from hetero_gateway.deployment.instances import deployed_instances
+from hetero_gateway.deploy.command import serve_arguments
+from hetero_gateway.deploy.instances import deployed_instances
 from hetero_gateway.planner.models import model_card, model_from_config
 from hetero_gateway.planner.parallelism import refusal
 from hetero_gateway.planner.sizes import Size, layer_partition
-from tests.deployment.plans import TWO_MACHINES, options, plan
+from tests.deploy.plans import TWO_MACHINES, options, plan
 from tests.planner.asked_sizes import SIZES, small
 
 pytestmark = pytest.mark.real_vllm

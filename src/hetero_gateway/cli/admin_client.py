@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from hetero_gateway.load.admin import fetch_document
+from hetero_gateway.lab.load.admin import fetch_document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hetero_gateway.cli.reports.recorded_table import Comparison
     from hetero_gateway.core.costs.profile import Profile
     from hetero_gateway.files.recorded_run import RecordedRun, RequestLine
-    from hetero_gateway.reports.recorded_table import Comparison
     from hetero_gateway.sim.cluster import SimulatedInstance
     from hetero_gateway.sim.recorded import Recording
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare each record with its simulations."""
+    from hetero_gateway.cli.reports import recorded_table
     from hetero_gateway.files.recorded_run import read_recorded_run
-    from hetero_gateway.reports import recorded_table
 
     for flag in ("rate", "load", "requests", "arrivals", "count", "report"):
         if getattr(args, flag):
@@ -48,7 +48,7 @@ def _cluster_profiles(path: Path | None) -> dict[str, Profile]:
 def _compare(
     args: argparse.Namespace, path: Path, record: RecordedRun, profiles: Mapping[str, Profile]
 ) -> Comparison:
-    from hetero_gateway.reports.recorded_table import Comparison
+    from hetero_gateway.cli.reports.recorded_table import Comparison
     from hetero_gateway.sim.recorded import replay
 
     answered = [line for line in record.requests if line.instance and line.out and line.end]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from hetero_gateway.cli.arguments import positive_float, positive_int, rate
 
 if TYPE_CHECKING:
-    from hetero_gateway.load.client import Target
-    from hetero_gateway.load.result import RequestRecord
+    from hetero_gateway.lab.load.client import Target
+    from hetero_gateway.lab.load.result import RequestRecord
 
 _EXAMPLE = """\
 examples:
@@ -102,16 +102,16 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
     from rich.console import Console
 
+    from hetero_gateway.cli.reports import page
+    from hetero_gateway.cli.reports.bench_table import print_summary
     from hetero_gateway.core.policies.slo import Slo
     from hetero_gateway.files.secrets import secret
     from hetero_gateway.files.trace import read_trace, schedule, synthetic_trace
-    from hetero_gateway.load.client import parse_target
-    from hetero_gateway.load.progress import progress_bar, watch
-    from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
-    from hetero_gateway.load.replay import ReplayOptions, replay
-    from hetero_gateway.load.result import summarise
-    from hetero_gateway.reports import page
-    from hetero_gateway.reports.bench_table import print_summary
+    from hetero_gateway.lab.load.client import parse_target
+    from hetero_gateway.lab.load.progress import progress_bar, watch
+    from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+    from hetero_gateway.lab.load.replay import ReplayOptions, replay
+    from hetero_gateway.lab.load.result import summarise
 
     if args.report is not None:
         page.check_can_write(args.report)
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     summary = summarise(records, slo)
     document = summary.to_dict() | {"url": target.base_url, "model": maker.model}
     if args.report is not None:
-        from hetero_gateway.reports.bench_report import render
+        from hetero_gateway.cli.reports.bench_report import render
 
         page.write(args.report, render(summary, records, document))
         print(f"wrote {args.report}", file=sys.stderr)

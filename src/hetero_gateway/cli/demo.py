@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from hetero_gateway.files.trace import LengthMix
-    from hetero_gateway.load.children import Children
-    from hetero_gateway.load.comparison import PolicyResult
+    from hetero_gateway.lab.load.children import Children
+    from hetero_gateway.lab.load.comparison import PolicyResult
 
 POLICIES = ("round-robin", "capacity-weighted", "finish-time")
 MODEL = "Llama-3-8B"
@@ -121,8 +121,8 @@ async def _until_signal(args: argparse.Namespace) -> int:
 async def _demo(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from hetero_gateway.load.children import Children
-    from hetero_gateway.load.progress import progress_bar
+    from hetero_gateway.lab.load.children import Children
+    from hetero_gateway.lab.load.progress import progress_bar
 
     console = Console(stderr=True, highlight=False)
     port = _port(args.port, console)
@@ -158,8 +158,8 @@ class _Demo:
         console: Console,
     ) -> None:
         from hetero_gateway.files.trace import schedule, synthetic_trace
-        from hetero_gateway.load.emulated import EmulatedCluster, EmulatedInstance
-        from hetero_gateway.load.prompts import BodyMaker, PromptKind, filler_pool
+        from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance
+        from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
 
         self._seed = args.seed
         self._children = children
@@ -180,11 +180,11 @@ class _Demo:
 
     async def run_policy(self, policy: str, progress: Progress) -> PolicyResult:
         """A fresh gateway with this policy, the whole load through it, and what came out."""
-        from hetero_gateway.load.client import parse_target
-        from hetero_gateway.load.comparison import PolicyResult
-        from hetero_gateway.load.progress import watch
-        from hetero_gateway.load.replay import ReplayOptions, replay
-        from hetero_gateway.load.result import summarise
+        from hetero_gateway.lab.load.client import parse_target
+        from hetero_gateway.lab.load.comparison import PolicyResult
+        from hetero_gateway.lab.load.progress import watch
+        from hetero_gateway.lab.load.replay import ReplayOptions, replay
+        from hetero_gateway.lab.load.result import summarise
 
         await self._cluster.start_gateway(policy)
         lost_before_s = await self._cluster.lost_s()
@@ -201,7 +201,7 @@ class _Demo:
 
     def document(self, results: list[PolicyResult]) -> dict[str, Any]:
         """What ``--json`` prints."""
-        from hetero_gateway.load.comparison import completion_gap_s, conclusion
+        from hetero_gateway.lab.load.comparison import completion_gap_s, conclusion
 
         return {
             "time_scale": TIME_SCALE,
@@ -235,8 +235,8 @@ class _Demo:
     async def serve(self, *, as_json: bool) -> None:
         """Keep a trickle of load on the last gateway until cancelled."""
         from hetero_gateway.files.trace import schedule, synthetic_trace
-        from hetero_gateway.load.client import parse_target
-        from hetero_gateway.load.replay import ReplayOptions, replay
+        from hetero_gateway.lab.load.client import parse_target
+        from hetero_gateway.lab.load.replay import ReplayOptions, replay
 
         stream = sys.stderr if as_json else sys.stdout
         url = self._cluster.url
@@ -283,7 +283,7 @@ def _print_table(results: list[PolicyResult], document: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from hetero_gateway.load.comparison import table_rows
+    from hetero_gateway.lab.load.comparison import table_rows
 
     console = Console(highlight=False)
     console.print(

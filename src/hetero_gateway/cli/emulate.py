@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from hetero_gateway.cli import standard_streams
 
 if TYPE_CHECKING:
-    from hetero_gateway.emulator.lengths import OutputLengths
-    from hetero_gateway.emulator.settings import Settings
+    from hetero_gateway.lab.emulator.lengths import OutputLengths
+    from hetero_gateway.lab.emulator.settings import Settings
 
 _EXAMPLE = """\
 example:
@@ -117,8 +117,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    from hetero_gateway.emulator.app import EmulatedVLLM
-    from hetero_gateway.emulator.server import Server, listen
+    from hetero_gateway.lab.emulator.app import EmulatedVLLM
+    from hetero_gateway.lab.emulator.server import Server, listen
 
     standard_streams.tolerate_output()
     settings = settings_of(args)
@@ -142,8 +142,8 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """What the command's words ask for."""
-    from hetero_gateway.emulator.settings import Settings
     from hetero_gateway.files.profile_file import load_profile
+    from hetero_gateway.lab.emulator.settings import Settings
 
     return Settings(
         profile=load_profile(args.profile),
@@ -167,7 +167,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _lengths(args: argparse.Namespace) -> OutputLengths:
-    from hetero_gateway.emulator.lengths import LogNormalLengths, TraceLengths
+    from hetero_gateway.lab.emulator.lengths import LogNormalLengths, TraceLengths
 
     if args.output_lengths is not None:
         return TraceLengths.read(args.output_lengths)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetero_gateway.deployment.starter import Server
-    from hetero_gateway.load.client import Target
+    from hetero_gateway.deploy.starter import Server
+    from hetero_gateway.lab.load.client import Target
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,12 +43,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hetero_gateway.deployment.directory import write_beside
-    from hetero_gateway.deployment.starter import GATEWAY_FILE, starter_files
+    from hetero_gateway.deploy.directory import write_beside
+    from hetero_gateway.deploy.starter import GATEWAY_FILE, starter_files
     from hetero_gateway.files.gateway_config import load_gateway_config
     from hetero_gateway.files.profile_file import builtin_profiles
     from hetero_gateway.files.secrets import secret
-    from hetero_gateway.load.client import parse_target
+    from hetero_gateway.lab.load.client import parse_target
 
     key = secret(args.api_key_env, "--api-key-env")
     targets = [parse_target(url, key) for url in args.probe]
@@ -87,9 +87,9 @@ async def _ask(targets: Sequence[Target]) -> list[Server]:
 
 async def _ask_one(target: Target) -> Server:
     """What a server says; a server that says nothing is written down all the same."""
-    from hetero_gateway.deployment.starter import Server
+    from hetero_gateway.deploy.starter import Server
     from hetero_gateway.errors import HeteroGatewayError
-    from hetero_gateway.profiler.engine import EngineClient, look_at
+    from hetero_gateway.lab.profiler.engine import EngineClient, look_at
 
     client = EngineClient(target)
     try:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         )
     start_logging(args.log_level, as_json=config.log.format == "json")
     try:
-        from hetero_gateway.picker import server
+        from hetero_gateway.serve import picker as server
     except ImportError as error:
         raise ConfigError(
             f"the picker needs its extra: pip install 'hetero-gateway[picker]' ({error})"

@@ -106,10 +106,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write; 0, or an error that says what to do."""
     # Imported here so that other commands and --help stay quick.
+    from hetero_gateway.cli.reports import page, plan_comparison, plan_report
+    from hetero_gateway.cli.reports.plan_table import print_plan, title
+    from hetero_gateway.deploy.plan_document import document
     from hetero_gateway.planner.comparison import compare
-    from hetero_gateway.reports import page, plan_comparison, plan_report
-    from hetero_gateway.reports.plan_document import document
-    from hetero_gateway.reports.plan_table import print_plan, title
 
     if args.config is None:
         raise ConfigError("plan: name the cluster with -c CLUSTER.yaml, or ask: plan support MODEL")

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from hetero_gateway.core.costs.profile import Profile
     from hetero_gateway.files.plan_request import PlanRequest
     from hetero_gateway.files.trace import TraceRequest
+    from hetero_gateway.lab.profiler.seen import Seen
     from hetero_gateway.planner.present import Present
-    from hetero_gateway.profiler.seen import Seen
 
 # Fewer requests say little of lengths and rates.
 _FEW_REQUESTS = 100
@@ -54,14 +54,14 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
         ConfigError: the URL, the key or the file is wrong, or nothing that runs is in the file.
         HeteroGatewayError: the gateway does not answer, or refuses.
     """
-    from hetero_gateway.load.admin import printable
+    from hetero_gateway.lab.load.admin import printable
+    from hetero_gateway.lab.profiler.seen import ask
     from hetero_gateway.planner.present import (
         capacity_notes,
         observed_profiles,
         place,
         with_running_types,
     )
-    from hetero_gateway.profiler.seen import ask
     from hetero_gateway.sim.alone import Mix
 
     seen = ask(args.from_gateway, args.admin_key_env)

@@ -14,7 +14,7 @@ from hetero_gateway.cli.arguments import positive_float
 from hetero_gateway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hetero_gateway.deployment.instances import DeploymentOptions
+    from hetero_gateway.deploy.instances import DeploymentOptions
     from hetero_gateway.files.plan_request import PlanRequest
     from hetero_gateway.planner.plan import Plan
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Find out before the search what would fail after it. Raises ConfigError."""
-    from hetero_gateway.deployment.directory import check_directory
+    from hetero_gateway.deploy.directory import check_directory
 
     if args.output is None:
         for name, default in (("emulate", False), ("force", False), ("time_scale", 1.0)):
@@ -77,7 +77,7 @@ def write(
     args: argparse.Namespace, plan: Plan, request: PlanRequest, document: Mapping[str, Any]
 ) -> None:
     """Write the best candidate and say so on standard error."""
-    from hetero_gateway.deployment.directory import write_deployment
+    from hetero_gateway.deploy.directory import write_deployment
 
     if args.output is None:
         return
@@ -90,9 +90,9 @@ def deployment_options(
     args: argparse.Namespace, plan: Plan, request: PlanRequest, document: Mapping[str, Any]
 ) -> DeploymentOptions:
     """What the files need to know beside the plan; engines as they were simulated."""
-    from hetero_gateway.deployment.checkpoints import checkpoint_of
-    from hetero_gateway.deployment.command import ON_LOADING
-    from hetero_gateway.deployment.instances import DeploymentOptions
+    from hetero_gateway.deploy.checkpoints import checkpoint_of
+    from hetero_gateway.deploy.command import ON_LOADING
+    from hetero_gateway.deploy.instances import DeploymentOptions
     from hetero_gateway.planner.models import MODEL_CARDS, says_storage
     from hetero_gateway.planner.sample import sample_requests
 

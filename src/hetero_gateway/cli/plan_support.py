@@ -63,10 +63,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
+    from hetero_gateway.cli.reports import plan_support
     from hetero_gateway.files.model_file import model_config, read_json, read_model, stored_bytes
     from hetero_gateway.files.plan_config import load_plan_config
     from hetero_gateway.planner.support import bounds_of, support
-    from hetero_gateway.reports import plan_support
 
     file = None if args.config is None else load_plan_config(args.config)
     devices = _accelerators(args, file)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_gateway.cli import plan_again
 from hetero_gateway.cli.arguments import positive_float
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
-from hetero_gateway.load.admin import fetch_document
+from hetero_gateway.lab.load.admin import fetch_document
 
 if TYPE_CHECKING:
     from hetero_gateway.cli.plan_again import Again

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 def _rows(args: argparse.Namespace) -> tuple[list[TraceRequest], str]:
     """The requests in order of arrival, and what to call where they are from."""
     from hetero_gateway.files.trace import parse_trace, read_trace
-    from hetero_gateway.load.admin import fetch_csv
+    from hetero_gateway.lab.load.admin import fetch_csv
 
     if args.requests is not None:
         rows, source = read_trace(args.requests), args.requests.name
@@ -185,8 +185,8 @@ def _report(
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
-    from hetero_gateway.load.admin import printable
-    from hetero_gateway.reports.columns import print_table
+    from hetero_gateway.cli.reports.columns import print_table
+    from hetero_gateway.lab.load.admin import printable
 
     rows = []
     held_out = report["held_out"]

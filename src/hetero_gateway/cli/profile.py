@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
     from hetero_gateway.core.costs.fitting import Fit, Sample
-    from hetero_gateway.profiler.campaign import Plan, Progress
-    from hetero_gateway.profiler.engine import EngineFacts, Overrides
-    from hetero_gateway.profiler.live import Measured
+    from hetero_gateway.lab.profiler.campaign import Plan, Progress
+    from hetero_gateway.lab.profiler.engine import EngineFacts, Overrides
+    from hetero_gateway.lab.profiler.live import Measured
 
 _EXAMPLE = """\
 examples:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             "profile: give one of a URL to measure, --from FILE, and --from-gateway URL"
         )
     if args.report is not None:
-        from hetero_gateway.reports.page import check_can_write
+        from hetero_gateway.cli.reports.page import check_can_write
 
         if chosen[0] is _observed:
             raise ConfigError("--report: there is none of a gateway's traffic")
@@ -112,9 +112,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _recorded(args: argparse.Namespace) -> int:
+    from hetero_gateway.cli.reports.profile_table import report
     from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
-    from hetero_gateway.profiler.recorded import fit_recorded
-    from hetero_gateway.reports.profile_table import report
+    from hetero_gateway.lab.profiler.recorded import fit_recorded
 
     for name in ("model", "kv_capacity_tokens"):
         if getattr(args, name) is None:
@@ -140,8 +140,8 @@ def _recorded(args: argparse.Namespace) -> int:
 
 
 def _observed(args: argparse.Namespace) -> int:
-    from hetero_gateway.load.admin import fetch_document
-    from hetero_gateway.profiler.observed import write_observed
+    from hetero_gateway.lab.load.admin import fetch_document
+    from hetero_gateway.lab.profiler.observed import write_observed
 
     url, key_env, instance = args.from_gateway, args.admin_key_env, args.instance
     if instance is None:
@@ -173,8 +173,8 @@ def _live(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hetero_gateway.files.secrets import secret
-    from hetero_gateway.load.client import parse_target
-    from hetero_gateway.profiler.live import Hardware, measure
+    from hetero_gateway.lab.load.client import parse_target
+    from hetero_gateway.lab.profiler.live import Hardware, measure
 
     target = parse_target(args.url, secret(args.api_key_env, "--api-key-env"))
     plan, given = _asked(args)
@@ -213,8 +213,8 @@ def _live(args: argparse.Namespace) -> int:
 
 
 def _asked(args: argparse.Namespace) -> tuple[Plan, Overrides]:
-    from hetero_gateway.profiler.campaign import Plan
-    from hetero_gateway.profiler.engine import Overrides
+    from hetero_gateway.lab.profiler.campaign import Plan
+    from hetero_gateway.lab.profiler.engine import Overrides
 
     plan = Plan(
         budget_s=args.budget,
@@ -235,8 +235,8 @@ def _asked(args: argparse.Namespace) -> tuple[Plan, Overrides]:
 
 
 def _tell(args: argparse.Namespace, result: Measured) -> int:
-    from hetero_gateway.profiler.live import samples_path
-    from hetero_gateway.reports.profile_table import report
+    from hetero_gateway.cli.reports.profile_table import report
+    from hetero_gateway.lab.profiler.live import samples_path
 
     outcome = result.outcome
     if args.report is not None and result.fit is not None:
@@ -264,8 +264,8 @@ def _tell(args: argparse.Namespace, result: Measured) -> int:
 def _write_report(
     args: argparse.Namespace, fit: Fit, samples: Sequence[Sample], discarded: Mapping[str, int]
 ) -> None:
-    from hetero_gateway.reports import page
-    from hetero_gateway.reports.profile_report import render
+    from hetero_gateway.cli.reports import page
+    from hetero_gateway.cli.reports.profile_report import render
 
     page.write(args.report, render(fit, samples, _written(args.output), discarded))
     print(f"wrote {args.report}", file=sys.stderr)

@@ -233,8 +233,8 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         raise ConfigError("simulate: give a cluster, -c CLUSTER.yaml, or a record, --against")
     # Imported here so that other commands and --help stay quick.
+    from hetero_gateway.cli.reports import page, simulation_report, simulation_table
     from hetero_gateway.files.cluster_config import load_cluster
-    from hetero_gateway.reports import page, simulation_report, simulation_table
     from hetero_gateway.sim.experiment import measure_bound, mix_moments
 
     _check_policies(args.policy)
@@ -394,7 +394,7 @@ def _held(
 
     from rich.console import Console
 
-    from hetero_gateway.load.progress import progress_bar
+    from hetero_gateway.lab.load.progress import progress_bar
     from hetero_gateway.sim.cluster import simulate
     from hetero_gateway.sim.experiment import held
     from hetero_gateway.sim.fleet import can_compile
@@ -422,8 +422,8 @@ def _compare(
     """All runs, with progress on standard error."""
     from rich.console import Console
 
-    from hetero_gateway.load.progress import progress_bar
-    from hetero_gateway.reports.simulation_table import rate_name
+    from hetero_gateway.cli.reports.simulation_table import rate_name
+    from hetero_gateway.lab.load.progress import progress_bar
     from hetero_gateway.sim.experiment import compare
 
     console = Console(stderr=True, highlight=False, markup=False)

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from hetero_gateway.cli import admin_client
-from hetero_gateway.load.admin import printable
-from hetero_gateway.reports.columns import figure, percent, print_table
+from hetero_gateway.cli.reports.columns import figure, percent, print_table
+from hetero_gateway.lab.load.admin import printable
 
 
 def add_parser(subparsers: Any) -> None:

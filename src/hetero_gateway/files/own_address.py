@@ -1,7 +1,7 @@
 """Whether a base_url leads to where the gateway itself listens.
 
 Names are looked up, but only where the port is the gateway's own: call it where that may take a
-while. What a proxy or a port map leads back is not seen here; ``gateway/wire/hops`` finds it.
+while. What a proxy or a port map leads back is not seen here; ``http/hops`` finds it.
 """
 
 from __future__ import annotations

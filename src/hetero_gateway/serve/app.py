@@ -29,11 +29,11 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.server_config import Exposure
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.realtime import Realtime
-from hetero_gateway.gateway.wire.bodies import BodyLimits
-from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
-from hetero_gateway.gateway.wire.errors import error_body
-from hetero_gateway.gateway.wire.headers import HOPS, Headers
-from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.http.bodies import BodyLimits
+from hetero_gateway.http.downstream import Downstream, Listener, Receive, Scope, Send
+from hetero_gateway.http.errors import error_body
+from hetero_gateway.http.headers import HOPS, Headers
+from hetero_gateway.http.inbound import Inbound
 from hetero_gateway.serve.control import admin
 from hetero_gateway.serve.control.access import check_exposed
 from hetero_gateway.serve.control.docs_page import docs_page

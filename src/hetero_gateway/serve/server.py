@@ -21,16 +21,16 @@ from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Prepared, Settings
-from hetero_gateway.gateway.wire.clients import (
+from hetero_gateway.http.clients import (
     Watch,
     client_limits,
     default_max_connections,
     raise_descriptor_limit,
 )
-from hetero_gateway.gateway.wire.cycle import Service
-from hetero_gateway.gateway.wire.protocol import engine_protocol
-from hetero_gateway.gateway.wire.tls import ServerTls
-from hetero_gateway.gateway.wire.websocket import MOST_MESSAGE_BYTES, ClientWebSocket
+from hetero_gateway.http.cycle import Service
+from hetero_gateway.http.protocol import engine_protocol
+from hetero_gateway.http.tls import ServerTls
+from hetero_gateway.http.websocket import MOST_MESSAGE_BYTES, ClientWebSocket
 from hetero_gateway.serve.control.access import ADDRESS, ADMIN_LISTENER, UNIX
 from hetero_gateway.serve.heartbeat import Heartbeat
 

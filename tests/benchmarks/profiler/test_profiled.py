@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.profiler.profiled import KV_TOKENS, MAX_NUM_SEQS, PLANTED, STEP_TOKENS, differences
-from hetero_gateway.profiler.grid import Limits, plan_cells
+from hetero_gateway.lab.profiler.grid import Limits, plan_cells
 
 
 def test_equal_constants_are_no_distance_apart_and_slower_ones_are_as_far_as_they_are_slow():

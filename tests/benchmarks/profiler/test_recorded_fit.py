@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.profiler import recorded_fit
-from hetero_gateway.profiler.samples import read_csv
+from hetero_gateway.lab.profiler.samples import read_csv
 
 COLUMNS = (
     *("model", "hardware", "prompt_size", "batch_size", "token_size", "prompt_time"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.scheduling import recovery
-from hetero_gateway.load.result import RequestRecord
+from hetero_gateway.lab.load.result import RequestRecord
 
 
 def record(first_s: float, end_s: float, tokens: int) -> RequestRecord:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.scheduling.replicas import WAYS, Run, requests_of, rows, targets_of
-from hetero_gateway.load.result import RequestRecord
+from hetero_gateway.lab.load.result import RequestRecord
 
 
 def run(way: str, seed: int, slower: float = 1.0, tail: float = 1.0, load: str = "0.9") -> Run:

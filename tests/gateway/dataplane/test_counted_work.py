@@ -20,14 +20,14 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_gateway.emulator.settings import Settings
-from hetero_gateway.emulator.text import ANSWER_HEADER_TOKENS, MESSAGE_TOKENS, count_tokens
 from hetero_gateway.engines.vllm import WORK_BY_PATH, Work
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.admission.clients import EVERYBODY
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
 from hetero_gateway.gateway.request.folding import LEAST_BYTES, finish
-from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.text import ANSWER_HEADER_TOKENS, MESSAGE_TOKENS, count_tokens
 from tests.fakes.emulated import emulated
 from tests.fakes.running import FAST, config_for, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances

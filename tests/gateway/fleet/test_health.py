@@ -12,10 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet import health
 from hetero_gateway.gateway.fleet.instances import Instance
-from hetero_gateway.gateway.wire.upstream import InstancePool
+from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.upstream import InstancePool
 from tests.fakes.raw import plain, raw_instance
 from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import NO_PREFIX_CACHE, fake_instances

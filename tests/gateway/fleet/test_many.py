@@ -19,7 +19,7 @@ from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.fleet.lag import LoopLag
 from hetero_gateway.gateway.fleet.probe import LateProbe, Probe
-from hetero_gateway.gateway.wire import upstream
+from hetero_gateway.http import upstream
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 

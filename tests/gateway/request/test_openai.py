@@ -7,7 +7,7 @@ import pytest
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.request.openai import parse_body, prompt_text
-from hetero_gateway.gateway.wire.errors import error_body, sse_error_event
+from hetero_gateway.http.errors import error_body, sse_error_event
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import MOST_KEY_BYTES, ClientLimits, KeyConfig, KeysFile
 from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, Amounts, Usage, added
 from hetero_gateway.gateway.turns import in_turns
-from hetero_gateway.gateway.wire.headers import Headers
+from hetero_gateway.http.headers import Headers
 
 # Steps of some milliseconds.
 _ENTRIES_AT_ONCE, _CLIENTS_AT_ONCE = 4000, 100

@@ -13,7 +13,7 @@ from hetero_gateway.core.limits.window import SLOTS
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.usage import Usage
-from hetero_gateway.gateway.wire.headers import Headers
+from hetero_gateway.http.headers import Headers
 
 # One of the client's own has to end first, and nobody knows when.
 _CONCURRENCY_RETRY_S = 1

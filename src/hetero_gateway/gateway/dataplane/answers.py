@@ -11,10 +11,10 @@ from hetero_gateway.core.types import Reject, RejectReason
 from hetero_gateway.engines.vllm import RESPONSES
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.routes import Outside
-from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
-from hetero_gateway.gateway.wire.downstream import Downstream
-from hetero_gateway.gateway.wire.errors import error_body
+from hetero_gateway.http.downstream import Downstream
+from hetero_gateway.http.errors import error_body
+from hetero_gateway.http.failures import Failure, InstanceError
 
 _RETRY_AFTER_S = 2
 # OpenAI's clients try again after 408, 409, 429 and every 5xx, unless they are told not to.

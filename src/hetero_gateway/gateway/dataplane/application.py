@@ -51,17 +51,17 @@ from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.body_fields import BodyReaders
 from hetero_gateway.gateway.request.tokenizer import Tokenizer, tokenizer_of
 from hetero_gateway.gateway.settings import Prepared, Settings
-from hetero_gateway.gateway.wire.bodies import BodyLimits
-from hetero_gateway.gateway.wire.cors import cors_of
-from hetero_gateway.gateway.wire.downstream import (
+from hetero_gateway.http.bodies import BodyLimits
+from hetero_gateway.http.cors import cors_of
+from hetero_gateway.http.downstream import (
     AsgiDownstream,
     Downstream,
     Receive,
     Scope,
     Send,
 )
-from hetero_gateway.gateway.wire.headers import RequestFields, named_by_connection
-from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.http.headers import RequestFields, named_by_connection
+from hetero_gateway.http.inbound import Inbound
 
 # It goes into logs, headers and the dashboard: visible ASCII only.
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")

@@ -60,14 +60,14 @@ from hetero_gateway.gateway.dataplane.request_heads import head_to_instance, hea
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
 from hetero_gateway.gateway.dataplane.understanding import Understanding
-from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.request.folding import LEAST_BYTES
 from hetero_gateway.gateway.request.openai import ParsedRequest, with_model
-from hetero_gateway.gateway.wire.downstream import Downstream
-from hetero_gateway.gateway.wire.hops import LOOP_DETECTED
-from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.upstream import UpstreamConnection
+from hetero_gateway.http.downstream import Downstream
+from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.hops import LOOP_DETECTED
+from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.upstream import UpstreamConnection
 
 _log = logging.getLogger(__name__)
 

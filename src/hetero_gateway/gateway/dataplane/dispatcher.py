@@ -26,13 +26,13 @@ from hetero_gateway.gateway.dataplane.placement import Placed, Placement, Sleepe
 from hetero_gateway.gateway.dataplane.records import Answered, Recorder
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.speed import WatchedStream
-from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.openai import ParsedRequest
-from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.http.failures import InstanceError
+from hetero_gateway.http.inbound import Inbound
 
 
 class Place(Protocol):

@@ -41,8 +41,8 @@ from hetero_gateway.gateway.request.openai import (
     with_model,
 )
 from hetero_gateway.gateway.request.tokenizer import Tokenizer
-from hetero_gateway.gateway.wire.bodies import BodyLimits
-from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.http.bodies import BodyLimits
+from hetero_gateway.http.inbound import Inbound
 
 _MOST_QUERY_FIELDS = 64
 # How long the reading of a body may hold the event loop at a time.

@@ -50,16 +50,16 @@ from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.realtime_events import ClientEvents, Meter, error_event
 from hetero_gateway.gateway.dataplane.records import context_of
 from hetero_gateway.gateway.dataplane.rooms import Rooms
-from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
-from hetero_gateway.gateway.wire.clients import acknowledged_bytes
-from hetero_gateway.gateway.wire.cors import Cors
-from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
-from hetero_gateway.gateway.wire.errors import error_body
-from hetero_gateway.gateway.wire.headers import Headers, named_by_connection
-from hetero_gateway.gateway.wire.hops import loop_detected
-from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.websocket import GONE
+from hetero_gateway.http.clients import acknowledged_bytes
+from hetero_gateway.http.cors import Cors
+from hetero_gateway.http.downstream import Receive, Scope, Send
+from hetero_gateway.http.errors import error_body
+from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.headers import Headers, named_by_connection
+from hetero_gateway.http.hops import loop_detected
+from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.websocket import GONE
 
 # Of one process; each may hold a few messages.
 _MOST_SESSIONS = 1000

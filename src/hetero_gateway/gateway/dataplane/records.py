@@ -30,14 +30,14 @@ from hetero_gateway.engines.vllm import (
 from hetero_gateway.gateway.admission.usage import Usage as ClientUsage
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import Placed
-from hetero_gateway.gateway.failures import Failure, InstanceError, Suspicion
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.history import RequestHistory
 from hetero_gateway.gateway.records.metrics import Metrics, Series
 from hetero_gateway.gateway.request.openai import ParsedRequest
-from hetero_gateway.gateway.wire.hops import LOOP_DETECTED
+from hetero_gateway.http.failures import Failure, InstanceError, Suspicion
+from hetero_gateway.http.hops import LOOP_DETECTED
 
 _log = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from hetero_gateway.core.types import Usage
 from hetero_gateway.engines.vllm import RESPONSES, failed_in_tail, usage_in_tail
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.server_config import TimeoutsConfig
-from hetero_gateway.gateway.failures import Failure, InstanceError
-from hetero_gateway.gateway.wire.downstream import Downstream
-from hetero_gateway.gateway.wire.errors import sse_error_event
-from hetero_gateway.gateway.wire.headers import NOT_TO_CLIENTS, Headers
-from hetero_gateway.gateway.wire.response import ResponseHead
-from hetero_gateway.gateway.wire.upstream import UpstreamConnection
+from hetero_gateway.http.downstream import Downstream
+from hetero_gateway.http.errors import sse_error_event
+from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.headers import NOT_TO_CLIENTS, Headers
+from hetero_gateway.http.response import ResponseHead
+from hetero_gateway.http.upstream import UpstreamConnection
 
 # Answers that are held back whole: another instance may have a better one. All others pass.
 _HELD_STATUSES = frozenset((429, 500, 502, 503))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hetero_gateway.engines.vllm import PRIORITY_HEADER
 from hetero_gateway.gateway.dataplane.routes import Outside
 from hetero_gateway.gateway.fleet.instances import Instance
-from hetero_gateway.gateway.wire.headers import Withheld
-from hetero_gateway.gateway.wire.hops import Hops
-from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.http.headers import Withheld
+from hetero_gateway.http.hops import Hops
+from hetero_gateway.http.inbound import Inbound
 
 # A service elsewhere gets what it needs to read the body, and nothing of the client.
 _TO_OUTSIDE = frozenset((b"accept", b"content-type"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_gateway.files.gateway_config import RetryConfig
-from hetero_gateway.gateway.failures import Failure, InstanceError
+from hetero_gateway.http.failures import Failure, InstanceError
 
 _WINDOW_S = 10.0
 

@@ -14,9 +14,9 @@ from hetero_gateway.gateway.dataplane.priorities import Priorities
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.dataplane.retry_budget import RetryBudget
 from hetero_gateway.gateway.records.metrics import Metrics
-from hetero_gateway.gateway.wire.cors import Cors
-from hetero_gateway.gateway.wire.headers import RequestFields
-from hetero_gateway.gateway.wire.hops import Hops
+from hetero_gateway.http.cors import Cors
+from hetero_gateway.http.headers import RequestFields
+from hetero_gateway.http.hops import Hops
 
 
 class OpenRequest(Protocol):

@@ -25,10 +25,10 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import FallbackConfig, ModelConfig
 from hetero_gateway.files.secrets import secret
-from hetero_gateway.gateway.wire.headers import Headers
-from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.tls import ClientContexts, ClientTls
-from hetero_gateway.gateway.wire.upstream import InstancePool
+from hetero_gateway.http.headers import Headers
+from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.tls import ClientContexts, ClientTls
+from hetero_gateway.http.upstream import InstancePool
 
 _CREDENTIALS = (b"authorization", b"x-api-key")
 _HASH_BYTES = 8

@@ -16,7 +16,7 @@ from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.request.folding import LEAST_BYTES, Steps
 from hetero_gateway.gateway.request.openai import ParsedRequest
-from hetero_gateway.gateway.wire.inbound import Inbound
+from hetero_gateway.http.inbound import Inbound
 
 
 class ReadingRooms(Protocol):

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.instances.outcomes import Standing
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.gateway.failures import Blame, InstanceError
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.http.failures import Blame, InstanceError
 
 _log = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ import msgspec
 
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import is_model_name, paths
-from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.fleet.probe import Probe, ProbeAnswer
+from hetero_gateway.http.failures import InstanceError
 
 # Weights that come back from a disk take minutes.
 TIMEOUT_S = 300.0

@@ -30,12 +30,12 @@ from hetero_gateway.engines.vllm import (
 )
 from hetero_gateway.engines.vllm.answers import MOST_MODELS
 from hetero_gateway.files.gateway_config import GatewayConfig, HealthConfig
-from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.fleet.lag import LoopLag
 from hetero_gateway.gateway.fleet.probe import LateProbe, Probe
 from hetero_gateway.gateway.settings import Prepared, Settings
-from hetero_gateway.gateway.wire.hops import LOOP_DETECTED
+from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.hops import LOOP_DETECTED
 
 _log = logging.getLogger(__name__)
 

@@ -35,9 +35,9 @@ from hetero_gateway.files.scheduler_config import QueueConfig, SchedulerConfig, 
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.records.families import InstanceGauges
 from hetero_gateway.gateway.settings import Prepared, Settings
-from hetero_gateway.gateway.wire.hops import Hops
-from hetero_gateway.gateway.wire.tls import ClientContexts, ClientTls
-from hetero_gateway.gateway.wire.upstream import InstancePool
+from hetero_gateway.http.hops import Hops
+from hetero_gateway.http.tls import ClientContexts, ClientTls
+from hetero_gateway.http.upstream import InstancePool
 
 _log = logging.getLogger(__name__)
 

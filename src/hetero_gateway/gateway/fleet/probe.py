@@ -12,11 +12,11 @@ import ssl
 from dataclasses import dataclass
 
 from hetero_gateway.files.server_config import PoolConfig
-from hetero_gateway.gateway.failures import Failure, InstanceError
 from hetero_gateway.gateway.fleet.lag import LoopLag
-from hetero_gateway.gateway.wire.hops import Hops
-from hetero_gateway.gateway.wire.response import ResponseHead
-from hetero_gateway.gateway.wire.upstream import InstancePool, UpstreamConnection
+from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.hops import Hops
+from hetero_gateway.http.response import ResponseHead
+from hetero_gateway.http.upstream import InstancePool, UpstreamConnection
 
 # One is in use at a time; a second one where the first went stale. A GET may be sent again, so an
 # idle one is used for as long as its instance leaves it open (vLLM: 5 s).

@@ -39,7 +39,6 @@ from prometheus_client.samples import Sample
 from hetero_gateway import __version__
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.types import DEFAULT_CLASS
-from hetero_gateway.gateway.failures import Blame, Failure
 from hetero_gateway.gateway.records.families import (
     PREFIX,
     InstanceGauges,
@@ -49,6 +48,7 @@ from hetero_gateway.gateway.records.families import (
     instance_families,
     sharing_families,
 )
+from hetero_gateway.http.failures import Blame, Failure
 
 _log = logging.getLogger(__name__)
 

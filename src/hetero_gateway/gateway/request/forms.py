@@ -15,7 +15,7 @@ import re
 from hetero_gateway.engines.vllm import Prompts, prompts_at
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.request.folding import Steps
-from hetero_gateway.gateway.wire.headers import Headers
+from hetero_gateway.http.headers import Headers
 
 _TYPE = re.compile(rb'multipart/form-data((?:[ \t]*;[ \t]*[\w-]+=(?:"[^"\\]*"|[^ \t;"]+))+)', re.I)
 _PARAMETER = re.compile(rb';[ \t]*([\w-]+)=(?:"([^"\\]*)"|([^ \t;"]+))')

@@ -15,9 +15,9 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import ENGINE_CALLS
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import refusal_of
-from hetero_gateway.gateway.failures import InstanceError
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.fleet.probe import ProbeAnswer
+from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.serve.wiring.gateway import Gateway
 
 _MOST_BODY_BYTES = 2**20

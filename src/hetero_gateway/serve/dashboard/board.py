@@ -27,7 +27,7 @@ from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.fleet.instances import Instance
-from hetero_gateway.gateway.sharing.peers import Sharing
+from hetero_gateway.scaleout.sharing.peers import Sharing
 from hetero_gateway.serve.dashboard.alarms import Watched, alarms, state_of
 from hetero_gateway.serve.dashboard.trend import NOW_STEPS, STEP_S, STEPS, Trend, short
 

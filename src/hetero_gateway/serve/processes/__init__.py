@@ -1,1 +1,1 @@
-"""``serve --workers N``: the supervisor and its processes; see ``gateway/workers``."""
+"""``serve --workers N``: the supervisor and its processes; see ``scaleout/workers``."""

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.fleet.engine_calls import TIMEOUT_S as ENGINE_CALL_S
-from hetero_gateway.gateway.wire.downstream import Receive, Scope, Send
-from hetero_gateway.gateway.wire.errors import error_body
+from hetero_gateway.http.downstream import Receive, Scope, Send
+from hetero_gateway.http.errors import error_body
 from hetero_gateway.plain_httpx import httpx
 from hetero_gateway.serve.control.access import PEER_HEADER
 

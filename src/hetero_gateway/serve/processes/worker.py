@@ -18,6 +18,7 @@ from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.dataplane.application import DataPlane
+from hetero_gateway.gateway.dataplane.models import Listing
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
 from hetero_gateway.gateway.dataplane.realtime import Realtime
@@ -28,15 +29,15 @@ from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.tokenizer import tokenizer_of
 from hetero_gateway.gateway.settings import Settings
-from hetero_gateway.gateway.wire.bodies import BodyLimits
-from hetero_gateway.gateway.wire.downstream import Downstream, Listener, Receive, Scope, Send
-from hetero_gateway.gateway.wire.inbound import Inbound
-from hetero_gateway.gateway.wire.tls import server_tls
-from hetero_gateway.gateway.workers import messages
-from hetero_gateway.gateway.workers.channel import Channel
-from hetero_gateway.gateway.workers.remote import RemoteDispatcher
+from hetero_gateway.http.bodies import BodyLimits
+from hetero_gateway.http.downstream import Downstream, Listener, Receive, Scope, Send
+from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.tls import server_tls
+from hetero_gateway.scaleout.workers import messages
+from hetero_gateway.scaleout.workers.channel import Channel
+from hetero_gateway.scaleout.workers.remote import RemoteDispatcher
 from hetero_gateway.serve.app import route, worker_paths
-from hetero_gateway.serve.control.public import Listing, is_public
+from hetero_gateway.serve.control.public import is_public
 from hetero_gateway.serve.processes.control import ControlRelay
 from hetero_gateway.serve.wiring.gateway import (
     make_admission,

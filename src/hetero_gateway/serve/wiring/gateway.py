@@ -37,10 +37,10 @@ from hetero_gateway.gateway.records.client_metrics import client_families
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.tokenizer import tokenizer_of
 from hetero_gateway.gateway.settings import Change, Prepared, Settings
-from hetero_gateway.gateway.sharing.peers import make_sharing
-from hetero_gateway.gateway.wire.hops import Hops
-from hetero_gateway.gateway.wire.tls import server_tls
-from hetero_gateway.gateway.workers.hub import SECRET_ENV, Hub
+from hetero_gateway.http.hops import Hops
+from hetero_gateway.http.tls import server_tls
+from hetero_gateway.scaleout.sharing.peers import make_sharing
+from hetero_gateway.scaleout.workers.hub import SECRET_ENV, Hub
 from hetero_gateway.serve.dashboard.board import Board
 from hetero_gateway.serve.wiring.reload import Reloader
 

@@ -1,0 +1,156 @@
+"""What runs beside what would be best: the table, and its part of the JSON document."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hetero_gateway.cli.reports.columns import print_table
+from hetero_gateway.lab.load.admin import printable
+from hetero_gateway.planner.comparison import Comparison, Traffic
+from hetero_gateway.planner.layouts import describe
+from hetero_gateway.planner.plan import Candidate, Figures, Layout
+from hetero_gateway.planner.present import NOISE
+
+# Instances that are named in one line.
+_NAMES = 6
+
+
+def document(traffic: Traffic, comparison: Comparison) -> dict[str, Any]:
+    """Now, proposed, and what the change is worth, as JSON."""
+    best, now, present = comparison.best, comparison.now, comparison.present
+    return {
+        "url": traffic.url,
+        "policy": traffic.policy,
+        "requests": traffic.requests,
+        "observed_s": traffic.span_s,
+        "rate_per_s": traffic.rate_per_s,
+        "instances": [
+            {
+                "id": p.instance.id,
+                "machine": p.machine.id,
+                "accelerator": p.machine.accelerator,
+                "tensor_parallel": p.key[1],
+                "times": p.profile.source.get("how", "not said"),
+                "observed": p.instance.observed,
+            }
+            for p in present.placed
+        ],
+        "left_out": [{"id": name, "reason": reason} for name, reason in present.left_out],
+        "now": _side(now, present.layouts),
+        "proposed": _side(best, best.layouts),
+        "changes": [
+            {"machine": machine, "now": list(was), "proposed": list(becomes)}
+            for machine, was, becomes in comparison.changes
+        ],
+        "throughput_gain": comparison.gain,
+        "worth_it": comparison.worth_it,
+    }
+
+
+def _side(candidate: Candidate | None, layouts: Mapping[str, Layout]) -> dict[str, Any]:
+    simulated = None if candidate is None else candidate.simulated
+    at_rate = None if candidate is None else candidate.at_rate
+    return {
+        "layouts": {machine: list(layout) for machine, layout in layouts.items()},
+        "throughput_tokens_per_s": None if simulated is None else simulated.tokens_per_s,
+        "output_tokens_per_s": None if simulated is None else simulated.output_tokens_per_s,
+        "at_rate": None if at_rate is None else _finite(at_rate),
+        "usd_per_million_tokens": None if candidate is None else candidate.usd_per_million_tokens,
+        "accelerators": sum(map(sum, layouts.values())),
+    }
+
+
+def _finite(figures: Figures) -> dict[str, float | None]:
+    values: dict[str, float] = dataclasses.asdict(figures)
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def print_comparison(traffic: Traffic, comparison: Comparison) -> None:
+    """The table, and a line on every instance that was left out."""
+    plan, present, now, best = (
+        comparison.plan,
+        comparison.present,
+        comparison.now,
+        comparison.best,
+    )
+    rate = "" if traffic.rate_per_s is None else f", {traffic.rate_per_s:.3g} requests/s"
+    fitted = [p.instance.id for p in present.placed if p.instance.observed]
+    more = f" and {len(fitted) - _NAMES} more" if len(fitted) > _NAMES else ""
+    print(
+        f"{printable(traffic.url)}: instances on machines of the file: {len(present.placed)}; "
+        f"requests: {traffic.requests} in {traffic.span_s:.0f} s{rate}"
+    )
+    names = printable(", ".join(fitted[:_NAMES]) or "none")
+    print(f"Times are by their own traffic of: {names}{more}.")
+    print(f"Latencies are for {plan.rate_per_s:.3g} requests/s.")
+    print()
+    rows = [_row(*line) for line in _lines(now, best)]
+    print_table(("", "now", "proposed", "worth"), rows)
+    print()
+    if now is not None and now.at_rate is None and best.at_rate is not None:
+        print(f"What runs does not hold {plan.rate_per_s:.3g} requests/s; the proposal does.")
+    for machine, was, becomes in comparison.changes:
+        before = describe(was) if was else "unused"
+        after = describe(becomes) if becomes else "unused"
+        print(f"{printable(machine)}: {before} → {after}")
+    if not comparison.changes:
+        print("No change: what runs is the best that was found.")
+    elif not comparison.worth_it:
+        print(f"Not worth a change: within the {NOISE:.0%} that the simulator can be off by.")
+    for name, reason in present.left_out:
+        print(f"- {printable(name)} is left out: {printable(reason)}")
+
+
+_Line = tuple[str, float | None, float | None, int]
+
+
+def _lines(now: Candidate | None, best: Candidate) -> list[_Line]:
+    """Name, now, proposed, digits after the point."""
+
+    def full(candidate: Candidate | None, name: str) -> float | None:
+        figures = None if candidate is None else candidate.simulated
+        return None if figures is None else float(getattr(figures, name))
+
+    def held(candidate: Candidate | None, name: str, factor: float = 1.0) -> float | None:
+        figures = None if candidate is None else candidate.at_rate
+        return None if figures is None else float(getattr(figures, name)) * factor
+
+    lines: list[_Line] = [
+        ("tokens/s, all at once", full(now, "tokens_per_s"), full(best, "tokens_per_s"), 0),
+        (
+            "of them output",
+            full(now, "output_tokens_per_s"),
+            full(best, "output_tokens_per_s"),
+            0,
+        ),
+    ]
+    for label, name, factor in (
+        ("latency at the rate, s", "latency_mean_s", 1.0),
+        ("latency p99, s", "latency_p99_s", 1.0),
+        ("TTFT p99, s", "ttft_p99_s", 1.0),
+        ("TPOT p99, ms", "tpot_p99_s", 1000.0),
+    ):
+        lines.append((label, held(now, name, factor), held(best, name, factor), 3))
+    if best.goodput_per_s is not None:
+        lines.append(
+            ("goodput, requests/s", now.goodput_per_s if now else None, best.goodput_per_s, 2)
+        )
+    cost = None if now is None else now.usd_per_million_tokens
+    if cost is not None or best.usd_per_million_tokens is not None:
+        lines.append(("$ per million tokens", cost, best.usd_per_million_tokens, 3))
+    accelerators = None if now is None else float(now.accelerators)
+    lines.append(("accelerators", accelerators, float(best.accelerators), 0))
+    return lines
+
+
+def _row(name: str, now: float | None, best: float | None, digits: int) -> list[str]:
+    def text(value: float | None) -> str:
+        return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+    worth = "-"
+    if now and best is not None and math.isfinite(now) and math.isfinite(best):
+        worth = f"{best / now - 1:+.1%}"
+    return [name, text(now), text(best), worth]

@@ -1,0 +1,378 @@
+"""The plan on one screen: the best in full, the others a line each, and what does not fit."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from hetero_gateway.cli.reports.simulation_table import number
+from hetero_gateway.files.plan_request import PlanRequest
+from hetero_gateway.planner import reasons
+from hetero_gateway.planner.goals import usd_per_hour
+from hetero_gateway.planner.layouts import describe, together
+from hetero_gateway.planner.plan import Candidate, Figures, Layout, Machine, Plan, Unfit
+
+_GIB = 2**30
+# A pipe has no width: there, everything fits.
+_PIPE_WIDTH = 220
+# Candidates of a table; the document has all.
+_ROWS = 10
+_ROWS_OF_SEVERAL_KINDS = 6
+# What the reasons need beside the figures.
+_REASONS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One figure of a candidate; on a narrow terminal, those of the highest ``rank`` go first."""
+
+    name: str
+    text: Callable[[Candidate], str]
+    rank: int
+
+
+def tokens(value: float | None) -> str:
+    """Three figures or so, with k or M; a dash for what is not known."""
+    if value is None or not math.isfinite(value) or value <= 0:
+        return "–"
+    if value >= 99_950:
+        return f"{value / 1000:.0f}k" if value < 9_995_000 else f"{value / 1e6:.1f}M"
+    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
+
+
+def _at_rate(figure: Callable[[Figures], float], factor: float = 1.0) -> Callable[..., str]:
+    return lambda c: "–" if c.at_rate is None else number(figure(c.at_rate) * factor)
+
+
+def _price(candidate: Candidate) -> str:
+    price = candidate.usd_per_million_tokens
+    return "–" if price is None else f"{price:.3g}"
+
+
+def _goodput(candidate: Candidate) -> str:
+    return "–" if candidate.goodput_per_s is None else number(candidate.goodput_per_s)
+
+
+def _has_share(figures: Figures) -> bool:
+    return math.isfinite(figures.slo_share)
+
+
+def _within(candidate: Candidate) -> str:
+    at_rate = candidate.at_rate
+    return f"{at_rate.slo_share:.1%}" if at_rate is not None and _has_share(at_rate) else "–"
+
+
+def _per_hour(candidate: Candidate, plan: Plan) -> str:
+    price = usd_per_hour(plan.machines, candidate.layouts)
+    return "–" if price is None else f"{price:.2f}"
+
+
+def columns(plan: Plan) -> tuple[Column, ...]:
+    """The figures of a candidate, for the terminal's table and the report's."""
+    prices = any(c.usd_per_million_tokens is not None for c in plan.candidates)
+    idle = any(c.idle_accelerators for c in plan.candidates)
+    found = [
+        Column("tokens/s", lambda c: tokens(c.simulated.tokens_per_s if c.simulated else None), 0),
+        Column("alone", lambda c: tokens(c.alone_tokens_per_s), 8),
+        Column("Alg. 1", lambda c: tokens(c.estimate_tokens_per_s), 2),
+        Column("as printed", lambda c: tokens(c.estimate_paper_tokens_per_s), 9),
+        Column("batch", lambda c: f"{c.simulated.batch:.0f}" if c.simulated else "–", 5),
+        Column("latency", _at_rate(lambda f: f.latency_mean_s), 1),
+        Column("TTFT", _at_rate(lambda f: f.ttft_mean_s), 3),
+        Column("p99", _at_rate(lambda f: f.ttft_p99_s), 6),
+        Column("TPOT ms", _at_rate(lambda f: f.tpot_mean_s, 1000), 4),
+        Column("p99", _at_rate(lambda f: f.tpot_p99_s, 1000), 7),
+    ]
+    if any(c.goodput_per_s is not None for c in plan.candidates):
+        found.insert(0, Column("goodput/s", _goodput, 0))
+    if any(c.at_rate is not None and _has_share(c.at_rate) for c in plan.candidates):
+        found.append(Column("within", _within, 2))
+    if prices:
+        found.append(Column("$/M tokens", _price, 1))
+    if plan.lower_bound is not None and plan.goal == "cost":
+        found.append(Column("$/h", lambda c: _per_hour(c, plan), 0))
+    if idle or plan.goal == "fewest":
+        found.append(Column("used", lambda c: str(c.accelerators), 1))
+    if idle:
+        found.append(Column("idle", lambda c: str(c.idle_accelerators), 2))
+    return tuple(found)
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """On standard output."""
+    console = console or Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    console.print(_best_table(plan))
+    console.print(headline(plan), soft_wrap=True)
+    console.print()
+    _print_candidates(plan, console)
+    console.print(legend(plan), soft_wrap=True)
+    for line in [*unfit_lines(plan.unfit), *plan.notes]:
+        console.print(f"- {line}", soft_wrap=True)
+
+
+def title(plan: Plan, request: PlanRequest, took_s: float) -> str:
+    """What was asked, in a line."""
+    machines = plan.machines
+    accelerators = sum(m.count for m in machines)
+    return (
+        f"{request.source}: {request.model.name}, context {request.max_model_len}; {accelerators} "
+        f"accelerators in {len(machines)} machine{'s' if len(machines) > 1 else ''}; "
+        f"{plan.mean_prompt_tokens:.0f} prompt and {plan.mean_output_tokens:.0f} output tokens on "
+        f"average; goal {plan.goal}, policy {plan.policy}; planned in {took_s:.1f} s"
+    )
+
+
+def headline(plan: Plan) -> str:
+    """What the best comes to, in a line."""
+    best = plan.best
+    machines = {m.id: m for m in plan.machines}
+    uncertain = reasons.relative_uncertainty(best, machines, plan.types, plan.alone)
+    parts = []
+    if best.simulated is not None:
+        parts.append(
+            f"{tokens(best.simulated.tokens_per_s)} tokens/s with always enough to do "
+            f"(± {uncertain:.0%}; {tokens(best.simulated.output_tokens_per_s)} of them output)"
+        )
+        if math.isfinite(best.simulated.cached_share):
+            parts.append(f"{best.simulated.cached_share:.0%} of the prompt tokens cached")
+    instances = round(sum(len(of) / together(of) for of in best.layouts.values()))
+    parts.append(
+        f"{best.accelerators} accelerator{'s' if best.accelerators > 1 else ''}, "
+        f"{instances} instance{'s' if instances > 1 else ''}"
+    )
+    goodput_tokens_per_s = plan.best_goodput_tokens_per_s
+    if best.goodput_per_s is not None and goodput_tokens_per_s is not None:
+        parts.append(
+            f"goodput {number(best.goodput_per_s)} requests/s, {tokens(goodput_tokens_per_s)} "
+            f"tokens/s ({plan.limits})"
+        )
+    if best.usd_per_million_tokens is not None:
+        parts.append(f"${best.usd_per_million_tokens:.3g} per million tokens{_priced_at(plan)}")
+    if (line := _least(plan)) is not None:
+        parts.append(line)
+    return "; ".join(parts)
+
+
+def _least(plan: Plan) -> str | None:
+    """What the best needs beside what every set of machines does."""
+    if plan.lower_bound is None:
+        return None
+    if plan.goal == "fewest":
+        least = math.ceil(plan.lower_bound - 1e-6)
+        return f"no set of fewer than {least} accelerators can hold the rate"
+    price = usd_per_hour(plan.machines, plan.best.layouts)
+    if price is None:
+        return None
+    if price <= plan.lower_bound * (1 + 1e-6):
+        return f"${price:.2f} per hour: no set that holds the rate can cost less"
+    return (
+        f"${price:.2f} per hour; no set that holds the rate costs less than "
+        f"${plan.lower_bound:.2f} (gap {price / plan.lower_bound - 1:.1%})"
+        if plan.lower_bound > 0
+        else f"${price:.2f} per hour"
+    )
+
+
+def at_own_goodput(plan: Plan) -> bool:
+    """Whether each candidate's latencies and price are at its own goodput."""
+    return plan.best.goodput_per_s is not None and plan.best.goodput_per_s == plan.rate_per_s
+
+
+def _priced_at(plan: Plan) -> str:
+    if at_own_goodput(plan):
+        return " at the goodput"
+    return f" at {rate(plan)} requests/s" if plan.goal == "cost" and plan.limits else ""
+
+
+def legend(plan: Plan) -> str:
+    """What the columns mean, in a line or two."""
+    text = (
+        "tokens/s: prompt and output, simulated as one system; alone: the sum of its instances "
+        "alone; Alg. 1: the paper's estimate, unpadded and as printed. "
+    )
+    if at_own_goodput(plan):
+        text += (
+            f"Goodput: the most requests/s that are held with {plan.limits}; latencies in s and "
+            "prices at each one's own, – where it was not simulated."
+        )
+    else:
+        text += (
+            f"Latencies in s at {rate(plan)} requests/s, – where that is too much or was not "
+            "simulated."
+        )
+    if plan.pareto:
+        text += " ◆: no other has both more throughput and less latency."
+    return text
+
+
+def rate(plan: Plan) -> str:
+    return number(plan.rate_per_s)
+
+
+def names(plan: Plan) -> list[str]:
+    """Of every candidate: its layouts, or what it has otherwise than the best."""
+    machines = {m.id: m for m in plan.machines}
+    kinds = {(m.accelerator, m.count) for m in plan.machines}
+    best = reasons.summary(plan.best, machines)
+    if len(kinds) == 1:
+        return [reasons.summary(c, machines) for c in plan.candidates]
+    result = ["best"]
+    for candidate in plan.candidates[1:]:
+        result.append(_difference(candidate, plan.best, machines) or best)
+    return result
+
+
+def _difference(candidate: Candidate, best: Candidate, machines: dict[str, Machine]) -> str:
+    counts = Counter(
+        (machines[i].accelerator, layout, best.layouts[i])
+        for i, layout in candidate.layouts.items()
+        if layout != best.layouts[i]
+    )
+    return "; ".join(
+        f"{accelerator}: {describe(layout) if layout else 'unused'}" + (f" on {n}" if n > 1 else "")
+        for (accelerator, layout, _), n in sorted(counts.items())
+    )
+
+
+def unfit_lines(unfit: Sequence[Unfit]) -> list[str]:
+    """What cannot be deployed: one line for one reason on one accelerator."""
+    groups: dict[tuple[str, str], list[Unfit]] = {}
+    for each in unfit:
+        kind = re.sub(r"\d+", "#", each.reason)
+        groups.setdefault((each.accelerator, kind), []).append(each)
+    lines = []
+    for (accelerator, _), of in groups.items():
+        sizes = ", ".join(f"tp{u.size}" for u in of)
+        first = of[0]
+        reason = first.reason if len(of) == 1 else re.sub(r"\d+$", "t", first.reason)
+        text = f"{accelerator} {sizes}: {reason}"
+        if first.shortfall_bytes > 0:
+            text += f", {first.shortfall_bytes / _GIB:.1f} GiB an accelerator too little"
+        if first.remedies:
+            text += f"; would help: {', '.join(first.remedies)}"
+        lines.append(text)
+    return lines
+
+
+def how_known(plan: Plan, accelerator: str, t: int) -> tuple[str, str]:
+    """How an instance's memory and its times are known."""
+    found = plan.types[accelerator, t]
+    memory = f"{found.memory.how} ± {found.memory.uncertainty:.0%}"
+    if found.memory.tight:
+        memory += ", tight"
+    times = f"{found.profile.source.get('how', 'not said')} ± {found.time_uncertainty:.0%}"
+    return memory, times
+
+
+def best_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Equal machines with equal layouts in one row, one row more for each further t."""
+    groups: dict[tuple[str, int, Layout], list[str]] = {}
+    for machine in plan.machines:
+        key = (machine.accelerator, machine.count, plan.best.layouts[machine.id])
+        groups.setdefault(key, []).append(machine.id)
+    rows: list[tuple[str, ...]] = []
+    for (accelerator, count, layout), ids in groups.items():
+        name = ids[0] if len(ids) == 1 else f"{ids[0]} … {ids[-1]} ({len(ids)})"
+        on = f"{count}× {accelerator}"
+        if not layout:
+            rows.append((name, on, "unused", "", "", "", "", ""))
+        for t, n in sorted(Counter(layout).items(), reverse=True):
+            alone = plan.alone.get((accelerator, t))
+            memory, times = how_known(plan, accelerator, t)
+            rows.append(
+                (
+                    name,
+                    on,
+                    f"{n}× tp{t}",
+                    f"{plan.types[accelerator, t].memory.kv_capacity_tokens}",
+                    f"{alone.batch:.0f}" if alone else "–",
+                    tokens(alone.tokens_per_s) if alone else "–",
+                    memory,
+                    times,
+                )
+            )
+            name = on = ""
+    return rows
+
+
+BEST_HEAD = (
+    *("machine", "accelerators", "instances", "KV tokens", "batch", "tokens/s each"),
+    *("memory known", "times known"),
+)
+
+
+def _best_table(plan: Plan) -> Table:
+    table = Table(title="The plan", title_justify="left")
+    for i, name in enumerate(BEST_HEAD):
+        table.add_column(name, justify="right" if 3 <= i <= 5 else "left")
+    for row in best_rows(plan):
+        table.add_row(*row)
+    return table
+
+
+def _print_candidates(plan: Plan, console: Console) -> None:
+    """With the reasons in the table where there is room, else in lines below a narrower one."""
+    told: set[str] = set()
+    limit = _ROWS if len({m.accelerator for m in plan.machines}) == 1 else _ROWS_OF_SEVERAL_KINDS
+    rows = [
+        (
+            name + (" ◆" if candidate in plan.pareto else ""),
+            candidate,
+            once(candidate.why_not, told),
+        )
+        for name, candidate in list(zip(names(plan), plan.candidates, strict=True))[:limit]
+    ]
+    shown = list(columns(plan))
+    roomy = _width(_candidates_table(rows, shown, reasons_too=False), console) + _REASONS
+    if roomy <= console.width:
+        console.print(_candidates_table(rows, shown, reasons_too=True))
+    else:
+        while len(shown) > 1 and (
+            _width(_candidates_table(rows, shown, reasons_too=False), console) > console.width
+        ):
+            shown.remove(max(shown, key=lambda column: column.rank))
+        console.print(_candidates_table(rows, shown, reasons_too=False))
+        for name, _, why_not in rows[1:]:
+            console.print(f"{name}: {why_not}", soft_wrap=True)
+    if len(plan.candidates) > limit:
+        console.print(f"and {len(plan.candidates) - limit} more with --json", soft_wrap=True)
+
+
+def _candidates_table(
+    rows: Sequence[tuple[str, Candidate, str]], shown: Sequence[Column], *, reasons_too: bool
+) -> Table:
+    table = Table(title="Candidates, best first", title_justify="left")
+    table.add_column("layout", overflow="fold")
+    for column in shown:
+        table.add_column(column.name, justify="right", no_wrap=True)
+    if reasons_too:
+        table.add_column("why not", overflow="fold")
+    for name, candidate, why_not in rows:
+        figures = [column.text(candidate) for column in shown]
+        table.add_row(name, *figures, *([why_not] if reasons_too else []))
+    return table
+
+
+def _width(table: Table, console: Console) -> int:
+    # Asked for with room to spare: a table says that it fits whatever width it is offered.
+    options = console.options.update(width=10_000)
+    return Measurement.get(console, options, table).maximum
+
+
+def once(why_not: str, told: set[str]) -> str:
+    """The line without causes that a row above has told in full."""
+    parts = []
+    for part in why_not.split("; "):
+        subject, colon, _ = part.partition(": ")
+        parts.append(f"{subject}: as above" if part in told and colon else part)
+        told.add(part)
+    return "; ".join(parts)

@@ -1,0 +1,123 @@
+"""What ``simulate --against`` prints: measured and simulated times of a recorded run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_gateway.cli.reports.columns import print_table
+from hetero_gateway.sim.figures import finite
+from hetero_gateway.sim.recorded import Figures, Replayed
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One record, replayed.
+
+    Args:
+        path, policy: of the record.
+        instance_ids: in the order of the figures.
+        notes: what was left out, and why; sentences.
+    """
+
+    path: Path
+    policy: str
+    instance_ids: tuple[str, ...]
+    replayed: Replayed
+    notes: tuple[str, ...]
+
+
+Figure = Callable[[Figures], float]
+
+_OF_ALL: tuple[tuple[str, Figure], ...] = (
+    ("latency, mean, s", lambda f: f.latency_s.mean),
+    ("latency, p50, s", lambda f: f.latency_s.p50),
+    ("latency, p99, s", lambda f: f.latency_s.p99),
+    ("TTFT, mean, s", lambda f: f.ttft_s.mean),
+    ("TTFT, p99, s", lambda f: f.ttft_s.p99),
+    ("TPOT, mean, ms", lambda f: 1000 * f.tpot_s.mean),
+    ("output tokens/s", lambda f: f.output_tokens_per_s),
+)
+_OF_ONE: tuple[tuple[str, Figure], ...] = (
+    ("latency, s", lambda f: f.latency_s.mean),
+    ("TTFT, s", lambda f: f.ttft_s.mean),
+    ("TPOT, ms", lambda f: 1000 * f.tpot_s.mean),
+)
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """To standard output. Figures are measured / simulated, and their ratio."""
+    measured, as_placed = comparison.replayed.measured, comparison.replayed.as_placed
+    by_policy = comparison.replayed.by_policy
+    print(f"{comparison.path}: {comparison.policy}, {measured[0].requests} requests")
+    for note in comparison.notes:
+        print(note)
+    head = ["", "measured", "as placed"]
+    if by_policy is not None:
+        head.append(f"by {comparison.policy}")
+    rows = []
+    for name, figure in _OF_ALL:
+        row = [name, _number(figure(measured[0])), _beside(figure, as_placed[0], measured[0])]
+        if by_policy is not None:
+            row.append(_beside(figure, by_policy[0], measured[0]))
+        rows.append(row)
+    print()
+    print_table(head, rows)
+    head = ["instance", "requests"] + (["by policy"] if by_policy is not None else [])
+    for name, _ in _OF_ONE:
+        head += [name, "as placed"]
+    rows = []
+    for i, instance_id in enumerate(comparison.instance_ids, start=1):
+        row = [instance_id, str(measured[i].requests)]
+        if by_policy is not None:
+            row.append(str(by_policy[i].requests))
+        for _, figure in _OF_ONE:
+            row += [_number(figure(measured[i])), _beside(figure, as_placed[i], measured[i])]
+        rows.append(row)
+    print()
+    print_table(head, rows)
+    print()
+
+
+def document(comparison: Comparison) -> dict[str, Any]:
+    """The same as JSON: all requests, then by instance."""
+    replayed = comparison.replayed
+    sets = {"measured": replayed.measured, "as_placed": replayed.as_placed}
+    if replayed.by_policy is not None:
+        sets["by_policy"] = replayed.by_policy
+    return {
+        "record": str(comparison.path),
+        "policy": comparison.policy,
+        "notes": list(comparison.notes),
+        **{name: _as_dict(found[0]) for name, found in sets.items()},
+        "instances": [
+            {"id": instance_id, **{name: _as_dict(found[i]) for name, found in sets.items()}}
+            for i, instance_id in enumerate(comparison.instance_ids, start=1)
+        ],
+    }
+
+
+def _as_dict(figures: Figures) -> dict[str, Any]:
+    return {
+        "requests": figures.requests,
+        "latency_s": figures.latency_s.to_dict(),
+        "ttft_s": figures.ttft_s.to_dict(),
+        "tpot_s": figures.tpot_s.to_dict(),
+        "output_tokens_per_s": finite(figures.output_tokens_per_s),
+    }
+
+
+def _beside(figure: Figure, simulated: Figures, measured: Figures) -> str:
+    """A simulated figure, and how many times it the measured one is."""
+    value, true = figure(simulated), figure(measured)
+    ratio = true / value if value else math.nan
+    return _number(value) if math.isnan(ratio) else f"{_number(value)} ({ratio:.2f})"
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -1,0 +1,104 @@
+"""The command of one instance: ``vllm serve``, or ``hetero-gateway emulate`` in its place.
+
+Every setting that the plan was simulated with is said, whatever vLLM's default is: defaults differ
+between versions and cards.
+"""
+
+from __future__ import annotations
+
+from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.planner.accelerators import accelerator
+
+# Methods that vLLM applies while loading a wide checkpoint. Others are read from the checkpoint;
+# naming them would take the choice of the kernel away from vLLM.
+ON_LOADING = ("fp8", "bitsandbytes")
+_WORDS = {"none": None, "auto": None}
+# vLLM's own default, where the parts of an instance on several machines meet.
+MASTER_PORT = 29501
+# Storages that choose the dtype themselves: vLLM refuses another (mxfp4 with float16).
+_OWN_DTYPE = ("mxfp4",)
+
+
+def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> list[str]:
+    """What follows ``vllm serve MODEL``, but for ``--host`` and ``--port``."""
+    words = ["--served-model-name", options.served_model_name]
+    words += parallel_arguments(instance)
+    words += ["--gpu-memory-utilization", f"{options.gpu_memory_utilization:g}"]
+    if options.max_model_len is not None:
+        words += ["--max-model-len", str(options.max_model_len)]
+    words += ["--max-num-seqs", str(sequences(instance))]
+    if options.max_num_batched_tokens is not None:
+        most = max(options.max_num_batched_tokens, sequences(instance))
+        words += ["--max-num-batched-tokens", str(most)]
+    if dtype := _dtype(instance, options):
+        words += ["--dtype", dtype]
+    if options.quantization in ON_LOADING and options.quantise_on_loading:
+        words += ["--quantization", options.quantization]
+    if options.kv_cache_dtype not in (None, "auto"):
+        words += ["--kv-cache-dtype", str(options.kv_cache_dtype)]
+    if options.enforce_eager:
+        words.append("--enforce-eager")
+    return [*words, "--shutdown-timeout", str(options.shutdown_timeout_s)]
+
+
+def parallel_arguments(instance: DeployedInstance) -> list[str]:
+    """How the model is shared out, and over which machines."""
+    size = instance.size
+    words = ["--tensor-parallel-size", str(size.tensor)]
+    if size.pipeline > 1:
+        words += ["--pipeline-parallel-size", str(size.pipeline)]
+    if size.data > 1:
+        words += ["--data-parallel-size", str(size.data)]
+    if size.experts:
+        words.append("--enable-expert-parallel")
+    if size.machines > 1:
+        words += ["--distributed-executor-backend", "mp", "--nnodes", str(size.machines)]
+        words += ["--node-rank", str(instance.rank), "--master-addr", instance.master]
+        words += ["--master-port", str(MASTER_PORT)]
+    if instance.rank:
+        words.append("--headless")
+    return words
+
+
+def sequences(instance: DeployedInstance) -> int:
+    """Most of one scheduler: each data-parallel copy has one, the profile is of all together."""
+    return instance.type.profile.max_num_seqs // instance.size.data
+
+
+def emulate_arguments(instance: DeployedInstance, options: DeploymentOptions) -> list[str]:
+    """What follows ``hetero-gateway emulate --profile FILE``, but for ``--host`` and ``--port``."""
+    words = ["--model", options.served_model_name]
+    words += ["--time-scale", f"{options.time_scale:g}"]
+    if options.max_model_len is not None:
+        words += ["--max-model-len", str(_emulated_context(instance, options.max_model_len))]
+    words += ["--max-num-seqs", str(instance.type.profile.max_num_seqs)]
+    if options.max_num_batched_tokens is not None:
+        words += ["--max-num-batched-tokens", str(batched_tokens(instance, options))]
+    if options.prefill_first:
+        words += ["--scheduling", "prefill-first"]
+    return [*words, "--shutdown-timeout", str(options.shutdown_timeout_s)]
+
+
+def batched_tokens(instance: DeployedInstance, options: DeploymentOptions) -> int:
+    """Most tokens of a step; never fewer than sequences, as neither engine accepts that."""
+    return max(options.max_num_batched_tokens or 0, instance.type.profile.max_num_seqs)
+
+
+def _emulated_context(instance: DeployedInstance, wanted: int) -> int:
+    """The context, cut to whole blocks of what the KV cache holds."""
+    return min(wanted, instance.type.profile.kv_capacity_tokens // 16 * 16)
+
+
+def _dtype(instance: DeployedInstance, options: DeploymentOptions) -> str | None:
+    """What ``--dtype`` must say: float16 where the hardware has no bfloat16."""
+    if options.quantization in _OWN_DTYPE:
+        return None
+    wanted = options.dtype if options.dtype not in _WORDS else None
+    if wanted not in (None, "bfloat16"):
+        return wanted
+    try:
+        has_bf16 = accelerator(instance.machine.accelerator, options.accelerators).bf16
+    except ConfigError:  # a profile of hardware that the catalogue does not have
+        return wanted
+    return wanted if has_bf16 else "float16"

@@ -1,0 +1,218 @@
+"""Manifests for instances that follow the load: kubernetes/following/.
+
+    gateway.yaml              the gateway with ``following``; it finds the pods at the API server
+    instances.yaml            the StatefulSets without a number; pods drain before they go
+    keda/scaledobjects.yaml   KEDA sets the numbers, from Prometheus
+    hpa/hpa.yaml              or Kubernetes' own autoscaler does, by an external metric that
+    hpa/prometheus-adapter.yaml   prometheus-adapter makes (values of its chart)
+
+The gateway publishes a number for each type of instance. Each machine has StatefulSets of its own:
+the first machine of a type takes as many as it has room for, the next what is left (``clamp``).
+Both autoscalers are given the value with a target of 1 per replica: the value is the number.
+
+What runs is not cut: a pod that is to go is left out by the gateway as soon as the API server says
+so, and its preStop hook waits until the engine has nothing left, ``DRAIN_S`` at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hetero_gateway.deploy import kubernetes
+from hetero_gateway.deploy.gateway_files import gateway_text
+from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
+
+_FOLDER = "kubernetes/following"
+PROMETHEUS = "http://prometheus-server.monitoring.svc"
+_METRIC = "hetero_gateway_desired_instances"
+_POLL_S = 15
+
+
+def following_files(
+    instances: Sequence[DeployedInstance],
+    options: DeploymentOptions,
+    policy: str,
+    profiles: Mapping[str, str],
+) -> dict[str, str]:
+    """Path to text.
+
+    Args:
+        profiles: path below the gateway's configuration to text.
+    """
+    named = {i.gateway_profile_file for i in instances}
+    configuration = gateway_text(
+        (),
+        options,
+        policy,
+        base_url=kubernetes.kubernetes_address,
+        comment="The gateway's configuration in its pod.",
+        server=kubernetes.gateway_server(),
+        more={
+            "discovery": [_source(instances, options)],
+            "following": _section(instances, options),
+        },
+    )
+    sets = kubernetes.stateful_sets(instances)
+    queries = _queries(sets, options)
+    return {
+        f"{_FOLDER}/gateway.yaml": kubernetes.gateway_manifests(
+            configuration,
+            {path: text for path, text in profiles.items() if path in named},
+            finds_pods=True,
+        ),
+        f"{_FOLDER}/instances.yaml": kubernetes.instance_manifests(
+            instances, options, profiles, following=True
+        ),
+        f"{_FOLDER}/keda/scaledobjects.yaml": kubernetes.documents(
+            "KEDA: as many replicas as the gateway publishes. serverAddress is your Prometheus.",
+            [_scaled_object(name, len(members), queries[name]) for name, members in sets.items()],
+        ),
+        f"{_FOLDER}/hpa/hpa.yaml": kubernetes.documents(
+            "Kubernetes' own autoscaler; prometheus-adapter.yaml makes the metrics. One replica\n"
+            "of each stays, unless the cluster has the feature HPAScaleToZero.",
+            [_autoscaler(name, len(members)) for name, members in sets.items()],
+        ),
+        f"{_FOLDER}/hpa/prometheus-adapter.yaml": kubernetes.documents(
+            "Values of the chart prometheus-community/prometheus-adapter, beside prometheus.url.",
+            [{"rules": {"external": [_rule(name, queries[name]) for name in sets]}}],
+        ),
+    }
+
+
+def _type(instance: DeployedInstance) -> tuple[str, int]:
+    """As the gateway names it: by the profile."""
+    return instance.type.profile.gpu, instance.tensor_parallel
+
+
+def _source(instances: Sequence[DeployedInstance], options: DeploymentOptions) -> dict[str, Any]:
+    sets = kubernetes.stateful_sets(instances)
+    label = "app.kubernetes.io/name"
+    return {
+        "name": "pods",
+        "kind": "kubernetes",
+        "selector": f"{label} in ({','.join(sets)})",
+        "port": kubernetes.PORT,
+        "model": options.served_model_name,
+        "profiles": [
+            {"labels": {label: name}, "profile": members[0].gateway_profile_file}
+            for name, members in sets.items()
+        ],
+    }
+
+
+def _section(instances: Sequence[DeployedInstance], options: DeploymentOptions) -> dict[str, Any]:
+    """``following`` of the gateway's configuration."""
+    by_type: dict[tuple[str, int], list[DeployedInstance]] = {}
+    for instance in instances:
+        by_type.setdefault(_type(instance), []).append(instance)
+    priced = all(i.machine.price_per_hour_usd is not None for i in instances)
+
+    def price(instance: DeployedInstance) -> float:
+        return (instance.machine.price_per_hour_usd or 0.0) * instance.tensor_parallel
+
+    # One instance is always there: of the type with the least of a price.
+    least = min(by_type, key=lambda t: price(by_type[t][0]) if priced else t[1])
+    types = []
+    for key, members in by_type.items():
+        row: dict[str, Any] = {
+            "model": options.served_model_name,
+            "profile": members[0].gateway_profile_file,
+            "min": int(key == least),
+            "max": len(members),
+        }
+        if priced:
+            row["price_per_hour_usd"] = price(members[0])
+        types.append(row)
+    section: dict[str, Any] = {"types": types}
+    for name in ("ttft_p99_s", "tpot_p99_s"):
+        if (limit_s := getattr(options, name)) is not None:
+            section[name] = limit_s
+    return section
+
+
+def _queries(
+    sets: Mapping[str, Sequence[DeployedInstance]], options: DeploymentOptions
+) -> dict[str, str]:
+    """By StatefulSet: PromQL for its number of replicas."""
+    queries, before = {}, dict[tuple[str, int], int]()
+    for name, members in sets.items():
+        key = _type(members[0])
+        labels = (
+            f'model="{options.served_model_name}",accelerator="{key[0]}",tensor_parallel="{key[1]}"'
+        )
+        others = before.get(key, 0)
+        wanted = f"sum({_METRIC}{{{labels}}})" + (f" - {others}" if others else "")
+        queries[name] = f"clamp({wanted}, 0, {len(members)})"
+        before[key] = others + len(members)
+    return queries
+
+
+def _target(name: str) -> dict[str, Any]:
+    return {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name}
+
+
+# The gateway has waited long enough already, and goes down little by little.
+_BEHAVIOUR = {"scaleDown": {"stabilizationWindowSeconds": 0}}
+
+
+def _scaled_object(name: str, most: int, query: str) -> dict[str, Any]:
+    trigger = {
+        "type": "prometheus",
+        "metadata": {
+            "serverAddress": PROMETHEUS,
+            "query": query,
+            "threshold": "1",
+            # Without an answer the numbers stay as they are.
+            "ignoreNullValues": "false",
+        },
+    }
+    return {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": {"name": name, "labels": kubernetes.set_labels(name)},
+        "spec": {
+            "scaleTargetRef": _target(name),
+            "minReplicaCount": 0,
+            "maxReplicaCount": most,
+            "pollingInterval": _POLL_S,
+            "cooldownPeriod": 0,
+            "advanced": {"horizontalPodAutoscalerConfig": {"behavior": _BEHAVIOUR}},
+            "triggers": [trigger],
+        },
+    }
+
+
+def _metric_name(name: str) -> str:
+    return f"{_METRIC}_{name.replace('-', '_')}"
+
+
+def _autoscaler(name: str, most: int) -> dict[str, Any]:
+    metric = {
+        "type": "External",
+        "external": {
+            "metric": {"name": _metric_name(name)},
+            "target": {"type": "AverageValue", "averageValue": "1"},
+        },
+    }
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": name, "labels": kubernetes.set_labels(name)},
+        "spec": {
+            "scaleTargetRef": _target(name),
+            "minReplicas": 1,
+            "maxReplicas": most,
+            "metrics": [metric],
+            "behavior": _BEHAVIOUR,
+        },
+    }
+
+
+def _rule(name: str, query: str) -> dict[str, Any]:
+    return {
+        "seriesQuery": _METRIC,
+        "resources": {"namespaced": False},
+        "name": {"as": _metric_name(name)},
+        "metricsQuery": query,
+    }

@@ -1,0 +1,110 @@
+"""``gateway.yaml`` and the profile files that it names, ready for ``hetero-gateway serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
+from hetero_gateway.files import profile_file
+from hetero_gateway.planner.plan import InstanceType
+
+# The variables that hold its keys, where it has some.
+API_KEY_ENV, ADMIN_KEY_ENV = "HETERO_GATEWAY_API_KEY", "HETERO_GATEWAY_ADMIN_KEY"
+_SOURCE_KEYS = ("how", "date", "note", "engine", "quantization", "unidentified")
+# What a KV capacity was measured with: said only where the capacity is that one.
+_CAPACITY_KEYS = ("gpu_memory_utilization", "kv_cache_dtype")
+
+
+def profile_files(
+    instances: Sequence[DeployedInstance], options: DeploymentOptions
+) -> dict[str, str]:
+    """Path to text of every profile, one for each instance type."""
+    files = {}
+    for instance in instances:
+        profile = instance.type.profile
+        files[instance.profile_file] = profile_text(instance.type, profile)
+        if instance.gateway_profile_file != instance.profile_file:
+            files[instance.gateway_profile_file] = profile_text(
+                instance.type, profile, speed=options.time_scale
+            )
+    return files
+
+
+def profile_text(instance_type: InstanceType, profile: Profile, *, speed: float = 1.0) -> str:
+    """A profile file, of an instance that is this many times faster."""
+    source = _source(instance_type, profile, speed)
+    document = profile_file.profile_document(profile, source, speed=speed)
+    return (
+        f"# {profile.name}: step times are {source['how']}, known to about "
+        f"{instance_type.time_uncertainty:.0%}; KV capacity {instance_type.memory.how}, to about "
+        f"{instance_type.memory.uncertainty:.0%}.\n" + profile_file.profile_text(document)
+    )
+
+
+def _source(instance_type: InstanceType, profile: Profile, speed: float) -> dict[str, Any]:
+    source: dict[str, Any] = {"how": "derived"}
+    capacity_keys = _CAPACITY_KEYS if instance_type.memory.how == "measured" else ()
+    keys = (*_SOURCE_KEYS, *capacity_keys)
+    source |= {key: profile.source[key] for key in keys if profile.source.get(key)}
+    if speed != 1:
+        source["note"] = f"{profile.name} at {speed:g} times its speed"
+    error = {str(k): float(v) for k, v in dict(profile.source.get("error") or {}).items()}
+    if not error:
+        error = {"time": float(instance_type.time_uncertainty)}
+    return source | {"error": error}
+
+
+def gateway_text(
+    instances: Sequence[DeployedInstance],
+    options: DeploymentOptions,
+    policy: str,
+    *,
+    base_url: Callable[[DeployedInstance], str],
+    comment: str,
+    server: dict[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> str:
+    """The gateway's configuration, for instances at the addresses that ``base_url`` says.
+
+    ``more``: further sections.
+    """
+    document: dict[str, Any] = {
+        "server": {"host": "127.0.0.1", "port": options.gateway_port} | (server or {}),
+        "scheduler": {"policy": policy},
+        "instances": [
+            {
+                "id": instance.id,
+                "base_url": base_url(instance),
+                "model": options.served_model_name,
+                "profile": instance.gateway_profile_file,
+            }
+            for instance in instances
+        ],
+    }
+    if options.priors is not None:
+        prompt, output = options.priors
+        document["scheduler"] |= {
+            "reference_prompt_tokens": max(1, round(prompt)),
+            "reference_output_tokens": max(1, round(output)),
+            "predictor": {"mean_tokens": float(f"{output:.1f}")},
+        }
+    return "".join(f"# {line}\n" for line in comment.splitlines()) + dumped(
+        {**document, **(more or {})}
+    )
+
+
+def own_address(instance: DeployedInstance) -> str:
+    """Outside of containers."""
+    return f"http://{instance.host}:{instance.port}"
+
+
+def dumped(document: Any) -> str:
+    """YAML in the order that it was written in, the same text for the same document."""
+    text: str = yaml.dump(
+        document, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True, width=100
+    )
+    return text

@@ -1,0 +1,273 @@
+"""The files that somebody begins with who came by the package alone: what ``init`` writes.
+
+    gateway.yaml     for ``hetero-gateway serve``, with what the instances said of themselves
+    compose.yaml     the gateway, Prometheus and Grafana as containers, on the host's own network
+    Dockerfile       the gateway's image; wheels/ is for a wheel that no package index has
+    monitoring/      what Prometheus and Grafana read
+    profiles/        for what `profile` measures
+
+What servers said stands in comments, and only as printable text: it is shown and never parsed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+from urllib.parse import urlsplit
+
+from hetero_gateway import __version__
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.model_names import same_model
+from hetero_gateway.deploy import compose
+from hetero_gateway.deploy.gateway_files import dumped
+from hetero_gateway.files.setup_warnings import same_address
+
+GATEWAY_FILE = "gateway.yaml"
+_PORTS = (8000, 8080, 8088)
+_LOOPBACK = "127.0.0.1"
+_EXAMPLE = "http://127.0.0.1:8001"
+_MOST_NAMES, _MOST_PROFILES = 5, 4
+_LONGEST_ID = 63
+
+_HEAD = """\
+# The gateway's configuration. Check it, then serve:
+#
+#   hetero-gateway validate -c gateway.yaml
+#   hetero-gateway serve -c gateway.yaml
+#
+# What is absent has its default; an unknown key is an error. ${NAME} is replaced by the environment
+# variable NAME.
+
+server:
+  host: 127.0.0.1   # 0.0.0.0: to be reached from other machines; then set api_key_env
+  port: @PORT@
+  # api_key_env: GATEWAY_API_KEY       # clients must send this variable's value as their key
+  # admin_key_env: GATEWAY_ADMIN_KEY   # of /admin; none: made at each start, on loopback
+  # watch_files_s: 5                   # reload when this file changes; SIGHUP reloads at once
+
+scheduler:
+  policy: finish-time   # where a request is done soonest, by what it costs on each instance
+
+"""
+_NO_PROBE = """\
+  # An example: put in where your vLLM servers listen, without /v1, one entry each. The gateway asks
+  # each server what it serves. `hetero-gateway init --probe URL` fills this in.
+"""
+_WHEELS = """\
+Where no package index has hetero-gateway, put its wheel here before `docker compose build`: the one
+that you installed, or from a checkout
+
+    pip wheel --no-deps --wheel-dir DIR/wheels .
+"""
+_NO_PROFILE = """\
+    # profile: GPU/MODEL/tpN, or a file
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One server that is to be an instance, and what it said of itself.
+
+    Args:
+        problem: why it said nothing; "": it did.
+        served: its models with their context windows in tokens.
+    """
+
+    base_url: str
+    problem: str = ""
+    served: Mapping[str, int | None] = field(default_factory=dict)
+    version: str = "unknown"
+    has_metrics: bool = False
+    kv_capacity_tokens: int | None = None
+    prefix_caching: bool | None = None
+
+
+def starter_files(
+    servers: Sequence[Server], profiles: Mapping[str, Profile], api_key_env: str | None = None
+) -> dict[str, str]:
+    """Relative path to text; the same for the same arguments.
+
+    Args:
+        servers: those that were asked; none: an example stands in their place.
+        profiles: the built-in ones, by name.
+        api_key_env: the environment variable with the key that the servers want.
+    """
+    named = _named(servers)
+    port = _free_port(servers)
+    urls = {name: server.base_url for name, server in named.items()} or {"vllm-0": _EXAMPLE}
+    text = _HEAD.replace("@PORT@", str(port)) + "instances:\n"
+    if not named:
+        text += _NO_PROBE + _entry("vllm-0", _EXAMPLE, api_key_env) + _NO_PROFILE
+    for name, server in named.items():
+        text += _comment(_said(server)) + _entry(name, server.base_url, api_key_env)
+        text += _profile_comment(name, server, profiles, api_key_env) + "\n"
+    container = resources.files("hetero_gateway.deploy").joinpath("container", "Dockerfile")
+    files = compose.scraped_files(urls)
+    prometheus = "monitoring/prometheus/prometheus.yml"
+    files[prometheus] = files[prometheus].replace("gateway:8000", f"gateway:{port}")
+    return files | {
+        GATEWAY_FILE: text.rstrip("\n") + "\n",
+        "compose.yaml": _compose_text(port, api_key_env),
+        "Dockerfile": container.read_text("utf-8").replace("@VERSION@", __version__),
+        "profiles/README": "What `hetero-gateway profile` measured, for gateway.yaml to name.\n",
+        "wheels/README": _WHEELS,
+    }
+
+
+def _named(servers: Sequence[Server]) -> dict[str, Server]:
+    """Each server by an id of its own; one address is one server."""
+    named: dict[str, Server] = {}
+    distinct: dict[str, Server] = {}
+    for server in servers:
+        distinct.setdefault(same_address(server.base_url), server)
+    for server in distinct.values():
+        parts = urlsplit(server.base_url)
+        host = "vllm" if _is_loopback(server) else parts.hostname or ""
+        words = (host, str(parts.port or ""), parts.path)
+        stem = "-".join(filter(None, (re.sub(r"[^A-Za-z0-9.]+", "-", w).strip("-") for w in words)))
+        name = stem = stem[-_LONGEST_ID + 3 :].strip("-.")
+        number = 1
+        while name in named:
+            number += 1
+            name = f"{stem}-{number}"
+        named[name] = server
+    return named
+
+
+def _is_loopback(server: Server) -> bool:
+    return urlsplit(same_address(server.base_url)).hostname == _LOOPBACK
+
+
+def _free_port(servers: Iterable[Server]) -> int:
+    """The gateway's, beside servers of the same machine."""
+    taken = {urlsplit(server.base_url).port for server in servers if _is_loopback(server)}
+    return next((port for port in _PORTS if port not in taken), 0)
+
+
+def _entry(name: str, url: str, api_key_env: str | None) -> str:
+    text = f"  - id: {name}\n    base_url: {json.dumps(url)}\n"
+    return text + ("" if api_key_env is None else f"    api_key_env: {api_key_env}\n")
+
+
+def _said(server: Server) -> str:
+    if server.problem:
+        return f"It did not answer: {server.problem}"
+    names = [
+        name + (f" (at most {tokens} tokens)" if tokens else "")
+        for name, tokens in list(server.served.items())[:_MOST_NAMES]
+    ]
+    if (more := len(server.served) - _MOST_NAMES) > 0:
+        names.append(f"{more} more")
+    version = "of an unknown version" if server.version == "unknown" else server.version
+    said = f"vLLM {version}; serves {', '.join(names)}."
+    if not server.has_metrics:
+        return said + " It has no vLLM metrics: its KV cache is taken to be as its profile says."
+    if server.kv_capacity_tokens is not None:
+        said += f" KV cache: {server.kv_capacity_tokens} tokens."
+    if server.prefix_caching is False:
+        said += " It was started without prefix caching."
+    return said
+
+
+def _profile_comment(
+    name: str, server: Server, profiles: Mapping[str, Profile], api_key_env: str | None
+) -> str:
+    """How to say what a request costs there."""
+    key = "" if api_key_env is None else f" --api-key-env {api_key_env}"
+    measured = f"profiles/{name}.yaml"
+    text = (
+        "What a request costs there; without it, speed is learnt from the traffic alone. Measured "
+        "in at most ten minutes, while nobody else uses the server:\n"
+        f"  hetero-gateway profile {server.base_url}{key} -o {measured} --gpu NAME\n"
+    )
+    if near := _nearest(server, profiles):
+        text += f"Or a built-in one of this model: {', '.join(near)}\n"
+    return _comment(text + f"profile: {measured}", indent=4)
+
+
+def _nearest(server: Server, profiles: Mapping[str, Profile]) -> list[str]:
+    """Profiles of the served model, those with a KV cache of about its size first."""
+
+    def distance(profile: Profile) -> float:
+        if server.kv_capacity_tokens is None:
+            return 0.0
+        return abs(math.log(profile.kv_capacity_tokens / server.kv_capacity_tokens))
+
+    fitting = [
+        profile
+        for profile in profiles.values()
+        if any(same_model(profile.model, model) for model in server.served)
+    ]
+    return [p.name for p in sorted(fitting, key=lambda p: (distance(p), p.name))[:_MOST_PROFILES]]
+
+
+def _comment(text: str, indent: int = 2) -> str:
+    """Lines of a comment, each of them printable whatever a server said."""
+    lines = []
+    for line in text.splitlines():
+        printable = "".join(c if c.isprintable() else "?" for c in line)
+        own = re.match(" *", printable)
+        assert own is not None
+        lines += _wrapped(printable, 98 - indent, own[0])
+    return "".join(f"{' ' * indent}# {line}\n" for line in lines)
+
+
+def _wrapped(line: str, width: int, start: str) -> list[str]:
+    """Lines of at most this many characters; a command stays whole."""
+    if start:
+        return [line]
+    lines, rest = [], line
+    while len(rest) > width and (cut := rest.rfind(" ", 1, width)) > 0:
+        lines.append(rest[:cut])
+        rest = rest[cut + 1 :]
+    return [*lines, rest]
+
+
+def _compose_text(port: int, api_key_env: str | None) -> str:
+    gateway: dict[str, Any] = {
+        **compose.hardened_service(),
+        "build": ".",
+        "network_mode": "host",
+        "volumes": [
+            f"./{GATEWAY_FILE}:/etc/hetero-gateway/{GATEWAY_FILE}:ro",
+            "./profiles:/etc/hetero-gateway/profiles:ro",
+        ],
+        "stop_grace_period": compose.GATEWAY_GRACE,
+        "healthcheck": compose.health_check("python", port, "20s", "/livez"),
+    }
+    if api_key_env is not None:
+        gateway["environment"] = {api_key_env: f"${{{api_key_env}:?the servers want a key}}"}
+    prometheus = _on_host(compose.prometheus_service(), "gateway")
+    prometheus["command"].append(f"--web.listen-address={_LOOPBACK}:9090")
+    grafana = _on_host(compose.grafana_service(), "prometheus")
+    grafana["environment"]["GF_SERVER_HTTP_ADDR"] = _LOOPBACK
+    document = {
+        "name": "hetero-gateway",
+        "services": {"gateway": gateway, "prometheus": prometheus, "grafana": grafana},
+        "volumes": {"prometheus-data": None},
+    }
+    comment = f"""\
+# The gateway, Prometheus and Grafana as containers:
+#
+#   docker compose up -d --build
+#
+#   http://127.0.0.1:{port}/dashboard   the gateway's own page; the key that it asks for:
+#     docker compose exec gateway hetero-gateway key admin http://127.0.0.1:{port}
+#   http://127.0.0.1:9090             Prometheus
+#   http://127.0.0.1:3000             Grafana, open for reading
+#
+# They share the host's network (Linux), so that gateway.yaml means the same inside and outside, and
+# servers that listen on loopback are reached. gateway.yaml says where the gateway itself listens.
+"""
+    return comment + dumped(document)
+
+
+def _on_host(service: dict[str, Any], asked: str) -> dict[str, Any]:
+    """A service on the host's network, where the one that it asks has its name all the same."""
+    del service["ports"]
+    return service | {"network_mode": "host", "extra_hosts": [f"{asked}:{_LOOPBACK}"]}

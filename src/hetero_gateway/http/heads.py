@@ -1,0 +1,276 @@
+"""A request's head, read as RFC 9112 has it and no other way.
+
+What its grammar doesn't have is refused and never guessed at, so that nothing in front of the
+gateway or behind it can have read the same bytes otherwise. Refused are, among others: a line that
+ends in a bare LF or CR, a folded line, whitespace in front of a colon, control characters, more
+than one Content-Length, Host, Content-Type or credential of a kind, a Content-Length beside a
+Transfer-Encoding, any coding but ``chunked``.
+
+An offer to upgrade is ignored, as RFC 9110 (7.8) allows: the request is answered over HTTP/1.1, and
+its body is a body.
+
+A head is read once, when the whole of it is here. A client's lines are nearly the same in all of
+its requests, so what a line says is remembered: that takes half the time of a parser in C that
+calls back for each field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from functools import lru_cache
+
+import msgspec
+
+from hetero_gateway.errors import Refusal
+from hetero_gateway.http.headers import Headers
+
+# Request line, fields and the empty line. nginx takes 32 KB, HAProxy 16 KB.
+MAX_HEAD_BYTES = 65536
+MAX_FIELDS = 128
+HEAD_END = b"\r\n\r\n"
+# Lines that are remembered, and the largest head whose lines are: 4 MB at the very most.
+_REMEMBERED = 1024
+_REMEMBERED_HEAD_BYTES = 4096
+
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
+# A value's trailing whitespace is taken off afterwards: a lazy match would be quadratic in it.
+_FIELD = re.compile(rb"(%b++):[\t ]*+([\t -~\x80-\xff]*+)" % _TOKEN)
+# Of a target: no fragment (RFC 9112, 3.2), since who differs on it differs on the path.
+_REQUEST_LINE = re.compile(rb"(%b{1,32}) ([!\"$-~]++) HTTP/([0-9])\.([0-9])" % _TOKEN)
+_METHOD_BYTES = 32
+# As much of a request line as there may be of one, or of an empty line in front of it: anything
+# else will never become HTTP.
+_BEGUN = re.compile(rb"\r|%b{0,32}+(?: [!-~]*+(?: [!-~]{0,8}+\r?)?)?" % _TOKEN)
+_BARE_LINE_END = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\x00")
+_LENGTH = re.compile(rb"[0-9]{1,18}")
+_HOST = re.compile(rb"(?:[0-9A-Za-z._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
+_ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)(/[^?]*)?(\?.*)?")
+
+_METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"))
+# The fields that say how the message is framed and whom it is for.
+_DECISIVE = frozenset((b"connection", b"content-length", b"expect", b"host", b"transfer-encoding"))
+# The fields that say how its body is to be read and who sent it: of two, the gateway would believe
+# one and the engine the other; and one that ``Connection`` names would not reach the engine.
+_SINGLE = {
+    b"authorization": "Authorization",
+    b"content-encoding": "Content-Encoding",
+    b"content-type": "Content-Type",
+    b"x-api-key": "X-Api-Key",
+}
+_TO_THE_ENGINE = frozenset((b"content-encoding", b"content-type"))
+# What Connection may name without adding to what is known to be hop-by-hop.
+_USUAL_OPTIONS = frozenset((b"close", b"keep-alive", b"upgrade", b"te", b""))
+
+
+def bad_request(message: str) -> Refusal:
+    """For what isn't HTTP as it should be."""
+    return Refusal(400, "bad_request", message)
+
+
+def _too_large(message: str) -> Refusal:
+    return Refusal(431, "header_fields_too_large", message)
+
+
+class RequestHead(msgspec.Struct, eq=False):
+    """What the head of a request says.
+
+    Attributes:
+        method: one of the known; others are refused.
+        target: path and query as they came, or ``*``.
+        headers: names in lower case, values without the whitespace around them.
+        http_10: the client speaks HTTP/1.0 and knows no chunks.
+        keep_alive: what the client wants of the connection.
+        length: of the body, in bytes; None where it is chunked, 0 where there is none.
+        expects_continue: it waits for a 100.
+        options: what its Connection names beside the usual: fields that end here.
+        by_name: the last of each name among the headers.
+    """
+
+    method: bytes
+    target: bytes
+    headers: Headers
+    by_name: dict[bytes, bytes]
+    http_10: bool
+    keep_alive: bool
+    length: int | None = 0
+    expects_continue: bool = False
+    options: Collection[bytes] = ()
+
+    def __repr__(self) -> str:
+        return f"<RequestHead {self.method!r} {self.target!r}>"
+
+
+def head_size(data: bytes | bytearray, seen: int = 0) -> int:
+    """The size of the head that ``data`` begins with, in bytes; 0 while it isn't whole.
+
+    Args:
+        seen: so many bytes of ``data`` were here in the last call, which had no whole head in them.
+
+    Raises:
+        Refusal: it can't become one any more, however it goes on: 400, 414, 431, 501 or 505.
+    """
+    end = data.find(HEAD_END, max(0, seen - 3), MAX_HEAD_BYTES)
+    if end >= 0:
+        return end + 4
+    # Of a part, only what is new: else a head of many small pieces would take quadratic time.
+    since = max(0, seen - 1)
+    line_end = data.find(b"\r\n", 0, MAX_HEAD_BYTES)
+    if len(data) >= MAX_HEAD_BYTES:
+        if line_end < 0:
+            raise Refusal(414, "uri_too_long", "The request's target is too long.")
+        raise _too_large(f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+    if _BARE_LINE_END.search(data, since):
+        raise bad_request("The request's head has a bare line end or a NUL.")
+    if line_end >= since:
+        _request_line(bytes(data[:line_end]))
+    elif line_end < 0 and seen < _METHOD_BYTES and _BEGUN.fullmatch(data) is None:
+        raise bad_request("The request line is malformed.")
+    return 0
+
+
+def read_head(data: bytes) -> RequestHead:
+    """Read a whole head, empty line and all.
+
+    Raises:
+        Refusal: it may not be served: 400, 417, 431, 501 or 505.
+    """
+    lines = data[:-4].split(b"\r\n")
+    if len(lines) > MAX_FIELDS + 1:
+        raise _too_large(f"The request has more than {MAX_FIELDS} header fields.")
+    if len(data) <= _REMEMBERED_HEAD_BYTES:
+        method, target, http_10, host = _known_request_line(lines[0])
+        headers = list(map(_known_field, lines[1:]))
+    else:
+        method, target, http_10, host = _request_line(lines[0])
+        headers = list(map(_field, lines[1:]))
+    head = RequestHead(method, target, headers, dict(headers), http_10, not http_10)
+    # How the message is framed; where that is uncertain, it is refused.
+    by_name = head.by_name
+    if len(by_name) == len(headers) and b"expect" not in by_name:
+        # Each name once, which is the rule.
+        named, length = by_name.get(b"host"), by_name.get(b"content-length")
+        coding, options = by_name.get(b"transfer-encoding"), by_name.get(b"connection")
+        if coding is not None:
+            coding = coding.lower()
+    else:
+        named, length, coding, options = _decisive(head)
+    if options is not None and (options != b"keep-alive" or http_10):
+        _read_options(head, options)
+    if named is None:
+        if not http_10:
+            raise bad_request("The request has no Host.")
+    elif not _is_host(named):
+        raise bad_request("The request's Host is malformed.")
+    if coding is not None:
+        _check_coding(head, coding, length)
+        head.length = None
+    elif length is not None:
+        if _LENGTH.fullmatch(length) is None:
+            raise bad_request("The request's Content-Length is malformed.")
+        head.length = int(length)
+    if host is not None:
+        # It is for the target's host, whatever Host says (RFC 9112, 3.2.2).
+        head.headers = [(b"host", host), *(pair for pair in headers if pair[0] != b"host")]
+        head.by_name[b"host"] = host
+    return head
+
+
+def _request_line(line: bytes) -> tuple[bytes, bytes, bool, bytes | None]:
+    """(method, target in origin form, whether by HTTP/1.0, host of an absolute target)."""
+    match = _REQUEST_LINE.fullmatch(line)
+    if match is None:
+        raise bad_request("The request line is malformed.")
+    method, target, major, minor = match.groups()
+    if major != b"1" or minor not in (b"0", b"1"):
+        raise Refusal(505, "version_not_supported", "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
+    if method not in _METHODS:
+        raise Refusal(501, "not_implemented", f"The method {method.decode()} is not implemented.")
+    host = None
+    if target[0] != 0x2F and (target != b"*" or method != b"OPTIONS"):
+        absolute = _ABSOLUTE.fullmatch(target)
+        if absolute is None or _HOST.fullmatch(absolute[1]) is None:
+            raise bad_request("The request's target is malformed.")
+        host = absolute[1]
+        target = (absolute[2] or b"/") + (absolute[3] or b"")
+    return method, target, minor == b"0", host
+
+
+def _field(line: bytes) -> tuple[bytes, bytes]:
+    match = _FIELD.fullmatch(line)
+    if match is None:
+        raise bad_request("A header field is malformed.")
+    name, value = match.groups()
+    return name.lower(), value.rstrip(b"\t ")
+
+
+_known_request_line = lru_cache(_REMEMBERED)(_request_line)
+_known_field = lru_cache(_REMEMBERED)(_field)
+
+
+_Field = bytes | None
+
+
+def _decisive(head: RequestHead) -> tuple[_Field, _Field, _Field, _Field]:
+    """Host, Content-Length, Transfer-Encoding and Connection. Raises Refusal."""
+    host = length = coding = options = None
+    single: set[bytes] = set()
+    for name, value in head.headers:
+        if name not in _DECISIVE:
+            if name in _SINGLE:
+                if name in single:
+                    raise bad_request(f"The request has more than one {_SINGLE[name]}.")
+                single.add(name)
+            continue
+        if name == b"host":
+            if host is not None:
+                raise bad_request("The request has more than one Host.")
+            host = value
+        elif name == b"content-length":
+            if length is not None:
+                raise bad_request("The request has more than one Content-Length.")
+            length = value
+        elif name == b"connection":
+            options = value if options is None else options + b"," + value
+        elif name == b"transfer-encoding":
+            coding = value.lower() if coding is None else coding + b"," + value.lower()
+        elif not head.http_10:
+            if value.lower() != b"100-continue":
+                raise Refusal(417, "expectation_failed", "Only 100-continue can be expected.")
+            head.expects_continue = True
+    return host, length, coding, options
+
+
+@lru_cache(64)
+def _is_host(value: bytes) -> bool:
+    return len(value) <= 512 and _HOST.fullmatch(value) is not None
+
+
+def _read_options(head: RequestHead, value: bytes) -> None:
+    options = {option.strip(b" \t") for option in value.lower().split(b",")}
+    if not options <= _USUAL_OPTIONS:
+        if not options.isdisjoint(_TO_THE_ENGINE):
+            raise bad_request("The request's Connection names a field that belongs to its body.")
+        head.options = options
+    if b"close" in options:
+        head.keep_alive = False
+    elif b"keep-alive" in options and head.http_10:
+        head.keep_alive = True
+
+
+def _check_coding(head: RequestHead, coding: bytes, length: bytes | None) -> None:
+    if length is not None:
+        raise bad_request("The request has a Content-Length and a Transfer-Encoding.")
+    if head.http_10:
+        raise bad_request("HTTP/1.0 has no Transfer-Encoding.")
+    if coding == b"chunked":
+        return
+    names = [name.strip(b" \t") for name in coding.split(b",")]
+    if names.count(b"chunked") == 1 and names[-1] == b"chunked":
+        raise Refusal(501, "not_implemented", "Only the transfer coding chunked is implemented.")
+    raise bad_request("The request's Transfer-Encoding doesn't end its body.")
+
+
+def check_trailer(line: bytes) -> None:
+    """Check a field after a chunked body, without its line end. Raises Refusal: it is none."""
+    _field(line)

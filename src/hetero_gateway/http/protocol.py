@@ -1,0 +1,500 @@
+"""A client's connection: uvicorn's HTTP protocol, with our reading and our engine paths.
+
+For a POST on an engine path there is no ASGI: no scope, no cycle of uvicorn's, no task. The body is
+gathered and handed with an ``Inbound`` to the service; its answer is written to the transport,
+splice and all. Every other request gets uvicorn's cycle and the ASGI application. All of them are
+read here (``heads``, ``chunks``), by one grammar.
+
+``cycle.EngineCycle`` stands where uvicorn keeps its RequestResponseCycle (``self.cycle``), so that
+uvicorn's code for shutdown and flow control goes on working. What is leant on is pinned by
+tests/http/test_protocol.py, which fails loudly when uvicorn changes.
+
+A connection's phases (``clients.Phase``), events down; "–": cannot be or means nothing:
+
+    event             IDLE                HEAD                BODY                SERVING
+    ----------------  ------------------  ------------------  ------------------  ----------------
+    bytes             HEAD, BODY or       the same            kept, or dropped    kept, 64 KB and
+                      SERVING                                 once answered       a read at most
+    head refused      –                   4xx: CLOSING        –                   –
+    body complete     –                   –                   SERVING; IDLE once  –
+                                                              answered
+    response's end    –                   –                   the rest is dropped HEAD where there
+                                                                                  are bytes, or IDLE
+    too slow          closed              408: CLOSING        408: CLOSING        –
+    server ends       closed; new ones    closed after        the last request    the last request
+                      after LAST_CALL_S   LAST_CALL_S
+    reads nothing     closed              closed              closed              closed
+    connection lost   over                over                over                over
+
+What a client sends behind a request waits, unread, until that is answered, and begins in a callback
+of its own: a client may pipeline more requests than the stack is deep. CLOSING drops what comes,
+until the client closes its side or ``clients.LINGER_S`` are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import urllib.parse
+from typing import Any, cast
+
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from hetero_gateway.engines.vllm import REALTIME, WORK_BY_PATH
+from hetero_gateway.errors import Refusal
+from hetero_gateway.http.bodies import SMALL_BYTES
+from hetero_gateway.http.chunks import ChunkedBody
+from hetero_gateway.http.clients import Phase, Watch
+from hetero_gateway.http.cycle import STATUS_LINES, EngineCycle, Service
+from hetero_gateway.http.errors import error_body
+from hetero_gateway.http.heads import RequestHead, head_size, read_head
+from hetero_gateway.http.inbound import Inbound
+
+_REALTIME = REALTIME.encode()
+_IDLE, _HEAD, _BODY, _SERVING, _CLOSING = Phase
+
+_LINE_ENDS = re.compile(rb"(?:\r\n)+")
+_BY_TARGET = {path.encode(): (path, work) for path, work in WORK_BY_PATH.items()}
+# How long a new connection may still bring a request once the server ends.
+LAST_CALL_S = 0.5
+# Of what comes behind a request: more is left to the kernel.
+_MOST_KEPT_BYTES = 65536
+# Of a body that nobody wants any more: where more is to come, the connection is given up.
+_MOST_DROPPED_BYTES = 16 * 2**20
+
+
+class _CycleTransport:
+    """What a cycle of uvicorn's writes to. Its end is ours: not under a client that writes."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, connection: EngineProtocol) -> None:
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+        self.close = connection.close
+
+
+class EngineProtocol(HttpToolsProtocol):
+    """A connection of a client. Use ``engine_protocol`` to make the class that uvicorn gets."""
+
+    # Slots: uvicorn's attributes are as many as instances can share the names of, and one more
+    # would cost every connection 1.4 KB.
+    __slots__ = (
+        "_buffer",
+        "_chunks",
+        "_left",
+        "_seen",
+        "acked_bytes",
+        "admitted",
+        "body_bytes",
+        "moved_s",
+        "part",
+        "phase",
+        "seen_bytes",
+        "seen_turn",
+        "since_s",
+        "stalled_s",
+        "turn",
+    )
+
+    service: Service
+    watch: Watch
+
+    phase: Phase
+    turn: int
+    body_bytes: int
+    part: int
+    admitted: bool
+    seen_turn: int
+    seen_bytes: int
+    since_s: float
+    moved_s: float
+    stalled_s: float
+    acked_bytes: int
+
+    _buffer: bytearray | None  # a part of a head, or what comes behind the request
+    _seen: int  # bytes of that part which have been looked at
+    _chunks: ChunkedBody | None  # of the body, where it comes in chunks
+    _left: int  # of the body, in bytes, where its length is known
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # uvicorn's is never fed.
+        self.parser = None  # type: ignore[assignment]
+        self._buffer = self._chunks = None
+        self._seen = self._left = self.body_bytes = self.turn = 0
+        self.phase = _IDLE
+        if not self.watch.add(self):
+            if self.watch.may_answer:
+                self._refuse(_TOO_MANY)
+            else:
+                self.watch.refused[_TOO_MANY.status] += 1
+                transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        phase = self.phase
+        if phase is _IDLE:
+            self._read(data)
+        elif phase is _BODY and self._buffer is None:
+            self._take_body(data)
+        elif phase is not _CLOSING:
+            self._keep(data)
+            if phase is _HEAD:
+                self._read_kept()
+
+    # Heads
+
+    def _read(self, data: bytes) -> None:
+        """Begin the request that ``data`` begins with."""
+        if data.startswith(b"\r\n"):
+            # Some clients send one behind a body (RFC 9112, 2.2).
+            data = _LINE_ENDS.sub(b"", data, count=1)
+            if not data:
+                return
+        try:
+            size = head_size(data)
+            if size:
+                self._open(read_head(data[:size]), data[size:])
+                return
+        except Refusal as refusal:
+            self._refuse(refusal, has_body=not data.startswith(b"HEAD "))
+            return
+        self._buffer = bytearray(data)
+        self._seen = len(data)
+        self.phase = _HEAD
+        self.turn += 1
+
+    def _read_kept(self) -> None:
+        """Go on where a part of a head, or a whole one, was kept."""
+        buffer = self._buffer
+        assert buffer is not None
+        if not self._seen or buffer.startswith(b"\r\n"):
+            self.phase, self._buffer = _IDLE, None
+            self._read(bytes(buffer))
+            return
+        try:
+            size = head_size(buffer, self._seen)
+        except Refusal as refusal:
+            self._refuse(refusal, has_body=not buffer.startswith(b"HEAD "))
+            return
+        self._seen = len(buffer)
+        if size:
+            self.phase, self._buffer = _IDLE, None
+            self._read(bytes(buffer))
+
+    def _open(self, head: RequestHead, rest: bytes) -> None:
+        length = head.length
+        self._chunks = ChunkedBody() if length is None else None
+        self._left = length or 0
+        self._seen = self.body_bytes = 0
+        self.turn += 1
+        self.phase = _SERVING if length == 0 else _BODY
+        path = head.target.partition(b"?")[0]
+        engine_path = _BY_TARGET.get(path) if head.method == b"POST" else None
+        if engine_path is None:
+            if path == _REALTIME and _wants_websocket(head):
+                self._upgrade(head, rest)
+                return
+            self.cycle = cycle = self._uvicorn_cycle(head, path)
+            self._start_asgi_task(cycle, self.app)
+        else:
+            path_text, work = engine_path
+            inbound = Inbound(path_text, head.target, work, head.headers, head.by_name)
+            inbound.dropped = head.options
+            self.cycle: Any = EngineCycle(self, inbound, head)
+            ours: EngineCycle = self.cycle
+            if self.watch.ending:
+                ours.keep_alive = False
+            ours.begin(body_is_here=bool(rest))
+        if length == 0:
+            self._end_body(rest)
+        elif rest and self.phase is _BODY:
+            self._take_body(rest)
+
+    def _upgrade(self, head: RequestHead, rest: bytes) -> None:
+        """From here on the connection is a WebSocket's, by uvicorn's protocol for them."""
+        self.watch.discard(self)
+        self.connections.discard(self)
+        self.phase = _CLOSING
+        parts = [b"GET ", head.target, b" HTTP/1.1\r\n"]
+        for name, value in head.headers:
+            parts += (name, b": ", value, b"\r\n")
+        parts.append(b"\r\n")
+        protocol: Any = self.ws_protocol_class
+        websocket = protocol(
+            config=self.config, server_state=self.server_state, app_state=self.app_state
+        )
+        websocket.connection_made(self.transport)
+        websocket.watched_by(self.watch)
+        self.transport.set_protocol(websocket)
+        websocket.data_received(b"".join(parts))
+        if rest:
+            websocket.data_received(rest)
+
+    def _uvicorn_cycle(self, head: RequestHead, path: bytes) -> RequestResponseCycle:
+        text = path.decode("ascii")
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": "1.0" if head.http_10 else "1.1",
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": self.root_path,
+            "headers": head.headers,
+            "state": self.app_state.copy(),
+            "method": head.method.decode("ascii"),
+            "path": urllib.parse.unquote(text) if "%" in text else text,
+            "raw_path": path,
+            "query_string": head.target[len(path) + 1 :],
+        }
+        return RequestResponseCycle(
+            scope=cast(Any, scope),
+            transport=cast(Any, _CycleTransport(self)),
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=head.expects_continue,
+            keep_alive=head.keep_alive and not head.http_10 and not self.watch.ending,
+            on_response=self.on_response_complete,
+        )
+
+    # Bodies
+
+    def _take_body(self, data: bytes) -> None:
+        cycle: Any = self.cycle
+        size = len(data)
+        if size == self._left and not self.body_bytes and size <= SMALL_BYTES:
+            # In one piece, and short, as nearly all are. (In chunks, nothing is left.)
+            if type(cycle) is EngineCycle and not cycle.response_complete:
+                self._left, self.body_bytes = 0, size
+                self.phase = _SERVING
+                cycle.waits_for_100 = False
+                if cycle.listener is not None:
+                    cycle.listener.begin(data)
+                return
+        chunks = self._chunks
+        if chunks is not None:
+            self.body_bytes += len(data)
+            try:
+                data, rest = chunks.feed(data)
+            except Refusal as refusal:
+                self._abandon(refusal)
+                return
+            self.body_bytes -= len(rest)
+            whole = chunks.complete
+        else:
+            rest = data[self._left :]
+            if rest:
+                data = data[: self._left]
+            self.body_bytes += len(data)
+            self._left -= len(data)
+            whole = not self._left
+        if data and not cycle.response_complete:
+            if type(cycle) is EngineCycle:
+                cycle.take_body(data)
+            else:
+                cycle.body += data
+                if len(cycle.body) > HIGH_WATER_LIMIT:
+                    self.flow.pause_reading()
+                cycle.message_event.set()
+        if whole:
+            self._end_body(rest)
+        elif cycle.response_complete and self.body_bytes > _MOST_DROPPED_BYTES:
+            self.close()
+        elif rest:
+            self._keep(rest)
+            self.flow.pause_reading()
+            self.loop.call_soon(self._go_on)
+
+    def _end_body(self, rest: bytes) -> None:
+        self._chunks = None
+        if self.phase is _CLOSING:
+            return
+        self.phase = _SERVING
+        cycle: Any = self.cycle
+        if rest and cycle.keep_alive:
+            self._keep(rest)
+        if cycle.response_complete:
+            self._await_request()
+        elif type(cycle) is EngineCycle:
+            cycle.end_body()
+        else:
+            cycle.more_body = False
+            cycle.message_event.set()
+
+    def _keep(self, data: bytes) -> None:
+        if self._buffer is None:
+            self._buffer = bytearray(data)
+        else:
+            self._buffer += data
+        if self.phase is _SERVING and len(self._buffer) > _MOST_KEPT_BYTES:
+            self.flow.pause_reading()
+
+    def _go_on(self) -> None:
+        """With what was kept."""
+        buffer = self._buffer
+        if buffer is None or self.transport.is_closing():
+            return
+        if self.phase is _HEAD:
+            self._read_kept()
+        elif self.phase is _BODY:
+            self._buffer = None
+            self.flow.resume_reading()
+            self._take_body(bytes(buffer))
+
+    # Ends
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.phase is _SERVING:
+            self._await_request()
+        elif self.phase is _BODY:
+            self.flow.resume_reading()
+            if self._left > _MOST_DROPPED_BYTES:
+                self.close()
+
+    def _await_request(self) -> None:
+        if self.transport.is_closing():
+            return
+        self.turn += 1
+        if self.flow.read_paused:
+            self.flow.resume_reading()
+        if self._buffer is None:
+            self.phase = _IDLE
+        else:
+            self.phase = _HEAD
+            self.loop.call_soon(self._go_on)
+
+    def close(self) -> None:
+        """Close the connection once what was written is sent; not under a client that writes."""
+        if self.phase is _CLOSING:
+            return  # it is closed as soon as its client has read the answer
+        if self.phase is not _BODY or not self.transport.can_write_eof():
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self._linger()
+
+    def _linger(self) -> None:
+        self.phase = _CLOSING
+        self.turn += 1
+        self._buffer = self._chunks = None
+        self.flow.resume_reading()
+        self.transport.write_eof()
+
+    def _refuse(self, refusal: Refusal, *, has_body: bool = True) -> None:
+        """Answer what is no request, and nothing after it."""
+        self.watch.refused[refusal.status] += 1
+        body = error_body(refusal)
+        parts = [
+            STATUS_LINES[refusal.status],
+            b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body),
+        ]
+        if refusal.retry_after_s is not None:
+            parts.append(b"retry-after: %d\r\n" % refusal.retry_after_s)
+        parts.append(b"connection: close\r\n\r\n")
+        if has_body:
+            parts.append(body)
+        self.transport.write(b"".join(parts))
+        if self.transport.can_write_eof():
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _abandon(self, refusal: Refusal) -> None:
+        """Give up a request whose body can't be read to its end."""
+        cycle: Any = self.cycle
+        if cycle.response_complete:
+            self.close()
+            return
+        if type(cycle) is EngineCycle:
+            started = cycle.started
+            cycle.lost()
+        else:
+            started = cycle.response_started
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if started:
+            self.transport.abort()
+        else:
+            self._refuse(refusal)
+
+    # What its watch asks
+
+    @property
+    def reading_paused(self) -> bool:
+        return self.flow.read_paused
+
+    def expire(self) -> None:
+        if self.phase is _HEAD:
+            self._refuse(_LATE)
+        elif self.phase is _BODY:
+            self._abandon(_LATE)
+        elif self.phase is _IDLE:
+            self.transport.close()
+        else:
+            self.transport.abort()
+
+    def stall(self) -> None:
+        self.transport.abort()
+
+    # What the server calls
+
+    def shutdown(self) -> None:
+        """The server ends: what has begun is answered, and what may be on its way here, too."""
+        self.watch.ending = True
+        if self.phase is _HEAD or (self.phase is _IDLE and self.cycle is None):
+            # A new connection's first request was perhaps sent before anybody could know. One that
+            # has been served is closed at once, as everywhere: its client knows that this happens.
+            self.loop.call_later(LAST_CALL_S, self._close_unused, self.turn)
+        else:
+            super().shutdown()
+
+    def _close_unused(self, turn: int) -> None:
+        if self.turn == turn:
+            self.transport.close()
+
+    # What the transport calls
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        cycle: Any = self.cycle
+        if type(cycle) is EngineCycle:
+            cycle.caught_up()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.watch.discard(self)
+        self._buffer = self._chunks = None
+        self.phase = _CLOSING
+        cycle: Any = self.cycle
+        if type(cycle) is EngineCycle:
+            cycle.lost()
+
+
+def _wants_websocket(head: RequestHead) -> bool:
+    return (
+        head.method == b"GET"
+        and not head.http_10
+        and head.length == 0
+        and head.by_name.get(b"upgrade", b"").lower() == b"websocket"
+    )
+
+
+_LATE = Refusal(408, "request_timeout", "The request did not come in time.")
+_TOO_MANY = Refusal(
+    503,
+    "too_many_connections",
+    "The gateway has as many connections as it may.",
+    kind="server_error",
+    retry_after_s=2,
+)
+
+
+def engine_protocol(service: Service, watch: Watch) -> type[asyncio.Protocol]:
+    """The protocol class for a server whose engine paths ``service`` serves."""
+    return type("EngineProtocol", (EngineProtocol,), {"service": service, "watch": watch})

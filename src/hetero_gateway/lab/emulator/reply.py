@@ -1,0 +1,246 @@
+"""One HTTP answer in the making: its sequences in the engine, and the bytes that go out.
+
+The step loop calls ``on_token`` for every token of a streamed reply and ``on_finished`` for every
+sequence that ends; a subclass per endpoint (``openai.py``, ``other_apis.py``) knows the shapes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
+from types import coroutine
+from typing import Any
+
+import msgspec
+
+from hetero_gateway.engines.vllm import ABORT
+from hetero_gateway.lab.emulator.answer import Answer
+from hetero_gateway.lab.emulator.bodies import Ask
+from hetero_gateway.sim.engine import Sequence
+
+FINGERPRINT = "vllm-0.32.0-emulated"
+SSE = b"text/event-stream; charset=utf-8"
+JSON = b"application/json"
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Spawn = Callable[[Coroutine[Any, Any, None]], object]
+
+
+class Choice(Sequence):
+    """One sequence of a reply."""
+
+    __slots__ = (
+        "emitted",
+        "finish_reason",
+        "first_token_s",
+        "head",
+        "index",
+        "pieces",
+        "reply",
+        "stop_reason",
+        "tail",
+    )
+
+    def __init__(
+        self, reply: Reply, index: int, prompt_tokens: int, answer: Answer, keys: list[int]
+    ) -> None:
+        super().__init__(prompt_tokens, len(answer.pieces), keys)
+        self.reply = reply
+        self.index = index
+        self.pieces = answer.pieces
+        self.finish_reason = answer.finish_reason
+        self.stop_reason = answer.stop_reason
+        self.emitted = 0
+        self.first_token_s = 0.0  # wall clock
+        self.head = b""  # of every chunk but the last, made once
+        self.tail = b""
+
+    @property
+    def text(self) -> bytes:
+        """The whole text, as it stands within a JSON string."""
+        return b"".join(self.pieces)
+
+
+class Outlet:
+    """Writes a response from outside the request's own task, without a task switch per chunk.
+
+    An ASGI ``send`` completes at once unless the client reads too slowly; then what follows is
+    queued here, as in a real vLLM, whose engine does not wait for its readers either.
+    """
+
+    def __init__(self, send: Send, spawn: Spawn) -> None:
+        self._send = send
+        self._spawn = spawn
+        self._queue: deque[MutableMapping[str, Any]] | None = None
+
+    def start(self, status: int, content_type: bytes, length: int | None = None) -> None:
+        headers = [(b"content-type", content_type)]
+        if length is not None:
+            headers.insert(0, (b"content-length", b"%d" % length))
+        self._put({"type": "http.response.start", "status": status, "headers": headers})
+
+    def write(self, body: bytes, more: bool = True) -> None:
+        self._put({"type": "http.response.body", "body": body, "more_body": more})
+
+    def _put(self, message: MutableMapping[str, Any]) -> None:
+        if self._queue is not None:
+            self._queue.append(message)
+            return
+        sending = self._send(message).__await__()
+        try:
+            waiting_for = next(sending)
+        except StopIteration:
+            return
+        self._queue = deque()
+        self._spawn(self._drain(sending, waiting_for))
+
+    async def _drain(self, sending: Generator[Any, Any, None], waiting_for: Any) -> None:
+        await _resume(sending, waiting_for)
+        while self._queue:
+            await self._send(self._queue.popleft())
+        self._queue = None
+
+
+@coroutine
+def _resume(sending: Generator[Any, Any, None], waiting_for: Any) -> Generator[Any, Any, None]:
+    """Go on with an awaitable that was already advanced to its first suspension."""
+    yield waiting_for
+    yield from sending
+
+
+class Reply:
+    """What every endpoint's reply shares.
+
+    Args:
+        ask: what was asked.
+        request_id: the whole id, prefix included.
+        model: the name to answer under.
+        created: Unix time, s.
+        arrived_s: wall clock of the arrival.
+    """
+
+    def __init__(
+        self, ask: Ask, request_id: str, model: str, created: int, arrived_s: float
+    ) -> None:
+        self.ask = ask
+        self.id = request_id
+        self.model = model
+        self.created = created
+        self.arrived_s = arrived_s
+        self.streamed = ask.stream
+        self.choices: list[Choice] = []
+        self.unfinished = 0
+        self.says_cached = False  # whether its usage says how many prompt tokens were cached
+        self._opened = False
+        self.outlet: Outlet | None = None
+
+    def add(self, prompt_tokens: int, answer: Answer, keys: list[int]) -> None:
+        """One more sequence; ``keys`` of its blocks, none where there is no prefix cache."""
+        self.choices.append(Choice(self, len(self.choices), prompt_tokens, answer, keys))
+        self.unfinished += 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self.ask.prompt_tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were cached, over every prompt, as its first sequence found them."""
+        return sum(choice.cached_tokens for choice in self.choices[:: self.ask.n])
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens emitted so far, over every choice."""
+        return sum(choice.emitted for choice in self.choices)
+
+    def open(self, send: Send, spawn: Spawn) -> None:
+        """Take the response over; a stream's headers go out now, before any token."""
+        self.outlet = Outlet(send, spawn)
+        if self.streamed:
+            self.outlet.start(200, SSE)
+
+    # -- called by the step loop
+
+    def on_token(self, choice: Choice) -> None:
+        """A streamed choice has one more token (``choice.emitted`` counts it)."""
+        assert self.outlet is not None
+        opening = b"" if self._opened else self.opening()
+        self._opened = True
+        if choice.emitted < choice.output_tokens:
+            self.outlet.write(opening + self.delta(choice))
+            return
+        data = opening + self.last_delta(choice)
+        self.unfinished -= 1
+        if self.unfinished:
+            self.outlet.write(data)
+        else:
+            self.outlet.write(data + self.closing(), more=False)
+
+    def on_finished(self) -> None:
+        """A choice of a reply that is not streamed is complete."""
+        assert self.outlet is not None
+        self.unfinished -= 1
+        if not self.unfinished:
+            body = self.body()
+            self.outlet.start(200, JSON, len(body))
+            self.outlet.write(body, more=False)
+
+    def abort(self) -> None:
+        """End every unfinished choice here, as a vLLM that is asked to stop does: finish_reason
+        "abort" and a ``[DONE]`` that proves nothing."""
+        assert self.outlet is not None
+        unfinished = [c for c in self.choices if c.emitted < c.output_tokens]
+        data = b"" if self._opened else self.opening()
+        self._opened = True
+        for choice in unfinished:
+            choice.pieces = [*choice.pieces[: choice.emitted], b""]
+            choice.finish_reason = ABORT
+            if self.streamed:
+                data += self.last_delta(choice)
+            self.unfinished -= 1
+        if self.streamed:
+            self.outlet.write(data + self.closing(), more=False)
+        else:
+            self.unfinished = 1
+            self.on_finished()
+
+    # -- shapes
+
+    def opening(self) -> bytes:
+        """What precedes the first token of a stream."""
+        return b""
+
+    def delta(self, choice: Choice) -> bytes:
+        """The chunk of a token that is not the choice's last."""
+        raise NotImplementedError
+
+    def last_delta(self, choice: Choice) -> bytes:
+        """The chunk of the choice's last token."""
+        raise NotImplementedError
+
+    def closing(self) -> bytes:
+        """What follows the last choice's last token."""
+        raise NotImplementedError
+
+    def body(self) -> bytes:
+        """The whole answer when it is not streamed."""
+        raise NotImplementedError
+
+    def listed(self, data: list[dict[str, Any]]) -> bytes:
+        """vLLM's list of what was made of prompts alone: embeddings, scores."""
+        tokens = self.prompt_tokens
+        return msgspec.json.encode(
+            {
+                "id": self.id,
+                "object": "list",
+                "created": self.created,
+                "model": self.model,
+                "data": data,
+                "usage": {
+                    "prompt_tokens": tokens,
+                    "total_tokens": tokens,
+                    "completion_tokens": 0,
+                    "prompt_tokens_details": None,
+                },
+            }
+        )

@@ -1,0 +1,212 @@
+"""Sends one batch to a live engine, so that all of it starts in one step.
+
+Requests that arrive at an idle engine one after another start in as many steps: the first runs
+alone while the others wait. So a *gate* goes first, one prompt that asks for one token: the batch
+arrives while the engine computes it, waits in the queue, and starts together in the next step. The
+gate's token is the batch's starting signal, and sending, parsing and the network are on both ends
+of what is measured. A gate that was too short is seen (the batch did not start together), and the
+next one is longer.
+
+Prompts are token ids at random, never the same twice, so that a prefix cache has no part in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.lab.load.client import LoadClient, Reply
+from hetero_gateway.lab.profiler.grid import Cell
+from hetero_gateway.lab.profiler.tracks import Reading, Track, read_batch, track
+
+# Ids that vocabularies have, clear of the special tokens at the low end: from the widest to what
+# even a byte-level toy has. A wider range makes equal prefixes rarer, nothing else.
+_TOKEN_RANGES = ((300, 1300), (3, 250), (1, 30))
+# How long after the gate's headers it is surely in its step.
+_SETTLE_S = 0.005
+_HEADERS_WITHIN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Which optional fields this engine takes; found out once, by ``agree``."""
+
+    token_range: int = 0
+    salt: bool = True
+    continuous_usage: bool = True
+    usage: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One batch as it went.
+
+    Args:
+        failure: what the first request that failed said; None: all ended well.
+        reading: None with a failure.
+        gate_margin_s: from the last sending to the gate's token; at most 0: it came too late.
+        client_cpu: this process's CPU seconds per second while the batch ran.
+        prompt_tokens, output_tokens: of all its requests and the gate, as the engine counts them.
+        took_s: the whole.
+    """
+
+    failure: str | None
+    reading: Reading | None
+    gate_margin_s: float
+    client_cpu: float
+    prompt_tokens: int
+    output_tokens: int
+    took_s: float
+
+
+class BatchSender:
+    """Sends batches for one model over connections that stay open."""
+
+    def __init__(self, client: LoadClient, model: str) -> None:
+        self._client = client
+        self._model = model
+        self._rng = np.random.default_rng()  # fresh prompts in every run, also of the same seed
+        self.dialect = Dialect()
+
+    async def agree(self, prompt_tokens: int, output_tokens: int) -> Shot:
+        """One small request; what the engine refuses of the optional fields is left out from now.
+
+        Raises:
+            ConfigError: the engine refuses the request for another reason.
+            HeteroGatewayError: it does not answer it.
+        """
+        cell = Cell(1, prompt_tokens, output_tokens, one_step=True)
+        while True:
+            reply = _traced()
+            began_s = time.perf_counter()
+            await self._client.post(self._body(prompt_tokens, output_tokens), reply)
+            if reply.status == 400:
+                self.dialect = self._without(reply.tail.decode("utf-8", "replace"))
+                continue
+            found = _refused(reply) or track(reply, prompt_tokens)
+            if isinstance(found, str):
+                raise HeteroGatewayError(f"the engine does not complete a small request: {found}")
+            return _shot(cell, [found], reply.sent_s, began_s, (0.0, 0.0), None)
+
+    async def measure(self, cell: Cell, gate_tokens: int) -> Shot:
+        """Send the gate, then the batch, and wait for all of it."""
+        gate_body = self._body(gate_tokens, 1)
+        bodies = [
+            self._body(cell.prompt_tokens, cell.output_tokens) for _ in range(cell.batch_size)
+        ]
+        await self._client.warm(cell.batch_size + 1)
+        began_s = time.perf_counter()
+        gate = _traced()
+        replies = [_traced() for _ in bodies]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._client.post(gate_body, gate))
+            await _in_its_step(gate)
+            began_cpu_s, cpu_began_s = time.process_time(), time.perf_counter()
+            for body, reply in zip(bodies, replies, strict=True):
+                tasks.create_task(self._client.post(body, reply))
+        cpu = (time.process_time() - began_cpu_s, time.perf_counter() - cpu_began_s)
+        if (failure := next(filter(None, map(_refused, (gate, *replies))), None)) is not None:
+            return Shot(failure, None, 0.0, 0.0, 0, 0, time.perf_counter() - began_s)
+        tracks = [
+            track(gate, gate_tokens),
+            *(track(reply, cell.prompt_tokens) for reply in replies),
+        ]
+        if (failure := next((t for t in tracks if isinstance(t, str)), None)) is not None:
+            return Shot(failure, None, 0.0, 0.0, 0, 0, time.perf_counter() - began_s)
+        good = [t for t in tracks if isinstance(t, Track)]
+        margin_s = good[0].first_s - max(reply.sent_s for reply in replies)
+        shot = _shot(cell, good[1:], good[0].first_s, began_s, cpu, good[0])
+        return replace(shot, gate_margin_s=margin_s)
+
+    def _body(self, prompt_tokens: int, output_tokens: int) -> bytes:
+        low, high = _TOKEN_RANGES[self.dialect.token_range]
+        document: dict[str, Any] = {
+            "model": self._model,
+            "prompt": self._rng.integers(low, high, prompt_tokens).tolist(),
+            "max_tokens": output_tokens,
+            "min_tokens": output_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+        }
+        if self.dialect.usage:
+            document["stream_options"] = {"include_usage": True}
+            if self.dialect.continuous_usage:
+                document["stream_options"]["continuous_usage_stats"] = True
+        if self.dialect.salt:
+            document["cache_salt"] = secrets.token_hex(8)
+        return msgspec.json.encode(document)
+
+    def _without(self, text: str) -> Dialect:
+        """The dialect without what the 400 names. Raises ConfigError when that is nothing."""
+        d, lower = self.dialect, text.lower()
+        if d.salt and "cache_salt" in lower:
+            return replace(d, salt=False)
+        if d.continuous_usage and "continuous_usage" in lower:
+            return replace(d, continuous_usage=False)
+        if d.usage and "stream_options" in lower:
+            return replace(d, usage=False, continuous_usage=False)
+        vocabulary = "vocab" in lower or "token id" in lower
+        if vocabulary and d.token_range + 1 < len(_TOKEN_RANGES):
+            return replace(d, token_range=d.token_range + 1)
+        raise ConfigError(f"the engine refuses the request: {_message(text)}")
+
+
+def _traced() -> Reply:
+    return Reply(0.0, parts=[])
+
+
+async def _in_its_step(gate: Reply) -> None:
+    """Wait until the gate is in the engine: its headers are there, and a moment has passed."""
+    give_up_s = time.perf_counter() + _HEADERS_WITHIN_S
+    # Polled: headers are noted by the client's protocol, which signals only the end.
+    while not gate.status and gate.failure is None and time.perf_counter() < give_up_s:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(_SETTLE_S)
+
+
+def _refused(reply: Reply) -> str | None:
+    """What a reply that is not 200 says; None when it is."""
+    if reply.failure is not None:
+        return reply.failure
+    if reply.status != 200:
+        return f"{reply.status}: {_message(reply.tail.decode('utf-8', 'replace'))}"
+    return None
+
+
+def _message(text: str) -> str:
+    """The message in an error body, or the start of whatever it is, in one line."""
+    try:
+        error = msgspec.json.decode(text)["error"]
+        text = error if isinstance(error, str) else str(error["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        pass
+    return " ".join(text.split())[:200]
+
+
+def _shot(
+    cell: Cell,
+    tracks: list[Track],
+    start_s: float,
+    began_s: float,
+    cpu: tuple[float, float],
+    gate: Track | None,
+) -> Shot:
+    every = [*tracks, gate] if gate else tracks
+    cpu_s, span_s = cpu
+    return Shot(
+        failure=None,
+        reading=read_batch(tracks, start_s),
+        gate_margin_s=0.0,
+        client_cpu=cpu_s / span_s if span_s else 0.0,
+        prompt_tokens=sum(t.prompt_tokens or cell.prompt_tokens for t in every),
+        output_tokens=sum(t.output_tokens for t in every),
+        took_s=time.perf_counter() - began_s,
+    )

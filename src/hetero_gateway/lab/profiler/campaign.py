@@ -1,0 +1,456 @@
+"""A whole measurement: which batch next, whether it counts, when to stop.
+
+Every batch leaves its record in a JSON-lines file as it ends, accepted or not, so that a run that
+is interrupted, in whatever way, has lost at most the batch under way; a resumed run reads the file
+and goes on with the cells that have no sample yet.
+
+A batch counts only if the engine's own counters say that it was alone (no foreign tokens, nothing
+else running, no preemption, no prefix-cache hit) and this process was not too busy to see the
+tokens in time. What does not count is tried again later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_gateway.core.costs.fitting import Sample, decode_terms, eq_3_terms, fit_rows
+from hetero_gateway.engines.vllm import EngineMetrics, paths
+from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.lab.load.client import LoadClient, Target
+from hetero_gateway.lab.load.replay import raise_file_limit
+from hetero_gateway.lab.profiler.batch import BatchSender, Shot
+from hetero_gateway.lab.profiler.chunked import KEY, record
+from hetero_gateway.lab.profiler.engine import EngineClient, EngineFacts
+from hetero_gateway.lab.profiler.grid import GRID_VERSION, Cell, Limits, cost_s, plan_cells
+from hetero_gateway.lab.profiler.samples import append, record_of, sample_of
+from hetero_gateway.lab.profiler.verdicts import (
+    BUSY_CLIENT,
+    ENGINE_ERROR,
+    FOREIGN,
+    NO_WINDOW,
+    UNEQUAL,
+    Verdict,
+    disturbance,
+    grown,
+    one_step,
+    several_steps,
+)
+
+# Above this share of a core this process may see tokens late.
+MAX_CLIENT_CPU = 0.7
+# A batch whose estimate is above this share of the whole budget is not worth its time. A first
+# look at a long single prompt is worth twice as much: nothing else shows attention (p9).
+MAX_SHARE, MAX_SINGLE_SHARE = 0.08, 0.16
+TRIES = 3
+_IDLE_WITHIN_S = 10.0
+_COUNTERS_WITHIN_S = 1.0
+_POLL_S = 0.1
+# In a row; a single failure or visitor is only a batch to repeat.
+_FOREIGN_STOP = 6
+_FAILURE_STOP = 3
+_UNEQUAL_STOP = 4
+# Until something has been measured; every engine does this in a second or two.
+_WARM_UP = (256, 16)
+# A gate lasts at least this long, and this much longer for each request and each prompt token
+# behind it: what an API server needs to parse them (a vLLM: 0.3 ms and 1 µs).
+_GATE_S, _GATE_S_PER_REQUEST, _GATE_S_PER_TOKEN = 0.03, 0.0006, 1.5e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the user asks for.
+
+    Args:
+        budget_s: wall-clock seconds, over all runs that add to one file.
+        seed: of the cells' lengths.
+        passes: how often each cell is measured.
+        timeout_s: of one request.
+        max_batched_tokens: what the engine prefills in one step at most.
+        deep_prefills: fit prefills of several steps as well, as they were measured.
+    """
+
+    budget_s: float = 600.0
+    seed: int = 0
+    passes: int = 3
+    timeout_s: float = 600.0
+    max_batched_tokens: int = 2048
+    deep_prefills: bool = False
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far it is; what a progress bar shows."""
+
+    done: int = 0
+    total: int = 0
+    discarded: int = 0
+    left_s: float = 0.0
+    cell: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How it ended. ``stopped``: why before its end, a line, or None."""
+
+    stopped: str | None = None
+    unaffordable: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    max_num_seqs: int = 0
+
+
+class _Stop(Exception):
+    """Measuring cannot go on; the text is the reason."""
+
+
+class Campaign:
+    """Measures an engine into a file of samples.
+
+    Args:
+        target, facts, plan: what, where, how much.
+        path: the samples' file; ``records`` is what it has already.
+        watch: called whenever the progress changed.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        facts: EngineFacts,
+        plan: Plan,
+        path: Path,
+        records: Sequence[Mapping[str, Any]],
+        watch: Callable[[Progress], None],
+    ) -> None:
+        self._target = target
+        self._facts = facts
+        self._plan = plan
+        self._path = path
+        self.records: list[Mapping[str, Any]] = list(records)
+        self._watch = watch
+        self.progress = Progress()
+        self.outcome = Outcome(max_num_seqs=facts.max_num_seqs)
+        self._identity = identity(facts, plan)
+        self._spent_s = sum(float(r.get("took_s", 0.0)) for r in records)
+        self._gate_factor = 1.0
+        self._in_a_row: Counter[str] = Counter()
+        self._prefill = np.zeros(4)
+        self._decode = np.zeros(4)
+        self._warm: Sample | None = None
+
+    async def run(self) -> Outcome:
+        """Measure until every cell has its samples or the budget is spent, or it cannot go on.
+
+        Cancelling it is safe at any time.
+        """
+        raise_file_limit()
+        client = LoadClient(
+            self._target, paths.COMPLETIONS, stream=True, timeout_s=self._plan.timeout_s
+        )
+        engine = EngineClient(self._target)
+        sender = BatchSender(client, self._facts.model)
+        try:
+            await self._run(sender, engine)
+        except _Stop as stop:
+            self.outcome.stopped = str(stop)
+        finally:
+            await client.aclose()
+            await engine.aclose()
+        return self.outcome
+
+    async def _run(self, sender: BatchSender, engine: EngineClient) -> None:
+        await self._idle(engine)
+        prompt, output = (min(n, self._facts.max_model_len // 2) for n in _WARM_UP)
+        for _ in range(2):  # the first one compiles
+            shot = await sender.agree(prompt, output)
+        reading = shot.reading
+        assert reading is not None
+        decode_s = reading.decode.decode_s if reading.decode else None
+        self._warm = Sample(1, prompt, reading.output_tokens, reading.prefill_s, decode_s)
+        waiting = self._items()
+        self.progress.total = len(waiting) + self.progress.done
+        while waiting:
+            self._estimate()
+            item = self._next(waiting)
+            if item is None:
+                return
+            await self._measure(sender, engine, item, waiting)
+            self._show(waiting)
+
+    # -- what to measure
+
+    def _items(self) -> list[_Item]:
+        """What is left to measure, first passes first."""
+        cells = plan_cells(limits(self._facts, self._plan), self._plan.seed)
+        have: Counter[str] = Counter()
+        for line in self.records:
+            if line["discarded"] is None and line.get("closes"):
+                have[str(line.get("cell"))] += 1
+            most = line.get("max_num_seqs")
+            if most is not None:
+                self.outcome.max_num_seqs = min(self.outcome.max_num_seqs, int(most))
+        items = []
+        for number in range(self._plan.passes):
+            items += [_Item(cell) for cell in cells if have[cell.key] <= number]
+        self.progress.done = self._plan.passes * len(cells) - len(items)
+        return items
+
+    def _next(self, waiting: list[_Item]) -> _Item | None:
+        """The next that can be afforded, taken out; those that never can are dropped."""
+        left_s = self._plan.budget_s - self._spent_s
+        while waiting:
+            item = waiting.pop(0)
+            if item.cell.batch_size > self.outcome.max_num_seqs:
+                self.progress.total -= 1
+                continue
+            needs_s = self._cost_s(item.cell)
+            first_single = item.cell.batch_size == 1 and not self._measured(item.cell)
+            share = MAX_SINGLE_SHARE if first_single else MAX_SHARE
+            if needs_s <= min(left_s, share * self._plan.budget_s):
+                return item
+            self.progress.total -= 1
+            if not self._measured(item.cell) and item.cell.key not in self.outcome.unaffordable:
+                self.outcome.unaffordable.append(item.cell.key)
+        return None
+
+    def _measured(self, cell: Cell) -> bool:
+        return any(r.get("cell") == cell.key and r["discarded"] is None for r in self.records)
+
+    def _estimate(self) -> None:
+        """A rough fit of what is there, to know what the rest will take."""
+        samples = [sample_of(r) for r in self.records if r["discarded"] is None]
+        if self._warm is not None:
+            samples.append(self._warm)
+        prefill = [s for s in samples if s.prefill_s]
+        decode = [s for s in samples if s.decode_s]
+        if prefill:
+            times = np.array([s.prefill_s for s in prefill], dtype=float)
+            self._prefill = fit_rows(eq_3_terms(prefill), times)
+        if decode:
+            times = np.array([s.decode_s for s in decode], dtype=float)
+            self._decode = fit_rows(decode_terms(decode), times)
+
+    def _cost_s(self, cell: Cell) -> float:
+        return cost_s(cell, self._prefill, self._decode) + self._gate_s(cell) + 0.05
+
+    def _gate_s(self, cell: Cell) -> float:
+        tokens = cell.batch_size * cell.prompt_tokens
+        needed_s = _GATE_S + _GATE_S_PER_REQUEST * cell.batch_size + _GATE_S_PER_TOKEN * tokens
+        return needed_s * self._gate_factor
+
+    def _gate_tokens(self, cell: Cell) -> int:
+        """A prompt that takes long enough, within one step of the engine."""
+        most = min(self._plan.max_batched_tokens, self._facts.max_model_len - 1)
+        one, none = self._prefill_s(1.0), self._prefill_s(0.0)
+        per_token_s = max(one - none, 1e-9)
+        return max(16, min(most, int((self._gate_s(cell) - none) / per_token_s)))
+
+    def _prefill_s(self, prompt_tokens: float) -> float:
+        sample = [Sample(1, prompt_tokens, 1, None, None)]
+        return float((eq_3_terms(sample) @ self._prefill)[0])
+
+    # -- one batch
+
+    async def _measure(
+        self, sender: BatchSender, engine: EngineClient, item: _Item, waiting: list[_Item]
+    ) -> None:
+        cell = item.cell
+        self.progress.cell = f"{cell.batch_size} × {cell.prompt_tokens} + {cell.output_tokens}"
+        self._show(waiting)
+        began_s = time.perf_counter()
+        before = await self._idle(engine)
+        gate_tokens = self._gate_tokens(cell)
+        shot = await sender.measure(cell, gate_tokens)
+        verdicts = await self._judge(engine, cell, shot, before)
+        took_s = time.perf_counter() - began_s
+        self._spent_s += took_s
+        for verdict in verdicts:
+            sample, reason, closes, beyond = (
+                verdict.sample,
+                verdict.reason,
+                verdict.closes,
+                verdict.beyond,
+            )
+            more: dict[str, Any] = {"cell": cell.key, "closes": closes, "took_s": round(took_s, 4)}
+            took_s = 0.0  # counted once
+            if reason == NO_WINDOW:
+                more["max_num_seqs"] = self.outcome.max_num_seqs
+            more["gate_tokens"] = gate_tokens
+            if beyond is not None and reason is None:
+                more[KEY] = record(beyond)
+            line = record_of(sample, discarded=reason, run=self._identity, **more)
+            append(self._path, line)
+            self.records.append(line)
+        self.progress.discarded += any(v.reason is not None for v in verdicts)
+        if any(v.reason is None and v.closes for v in verdicts):
+            self.progress.done += 1
+        elif item.tries + 1 < TRIES:
+            waiting.append(_Item(cell, item.tries + 1))
+        else:
+            self.progress.total -= 1
+        await self._stop_if_hopeless(engine, verdicts)
+
+    async def _judge(
+        self, engine: EngineClient, cell: Cell, shot: Shot, before: EngineMetrics | None
+    ) -> list[Verdict]:
+        """The samples of a batch, each with None or the reason why it must not be fitted."""
+        asked = Sample(cell.batch_size, cell.prompt_tokens, cell.output_tokens, None, None)
+        reading = shot.reading
+        if reading is None:
+            return [Verdict(asked, f"{ENGINE_ERROR}: {shot.failure}")]
+        whole = Sample(
+            cell.batch_size, reading.prompt_tokens, reading.output_tokens, reading.prefill_s, None
+        )
+        reason = None
+        if before is not None:
+            reason = disturbance(before, await self._settled(engine, before, shot), shot)
+        if reason is None and shot.client_cpu > MAX_CLIENT_CPU:
+            reason = BUSY_CLIENT
+        if reason is None and not reading.equal:
+            reason = UNEQUAL
+        if reason is not None:
+            return [Verdict(whole, reason)]
+        if reading.most_running < cell.batch_size:
+            self._saturated(reading.most_running)
+            return [Verdict(whole, NO_WINDOW)]
+        ragged = cell.one_step and (not reading.together or shot.gate_margin_s <= 0)
+        if ragged:
+            self._gate_factor = min(self._gate_factor * 1.5, 64.0)
+        if cell.one_step:
+            return one_step(whole, reading.decode, ragged)
+        return several_steps(whole, reading.decode)
+
+    async def _settled(
+        self, engine: EngineClient, before: EngineMetrics, shot: Shot
+    ) -> EngineMetrics:
+        """The counters once they include the whole batch: they lag behind the stream."""
+        give_up_s = time.perf_counter() + _COUNTERS_WITHIN_S
+        while True:
+            after = await self._counters(engine)
+            emitted = grown(before.generation_tokens, after.generation_tokens)
+            over = after.running in (None, 0.0)
+            if (emitted >= shot.output_tokens and over) or time.perf_counter() > give_up_s:
+                return after
+            await asyncio.sleep(0.02)
+
+    def _saturated(self, most_running: int) -> None:
+        """The engine ran fewer sequences than were sent: that is its max_num_seqs."""
+        if self._facts.max_num_seqs_known:
+            return
+        most = max(1, most_running)
+        if most < self.outcome.max_num_seqs:
+            self.outcome.max_num_seqs = most
+            self.outcome.notes.append(f"at most {most} sequences ran together: max_num_seqs")
+
+    # -- the engine's state
+
+    async def _counters(self, engine: EngineClient) -> EngineMetrics:
+        try:
+            return await engine.counters()
+        except HeteroGatewayError as error:
+            raise _Stop(f"the engine is gone: {error}") from error
+
+    async def _idle(self, engine: EngineClient) -> EngineMetrics | None:
+        """Wait until nothing runs there; None without metrics."""
+        if not self._facts.has_metrics:
+            return None
+        give_up_s = time.perf_counter() + _IDLE_WITHIN_S
+        while True:
+            counters = await self._counters(engine)
+            busy = (counters.running or 0.0) + (counters.waiting or 0.0)
+            if not busy:
+                return counters
+            if time.perf_counter() > give_up_s:
+                raise _Stop(
+                    f"the engine serves others: {busy:g} requests that are not ours for "
+                    f"{_IDLE_WITHIN_S:g} s; profile it while nobody else uses it"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _stop_if_hopeless(self, engine: EngineClient, verdicts: list[Verdict]) -> None:
+        reasons = {_kind(v.reason) for v in verdicts}
+        for kind, limit, text in (
+            (
+                ENGINE_ERROR,
+                _FAILURE_STOP,
+                f"{_FAILURE_STOP} batches in a row failed: {verdicts[0].reason}",
+            ),
+            (
+                FOREIGN,
+                _FOREIGN_STOP,
+                f"the engine serves others: {_FOREIGN_STOP} batches in a row were not alone; "
+                "profile it while nobody else uses it",
+            ),
+            (
+                UNEQUAL,
+                _UNEQUAL_STOP,
+                "the output lengths are not as asked: the engine ignores min_tokens and "
+                "ignore_eos, so batches cannot be measured",
+            ),
+        ):
+            if kind not in reasons:
+                # A batch of one is always equal; it says nothing about the others.
+                if kind != UNEQUAL or verdicts[0].sample.batch_size > 1:
+                    self._in_a_row[kind] = 0
+                continue
+            self._in_a_row[kind] += 1
+            if kind == ENGINE_ERROR and not await _comes_back(engine):
+                raise _Stop(f"the engine is gone: {verdicts[0].reason}")
+            if self._in_a_row[kind] >= limit:
+                raise _Stop(text)
+
+    def _show(self, waiting: list[_Item]) -> None:
+        needs_s = sum(self._cost_s(item.cell) for item in waiting)
+        self.progress.left_s = max(0.0, min(self._plan.budget_s - self._spent_s, needs_s))
+        self._watch(self.progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A cell to measure once; ``tries`` were in vain."""
+
+    cell: Cell
+    tries: int = 0
+
+
+def limits(facts: EngineFacts, plan: Plan) -> Limits:
+    """What the grid needs to know."""
+    return Limits(
+        max_model_len=facts.max_model_len,
+        kv_capacity_tokens=facts.kv_capacity_tokens,
+        block_tokens=facts.block_tokens,
+        max_num_seqs=facts.max_num_seqs,
+        max_batched_tokens=plan.max_batched_tokens,
+    )
+
+
+def identity(facts: EngineFacts, plan: Plan) -> dict[str, Any]:
+    """What must be the same for samples to be of one measurement."""
+    return {
+        "model": facts.model,
+        "engine": facts.version,
+        "max_model_len": facts.max_model_len,
+        "kv_capacity_tokens": facts.kv_capacity_tokens,
+        "max_num_seqs": facts.max_num_seqs,
+        "max_num_batched_tokens": plan.max_batched_tokens,
+        "seed": plan.seed,
+        "grid": GRID_VERSION,
+    }
+
+
+def _kind(reason: str | None) -> str:
+    return (reason or "").split(":")[0]
+
+
+async def _comes_back(engine: EngineClient) -> bool:
+    for _ in range(5):
+        if await engine.alive():
+            return True
+        await asyncio.sleep(0.5)
+    return False

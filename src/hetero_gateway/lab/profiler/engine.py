@@ -1,0 +1,237 @@
+"""What a live engine says of itself: its model, its limits, its counters.
+
+``look_at`` asks for what it says of itself, and ``read_engine`` for all that measuring needs, once,
+before anything is measured; ``EngineClient.counters`` asks before and after every batch. What the
+answers mean is in engines/vllm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import msgspec
+
+from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
+from hetero_gateway.engines.vllm import CacheFacts, EngineMetrics, paths, read_metrics, read_models
+from hetero_gateway.engines.vllm.metrics import PREFIX
+from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.lab.load.client import Target
+from hetero_gateway.plain_httpx import httpx
+
+_TIMEOUT_S = 30.0
+_ALIVE_TIMEOUT_S = 5.0
+# A rank's metrics are 70 KB.
+_MOST_BYTES = 1 << 23
+_LONGEST_VERSION = 64
+# Of an engine that does not say (not vLLM): short enough for every model.
+_UNKNOWN_MODEL_LEN = 2048
+_DEFAULT_BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What the user says instead of the engine; None: ask the engine."""
+
+    model: str | None = None
+    kv_capacity_tokens: int | None = None
+    max_model_len: int | None = None
+    block_tokens: int | None = None
+    max_num_seqs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What limits a batch here, and whose times they are.
+
+    Args:
+        model: the name to ask for; ``served`` are all that it lists.
+        kv_capacity_tokens: of all its data-parallel ranks together.
+        max_num_seqs: given, or vLLM's default: no API has it. ``max_num_seqs_known`` says which.
+        version: what /version answers, or "unknown".
+        has_metrics: whether batches can be checked against the engine's counters.
+        utilisation, kv_dtype: what the KV capacity was made with (vLLM's
+            ``--gpu-memory-utilization``, ``--kv-cache-dtype``); None: not told.
+    """
+
+    model: str
+    served: tuple[str, ...]
+    max_model_len: int
+    kv_capacity_tokens: int
+    block_tokens: int
+    max_num_seqs: int
+    max_num_seqs_known: bool
+    version: str
+    has_metrics: bool
+    utilisation: float | None = None
+    kv_dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLook:
+    """What an engine says of itself.
+
+    Args:
+        served: the models that it lists, in its order, with their context windows in tokens.
+        version: what /version answers, or "unknown".
+        has_metrics: whether it has vLLM's metrics; ``cache`` is of them.
+    """
+
+    served: dict[str, int | None]
+    version: str
+    has_metrics: bool
+    cache: CacheFacts
+
+
+class EngineClient:
+    """GETs with the engine's key.
+
+    Raises (every method):
+        HeteroGatewayError: no answer.
+    """
+
+    def __init__(self, target: Target) -> None:
+        headers = {"accept-encoding": "identity"}
+        if target.api_key:
+            headers["authorization"] = f"Bearer {target.api_key}"
+        self._base_url = target.base_url
+        self._client = httpx.AsyncClient(
+            base_url=target.base_url, headers=headers, timeout=_TIMEOUT_S
+        )
+
+    async def get(self, path: str) -> httpx.Response:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await self._get(path)
+        except (httpx.HTTPError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            raise HeteroGatewayError(f"{self._base_url}{path}: no answer: {reason}") from error
+
+    async def _get(self, path: str) -> httpx.Response:
+        """An answer with its body, neither of which is trusted to end."""
+        parts, size = [], 0
+        async with self._client.stream("GET", path) as response:
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise httpx.DecodingError("its body is encoded, which was not asked for")
+            async for part in response.aiter_raw():
+                parts.append(part)
+                size += len(part)
+                if size > _MOST_BYTES:
+                    raise httpx.ReadError(f"its body is larger than {_MOST_BYTES} bytes")
+        return httpx.Response(
+            response.status_code, content=b"".join(parts), default_encoding="latin-1"
+        )
+
+    async def counters(self) -> EngineMetrics:
+        response = await self.get(paths.METRICS)
+        if response.status_code != 200:
+            raise HeteroGatewayError(
+                f"{self._base_url}{paths.METRICS}: answered {response.status_code} where it had "
+                "metrics"
+            )
+        return read_metrics(response.text)
+
+    async def alive(self) -> bool:
+        """Whether it says so; one that does not know the question must list its models."""
+        try:
+            async with asyncio.timeout(_ALIVE_TIMEOUT_S):
+                response = await self._get(paths.HEALTH)
+                if response.status_code == 404:
+                    response = await self._get(paths.MODELS)
+        except (httpx.HTTPError, TimeoutError):
+            return False
+        return response.status_code == 200
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+
+async def look_at(client: EngineClient, target: Target) -> EngineLook:
+    """Ask the engine for its models, its metrics and its version.
+
+    Raises:
+        ConfigError: it wants another key.
+        HeteroGatewayError: no engine answers there.
+    """
+    served = await _served(client, target)
+    metrics = await client.get(paths.METRICS)
+    has_metrics = metrics.status_code == 200 and PREFIX in metrics.text
+    cache = read_metrics(metrics.text if has_metrics else "").cache
+    return EngineLook(served, await _version(client), has_metrics, cache)
+
+
+async def read_engine(client: EngineClient, target: Target, given: Overrides) -> EngineFacts:
+    """Ask the engine for what was not given.
+
+    Raises:
+        ConfigError: a wrong model name or key, or a limit that it does not tell and no flag gives.
+        HeteroGatewayError: no engine answers there.
+    """
+    look = await look_at(client, target)
+    served, cache = look.served, look.cache
+    model = _chosen(given.model, tuple(served), target)
+    capacity = given.kv_capacity_tokens or cache.capacity_tokens
+    if capacity is None:
+        what = "does not report the KV capacity" if look.has_metrics else "has no vLLM metrics"
+        raise ConfigError(
+            f"{target.base_url}{paths.METRICS} {what}: give --kv-capacity-tokens (vLLM logs it "
+            'when it starts, as "GPU KV cache size: N tokens")'
+        )
+    return EngineFacts(
+        model=model,
+        served=tuple(served),
+        max_model_len=given.max_model_len or served[model] or min(capacity, _UNKNOWN_MODEL_LEN),
+        kv_capacity_tokens=capacity,
+        block_tokens=given.block_tokens or cache.block_tokens or _DEFAULT_BLOCK_TOKENS,
+        max_num_seqs=given.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        max_num_seqs_known=given.max_num_seqs is not None,
+        version=look.version,
+        has_metrics=look.has_metrics,
+        utilisation=cache.utilisation,
+        kv_dtype=cache.dtype,
+    )
+
+
+async def _served(client: EngineClient, target: Target) -> dict[str, int | None]:
+    """The served models, in the engine's order, with their context windows."""
+    response = await client.get(paths.MODELS)
+    url = f"{target.base_url}{paths.MODELS}"
+    if response.status_code in (401, 403):
+        given = "the key that it holds was refused" if target.api_key else "it wants an API key"
+        raise ConfigError(
+            f"{url}: {response.status_code}: {given}: name the environment variable that holds "
+            "the key with --api-key-env"
+        )
+    models = read_models(response.content) if response.is_success else None
+    if models is None:
+        raise HeteroGatewayError(
+            f"{url}: answered {response.status_code}, not a list of models: is it an "
+            "OpenAI-compatible engine?"
+        )
+    if not models:
+        raise HeteroGatewayError(f"{url}: lists no model")
+    return {name: card.max_model_len for name, card in models.items()}
+
+
+def _chosen(wanted: str | None, served: tuple[str, ...], target: Target) -> str:
+    if wanted is None:
+        return served[0]
+    if wanted not in served:
+        raise ConfigError(
+            f"--model: {target.base_url} does not serve {wanted!r}; it serves {', '.join(served)}"
+        )
+    return wanted
+
+
+async def _version(client: EngineClient) -> str:
+    response = await client.get(paths.VERSION)
+    try:
+        version = msgspec.json.decode(response.content, type=_Version).version
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return "unknown"
+    known = 0 < len(version) <= _LONGEST_VERSION and version.isprintable()
+    return version if known else "unknown"
+
+
+class _Version(msgspec.Struct):
+    version: str

@@ -1,0 +1,228 @@
+"""``profile URL``: measure an engine, fit, and write the profile, however the measuring ended."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_gateway.core.costs.fitting import Fit, Sample, fit
+from hetero_gateway.errors import ConfigError, ProfileError
+from hetero_gateway.files.profile_file import write_profile_file
+from hetero_gateway.lab.load.client import Target
+from hetero_gateway.lab.profiler.campaign import Campaign, Outcome, Plan, Progress, identity
+from hetero_gateway.lab.profiler.chunked import chunked_prefills
+from hetero_gateway.lab.profiler.document import profile_document
+from hetero_gateway.lab.profiler.engine import EngineClient, EngineFacts, Overrides, read_engine
+from hetero_gateway.lab.profiler.plot import check_can_plot, write_plot
+from hetero_gateway.lab.profiler.samples import discarded_counts, kept_samples, read_json_lines
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What no API has: for the profile's name, and how the weights are stored (None: 16 bits)."""
+
+    gpu: str
+    tensor_parallel: int
+    quantization: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What came of it.
+
+    Args:
+        document: the profile as written, or None when there are too few samples.
+        fit: of the accepted samples, or None; ``missing`` then says what it lacks.
+        samples: those accepted.
+        discarded: how many batches were not, by reason.
+        outcome: how the measuring ended; ``signal_number`` when a signal ended it.
+    """
+
+    document: dict[str, Any] | None
+    fit: Fit | None
+    missing: str | None
+    samples: list[Sample]
+    discarded: dict[str, int]
+    outcome: Outcome
+    signal_number: int | None
+
+
+def samples_path(output: Path) -> Path:
+    """Where a measurement keeps its samples: beside the profile."""
+    return output.with_name(output.name + ".samples.jsonl")
+
+
+def check_output(output: Path, plot: Path | None, *, resume: bool) -> None:
+    """Find out before ten minutes of measuring what would fail after them.
+
+    Raises:
+        ConfigError: the file could not be written or used, or would overwrite samples.
+    """
+    if output.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"-o {output}: a profile file ends in .yaml")
+    if not output.parent.is_dir():
+        raise ConfigError(f"-o {output}: {output.parent}: no such folder")
+    if plot is not None:
+        check_can_plot(plot)
+    path = samples_path(output)
+    if path.exists() and not resume:
+        raise ConfigError(
+            f"{path}: has the samples of an earlier run: go on with it by --resume, "
+            "or move it away to begin anew"
+        )
+
+
+async def measure(
+    target: Target,
+    output: Path,
+    hardware: Hardware,
+    given: Overrides,
+    plan: Plan,
+    *,
+    plot: Path | None = None,
+    resume: bool = False,
+    watch: Callable[[Progress], None] = lambda _: None,
+    on_start: Callable[[EngineFacts], None] = lambda _: None,
+) -> Measured:
+    """Measure until done, stopped by the engine, or asked to end by SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: a wrong flag, file, model or key.
+        HeteroGatewayError: no engine answers there.
+    """
+    check_output(output, plot, resume=resume)
+    client = EngineClient(target)
+    try:
+        facts = await read_engine(client, target, given)
+    finally:
+        await client.aclose()
+    path = samples_path(output)
+    records = read_json_lines(path) if resume and path.exists() else []
+    _check_same(records, identity(facts, plan), path)
+    on_start(facts)
+    campaign = Campaign(target, facts, plan, path, records, watch)
+    number = await _until_signalled(campaign)
+    return _conclude(campaign, facts, hardware, plan, output, plot, number)
+
+
+async def _until_signalled(campaign: Campaign) -> int | None:
+    """Run it; the number of the signal that ended it, or None."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(campaign.run())
+    caught: list[int] = []
+
+    def end(number: int) -> None:
+        caught.append(number)
+        # A second one ends the process at once.
+        loop.remove_signal_handler(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    return caught[0] if caught else None
+
+
+def _check_same(records: list[dict[str, Any]], now: Mapping[str, Any], path: Path) -> None:
+    """Raises ConfigError when the file's samples are of another engine or grid."""
+    for record in records:
+        run = record.get("run")
+        if not isinstance(run, dict):
+            raise ConfigError(
+                f"{path}: --resume: its samples are not of hetero-gateway profile URL"
+            )
+        for key, value in now.items():
+            if run.get(key) != value:
+                raise ConfigError(
+                    f"{path}: --resume: its samples are of {key} {run.get(key)}, "
+                    f"this run is of {value}: measure into another file, or say the same"
+                )
+
+
+def _conclude(
+    campaign: Campaign,
+    facts: EngineFacts,
+    hardware: Hardware,
+    plan: Plan,
+    output: Path,
+    plot: Path | None,
+    signal_number: int | None,
+) -> Measured:
+    """Fit what there is and write it."""
+    chunked = chunked_prefills(campaign.records, plan.max_batched_tokens)
+    samples = kept_samples(campaign.records)
+    samples += chunked.measured if plan.deep_prefills else chunked.singles
+    discarded = discarded_counts(campaign.records)
+    outcome = campaign.outcome
+    fitted, document, missing = None, None, None
+    try:
+        fitted = fit(samples, rng=np.random.default_rng(plan.seed))
+    except ProfileError as error:
+        missing = str(error)
+    if fitted is not None:
+        if (off := chunked.error(fitted.prefill.constants)) is not None:
+            outcome.notes.append(
+                f"p1 to p4 and p9 are off by {off:.0%} on average for the {len(chunked.batches)} "
+                "batches measured whose prefill takes several steps; they are"
+                f"{_fitted_or_not(plan)}"
+            )
+        document = profile_document(
+            fitted,
+            gpu=hardware.gpu,
+            model=facts.model,
+            tensor_parallel=hardware.tensor_parallel,
+            kv_capacity_tokens=facts.kv_capacity_tokens,
+            max_num_seqs=outcome.max_num_seqs,
+            source={
+                "note": _note(facts, plan, outcome, len(samples), signal_number),
+                "engine": facts.version,
+                "block_size": facts.block_tokens,
+                "max_model_len": facts.max_model_len,
+                "gpu_memory_utilization": facts.utilisation,
+                "kv_cache_dtype": facts.kv_dtype,
+                "quantization": hardware.quantization,
+                "discarded": discarded,
+            },
+        )
+        write_profile_file(output, document)
+        if plot is not None:
+            write_plot(plot, samples, fitted)
+    return Measured(document, fitted, missing, samples, discarded, outcome, signal_number)
+
+
+def _fitted_or_not(plan: Plan) -> str:
+    return " fitted too" if plan.deep_prefills else " not fitted (--deep-prefills does)"
+
+
+def _note(
+    facts: EngineFacts, plan: Plan, outcome: Outcome, samples: int, signal_number: int | None
+) -> str:
+    """How it was measured, for whoever reads the file."""
+    parts = [
+        f"hetero-gateway profile: {samples} samples of a live engine over HTTP, "
+        f"{plan.passes} passes, seed {plan.seed}, budget {plan.budget_s:g} s, "
+        f"steps of {plan.max_batched_tokens} tokens"
+    ]
+    if not facts.has_metrics:
+        parts.append("no /metrics, so foreign load and preemption were not looked for")
+    if not facts.max_num_seqs_known and outcome.max_num_seqs == facts.max_num_seqs:
+        parts.append("max_num_seqs is vLLM's default, not asked of the engine")
+    parts += outcome.notes
+    if outcome.unaffordable:
+        parts.append(f"{len(outcome.unaffordable)} cells were beyond the budget")
+    if outcome.stopped is not None or signal_number is not None:
+        parts.append("ended early")
+    return "; ".join(parts)

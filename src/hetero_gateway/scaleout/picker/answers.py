@@ -1,0 +1,176 @@
+"""What the picker answers the data plane: gRPC messages, as bytes on the wire.
+
+What does not depend on the request is made once: per process or per instance, so that a usual
+request serialises nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hetero_gateway.errors import Refusal
+from hetero_gateway.http.errors import error_body
+from hetero_gateway.http.headers import CREDENTIALS
+from hetero_gateway.scaleout.picker.http2.frames import MESSAGE_HEAD_BYTES, message
+from hetero_gateway.scaleout.picker.protocol.messages_pb2 import (
+    CommonResponse,
+    HeaderMutation,
+    HeaderValue,
+    HeaderValueOption,
+    ImmediateResponse,
+    PartResponse,
+    ProcessingResponse,
+    TrailersResponse,
+)
+
+# Endpoint picker protocol 004, v1.0.0: the header, and the same key of the dynamic metadata.
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+LB_NAMESPACE = "envoy.lb"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+
+_OVERWRITE = 2  # OVERWRITE_IF_EXISTS_OR_ADD
+# As ext_proc recommends for one message of a streamed body.
+_CHUNK_BYTES = 62 * 1024
+
+
+def _message(answer: ProcessingResponse) -> bytes:
+    return message(answer.SerializeToString())
+
+
+GO_ON_TO_BODY = _message(ProcessingResponse(request_headers=PartResponse()))
+REQUEST_TRAILERS = _message(ProcessingResponse(request_trailers=TrailersResponse()))
+RESPONSE_TRAILERS = _message(ProcessingResponse(response_trailers=TrailersResponse()))
+RESPONSE_HEADERS = _message(ProcessingResponse(response_headers=PartResponse()))
+RESPONSE_BODY = _message(ProcessingResponse(response_body=PartResponse()))
+
+
+class Destination:
+    """The ready answers of one instance.
+
+    Attributes:
+        endpoint: ``ip:port``.
+        in_headers, in_body: where it is, in answer to a request's head or to its buffered body.
+        served: names the instance in the response's head.
+    """
+
+    __slots__ = ("endpoint", "in_body", "in_headers", "served")
+
+    def __init__(
+        self, endpoint: str, instance_id: str, api_key: str | None, *, drops_credentials: bool
+    ) -> None:
+        self.endpoint = endpoint
+        mutation = HeaderMutation(set_headers=[_header(DESTINATION, endpoint)])
+        if api_key is not None:
+            mutation.set_headers.append(_header("authorization", f"Bearer {api_key}"))
+            mutation.remove_headers.append("x-api-key")
+        elif drops_credentials:
+            mutation.remove_headers.extend(sorted(name.decode() for name in CREDENTIALS))
+        part = PartResponse(response=CommonResponse(header_mutation=mutation))
+        self.in_headers = _with_metadata(ProcessingResponse(request_headers=part), endpoint)
+        self.in_body = _with_metadata(ProcessingResponse(request_body=part), endpoint)
+        named = HeaderMutation(set_headers=[_header("x-hetero-gateway-instance", instance_id)])
+        self.served = _message(
+            ProcessingResponse(
+                response_headers=PartResponse(response=CommonResponse(header_mutation=named))
+            )
+        )
+
+
+# The same length for all: what is in front of it is then the same, too.
+TICKET_DIGITS = 20
+TICKET_NAMESPACE = "hetero_gateway"
+
+
+def _ticket_prefix() -> bytes:
+    answer, ticket = ProcessingResponse(), "0" * TICKET_DIGITS
+    answer.dynamic_metadata.update({TICKET_NAMESPACE: {"ticket": ticket}})
+    encoded = answer.SerializeToString()
+    assert encoded.endswith(ticket.encode())
+    return encoded[:-TICKET_DIGITS]
+
+
+_TICKET_PREFIX = _ticket_prefix()
+
+
+def with_ticket(answer: bytes, ticket: bytes) -> bytes:
+    """A destination's answer that gives the data plane a name for reports on the response.
+
+    Two encoded messages one behind the other are one with the fields of both, merged.
+    """
+    return message(answer[MESSAGE_HEAD_BYTES:] + _TICKET_PREFIX + ticket)
+
+
+def with_path(answer: bytes, path: bytes) -> bytes:
+    """A destination's answer that changes the request's path, too."""
+    changed = ProcessingResponse.FromString(answer[MESSAGE_HEAD_BYTES:])
+    part = getattr(changed, changed.WhichOneof("response") or "")
+    part.response.header_mutation.set_headers.append(_header(":path", path))
+    return _message(changed)
+
+
+def without(answer: bytes, names: Iterable[str]) -> bytes:
+    """A destination's answer that has some of the request's header fields removed, too."""
+    changed = ProcessingResponse.FromString(answer[MESSAGE_HEAD_BYTES:])
+    part = getattr(changed, changed.WhichOneof("response") or "")
+    part.response.header_mutation.remove_headers.extend(names)
+    return _message(changed)
+
+
+def streamed(body: bytes, *, ends: bool, of_request: bool) -> Iterator[bytes]:
+    """A body given back piece by piece, as FULL_DUPLEX_STREAMED wants it.
+
+    Args:
+        ends: no trailers follow.
+    """
+    for at in range(0, len(body) or 1, _CHUNK_BYTES):
+        part = PartResponse()
+        streamed_response = part.response.body_mutation.streamed_response
+        streamed_response.body = body[at : at + _CHUNK_BYTES]
+        streamed_response.end_of_stream = ends and at + _CHUNK_BYTES >= len(body)
+        if of_request:
+            yield _message(ProcessingResponse(request_body=part))
+        else:
+            yield _message(ProcessingResponse(response_body=part))
+
+
+def refused(refusal: Refusal, path: str, request_id: bytes) -> bytes:
+    """An error of the picker's own, with OpenAI's body."""
+    headers: list[tuple[str, str | bytes]] = []
+    if refusal.retry_after_s is not None:
+        headers.append(("retry-after", str(refusal.retry_after_s)))
+    if request_id:
+        headers.append(("x-request-id", request_id))
+    headers += [(name.decode(), value) for name, value in refusal.headers]
+    return immediate(refusal.status, error_body(refusal, path), headers, refusal.code)
+
+
+def immediate(
+    status: int, body: bytes, headers: Iterable[tuple[str, str | bytes]] = (), details: str = ""
+) -> bytes:
+    """A response in JSON that the data plane is to send in place of any instance's."""
+    answer = ImmediateResponse(body=body, details=details)
+    answer.status.code = status
+    answer.headers.set_headers.append(_header("content-type", "application/json"))
+    for name, value in headers:
+        answer.headers.set_headers.append(_header(name, value))
+    return _message(ProcessingResponse(immediate_response=answer))
+
+
+def wait_longer(timeout_s: float) -> bytes:
+    """Asks the data plane to wait this long for the answer proper."""
+    answer = ProcessingResponse()
+    answer.override_message_timeout.FromNanoseconds(round(timeout_s * 1e9))
+    return _message(answer)
+
+
+def _with_metadata(answer: ProcessingResponse, endpoint: str) -> bytes:
+    """Header and metadata must be equal: a data plane may look at either."""
+    answer.dynamic_metadata.update({LB_NAMESPACE: {DESTINATION: endpoint}})
+    return _message(answer)
+
+
+def _header(name: str, value: str | bytes) -> HeaderValueOption:
+    raw = value if isinstance(value, bytes) else value.encode("latin-1")
+    return HeaderValueOption(header=HeaderValue(key=name, raw_value=raw), append_action=_OVERWRITE)

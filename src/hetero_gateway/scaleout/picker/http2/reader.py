@@ -1,0 +1,199 @@
+"""Reads a connection's bytes in slices, so that one peer's hold up no other's.
+
+What there is to read is read at once, for a slice. What is left then, and everything of a
+connection that has used more than its share of CPU, waits for its turn (``turns``). While a peer
+does not read what it is sent, nothing of it is read.
+
+Here is no frame: those are of whoever is derived from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Protocol
+
+from hetero_gateway.scaleout.picker.http2 import turns
+from hetero_gateway.scaleout.picker.http2.frames import ProtocolError
+from hetero_gateway.scaleout.picker.http2.turns import Turns
+
+# What is read and waits for its turn; above that the socket is not read.
+BACKLOG_BYTES = 2**16
+# Of short reads, which hold a request or two, one in 2 ** UNMETERED_BITS / 2 is metered for all.
+SHORT_BYTES = 1024
+UNMETERED_BITS = 5
+_clock_s = time.perf_counter
+
+
+class Interrupted(Protocol):
+    """What stopped in the middle of a frame, as the slice was over."""
+
+    def go_on(self) -> None: ...
+
+    def end(self) -> None:
+        """The peer sends nothing more."""
+
+
+class Reader(asyncio.Protocol):
+    """A connection: ``Waiting`` for its turns.
+
+    Args:
+        line: where it waits.
+    """
+
+    _transport: asyncio.Transport
+
+    def __init__(self, line: Turns) -> None:
+        self._turns = line
+        self._rest = b""
+        self._out: list[bytes] = []
+        self._reading = False  # frames, now
+        self._until_s = 0.0  # the slice's end; 0: what is read is short
+        # A call with messages of the last frame that are not delivered; whether it ends with them.
+        self._behind: Interrupted | None = None
+        self._behind_ends = False
+        self._waits = False  # for its turn
+        self._stalled = False  # the peer does not read
+        self._paused = False  # the socket is not read
+        self._is_closing = False
+        # When it will have used no more than its share; reads that are not metered, from now on
+        # and since the last one that was.
+        self._busy_s = 0.0
+        self._unmetered = 0
+        self._weight = 1
+
+    # What is read, and what comes of it
+
+    def _read(self, data: bytes) -> None:
+        """Read the frames that are here, until ``_slice_is_over``; keep the ``_rest``."""
+        raise NotImplementedError
+
+    def _fail(self, error: ProtocolError) -> None:
+        raise NotImplementedError
+
+    def _flush(self) -> None:
+        """Send what is in ``_out``."""
+        raise NotImplementedError
+
+    # What the transport calls
+
+    def pause_writing(self) -> None:
+        self._stalled = True
+        self._unmetered = 0
+        self._read_socket()
+
+    def resume_writing(self) -> None:
+        self._stalled = False
+        if self._rest or self._behind is not None:
+            self._wait()
+        self._read_socket()
+
+    def data_received(self, data: bytes) -> None:
+        if self._unmetered and len(data) <= SHORT_BYTES:
+            # One of the many that are not worth a look at the clock.
+            self._unmetered -= 1
+            self._reading = True
+            try:
+                self._read(data)
+            except ProtocolError as error:
+                self._fail(error)
+            finally:
+                self._reading = False
+            if self._out:
+                self._flush()
+            return
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        began_s = _clock_s()
+        line, is_busy = self._turns, self._busy_s > began_s
+        if not (self._waits or self._stalled) and (
+            line.take(self) if is_busy else not line.is_full
+        ):
+            self._take(data, began_s)
+        else:
+            self._rest = data
+            self._wait()
+            if len(data) > BACKLOG_BYTES:
+                self._read_socket()
+
+    def read_on(self) -> None:
+        """Its turn has come."""
+        self._waits = False
+        if (self._rest or self._behind is not None) and not (self._stalled or self._is_closing):
+            data, self._rest = self._rest, b""
+            self._take(data, _clock_s())
+        if self._paused:
+            self._read_socket()
+
+    def _take(self, data: bytes, began_s: float) -> None:
+        """Read for one slice."""
+        is_short = len(data) <= SHORT_BYTES
+        self._reading = True
+        self._until_s = began_s + turns.SLICE_S
+        try:
+            if self._behind is not None:
+                self._catch_up(self._behind)
+            if self._behind is None:
+                self._read(data)
+            else:
+                self._rest = data
+        except ProtocolError as error:
+            self._fail(error)
+        finally:
+            self._reading = False
+            self._until_s = 0.0
+        if self._out:
+            self._flush()
+        now_s = _clock_s()
+        used_s = now_s - began_s
+        self._turns.spent_s += used_s
+        earliest_s = began_s - turns.BURST_S / turns.SHARE
+        self._busy_s = max(self._busy_s, earliest_s) + used_s / turns.SHARE * (
+            self._weight if is_short else 1
+        )
+        if self._busy_s > now_s or self._waits or self._rest:
+            self._unmetered, self._weight = 0, 1
+        elif is_short:
+            # How many are not metered is not for the peer to know.
+            self._unmetered = random.getrandbits(UNMETERED_BITS)
+            self._weight = self._unmetered + 1
+
+    def has_to_wait(self, call: Interrupted) -> bool:
+        """Whether the slice is over, in the middle of a frame: ``call`` goes on in the next one."""
+        if not self._until_s or _clock_s() < self._until_s:
+            return False
+        self._behind = call
+        self._wait()
+        return True
+
+    def _catch_up(self, call: Interrupted) -> None:
+        self._behind = None
+        call.go_on()
+        if self._behind is None and self._behind_ends:
+            self._behind_ends = False
+            call.end()
+
+    def _wait(self) -> None:
+        if not (self._waits or self._stalled):
+            self._waits = True
+            self._turns.add(self, is_fresh=self._busy_s < _clock_s() - turns.BURST_S)
+
+    def _read_socket(self) -> None:
+        """Read it, or not: while the peer does not read, or there is enough to read."""
+        pauses = self._stalled or (self._waits and len(self._rest) > BACKLOG_BYTES)
+        if pauses is not self._paused and not self._transport.is_closing():
+            self._paused = pauses
+            if pauses:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    def _slice_is_over(self) -> bool:
+        return self._behind is not None or _clock_s() >= self._until_s
+
+    def _forget_rest(self) -> None:
+        """The connection is lost."""
+        self._turns.forget(self)
+        self._rest = b""

@@ -1,0 +1,199 @@
+"""What data planes call: ext_proc, and grpc.health.v1 for whoever balances between pickers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from hetero_gateway.errors import Refusal
+from hetero_gateway.files.gateway_config import PickerConfig
+from hetero_gateway.http.tls import ServerTls
+from hetero_gateway.scaleout.picker.endpoints import Endpoints
+from hetero_gateway.scaleout.picker.http2.calls import Call, Methods
+from hetero_gateway.scaleout.picker.http2.frames import Status, message
+from hetero_gateway.scaleout.picker.http2.server import Server
+from hetero_gateway.scaleout.picker.protocol.messages_pb2 import (
+    HealthCheckRequest,
+    HealthCheckResponse,
+)
+from hetero_gateway.scaleout.picker.reports import ReportCall
+from hetero_gateway.scaleout.picker.resources import Resources, Served
+from hetero_gateway.scaleout.picker.stream import Stream
+
+EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
+HEALTH = "grpc.health.v1.Health"
+REPORTS = "hetero_gateway.Reports"
+_ALIVE = ("", "liveness")
+# The last one is what earlier endpoint pickers are asked for.
+_READY = ("readiness", EXT_PROC, "inference-extension")
+_OTHER = "unknown"
+_SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
+_WATCH_S = 0.5
+# Of a message, besides the body in it.
+_MESSAGE_MARGIN_BYTES = 2**20
+
+
+class Picker:
+    """Serves ext_proc with a gateway's parts. ``start`` once that gateway runs.
+
+    Args:
+        gateway: running when ``start`` is called.
+        config: where to listen.
+    """
+
+    def __init__(self, gateway: Served, config: PickerConfig, base_dir: Path = Path()) -> None:
+        self._gateway = gateway
+        self._config = config
+        self._tls = _tls(config, base_dir)  # of ext_proc
+        self._servers: list[Server] = []
+        self.resources: Resources
+        self._following: asyncio.Task[None] | None = None
+        self._serving = False
+        self.endpoints = Endpoints(
+            gateway.fleet, config.resolve_interval_s, drops_credentials=gateway.admission.has_key
+        )
+        self._watchers: set[HealthCall] = set()
+        self._watching: asyncio.TimerHandle | None = None
+        self._was_ready = False
+        self.port = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests may be sent here. Without an instance, too: it says so itself."""
+        return self._serving and not self._gateway.draining
+
+    async def start(self) -> None:
+        """Listen. Raises HeteroGatewayError: a port cannot be used."""
+        config = self._config
+        resources = self.resources = Resources(self._gateway, config, self.endpoints)
+        await self.endpoints.look()
+        self._following = asyncio.get_running_loop().create_task(self.endpoints.follow())
+        health: Methods = {
+            f"/{HEALTH}/Check": lambda call: HealthCall(self, call, watches=False),
+            f"/{HEALTH}/Watch": lambda call: HealthCall(self, call, watches=True),
+        }
+        requests: Methods = {
+            f"/{EXT_PROC}/Process": lambda call: Stream(resources, call),
+            f"/{REPORTS}/Report": lambda call: ReportCall(resources.tickets, call),
+        }
+        main = self._server({**requests, **health})
+        self.port = await main.listen(
+            config.host, config.port, None if self._tls is None else self._tls.context
+        )
+        if config.health_port is not None:
+            await self._server(health).listen(config.host, config.health_port)
+        self._serving = True
+
+    def _server(self, methods: Methods) -> Server:
+        limits, on_bug = self._gateway.dataplane.body_limits, self.resources.count_bug
+        server = Server(methods, limits, _MESSAGE_MARGIN_BYTES, on_bug)
+        self._servers.append(server)
+        return server
+
+    async def stop(self) -> None:
+        """Turn unready, give the data planes time to see it, and let open streams end."""
+        if self._serving and self.resources.open:
+            self._serving = False
+            await asyncio.sleep(self._config.drain_s)
+        self._serving = False
+        grace_s = self._gateway.config.server.shutdown_timeout_s
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        if self._following is not None:
+            self._following.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def health(self, service: str) -> int:
+        """As grpc.health.v1 has it."""
+        if service in _ALIVE:
+            return _SERVING
+        if service in _READY:
+            return _SERVING if self.ready else _NOT_SERVING
+        return _UNKNOWN
+
+    def watch(self, watcher: HealthCall) -> None:
+        """Let it look whenever the health has changed: one timer, however many they are."""
+        self._watchers.add(watcher)
+        if self._watching is None:
+            self._was_ready = self.ready
+            self._watching = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
+
+    def unwatch(self, watcher: HealthCall) -> None:
+        self._watchers.discard(watcher)
+
+    def _look(self) -> None:
+        if self.ready != self._was_ready:
+            self._was_ready = self.ready
+            for watcher in list(self._watchers):
+                watcher.look()
+        self._watching = (
+            asyncio.get_running_loop().call_later(_WATCH_S, self._look) if self._watchers else None
+        )
+
+
+class HealthCall:
+    """Check and Watch of grpc.health.v1.Health: a ``Receiver``."""
+
+    def __init__(self, picker: Picker, call: Call, *, watches: bool) -> None:
+        self._picker = picker
+        self._call = call
+        self._watches = watches
+        self._service: str | None = None
+        self._last: int | None = None
+
+    def message(self, data: bytes) -> None:
+        if self._service is not None:
+            return
+        try:
+            service = HealthCheckRequest.FromString(data).service
+        except DecodeError:
+            self._call.finish(Status.INVALID_ARGUMENT, "this is no HealthCheckRequest")
+            return
+        # No name that it does not know is kept.
+        self._service = service if service in (*_ALIVE, *_READY) else _OTHER
+        if self._watches:
+            self.look()
+            self._picker.watch(self)
+            return
+        status = self._picker.health(self._service)
+        if status == _UNKNOWN:
+            self._call.finish(Status.NOT_FOUND, "unknown service")
+        else:
+            self._say(status)
+            self._call.finish()
+
+    def look(self) -> None:
+        """Say how it is, where that is news."""
+        assert self._service is not None
+        status = self._picker.health(self._service)
+        if status != self._last:
+            self._last = status
+            self._say(status)
+
+    def _say(self, status: int) -> None:
+        self._call.send(message(HealthCheckResponse(status=status).SerializeToString()))
+
+    def refuse(self, refusal: Refusal) -> None:
+        self._call.finish(Status.RESOURCE_EXHAUSTED, "the message is too long")
+
+    def half_closed(self) -> None:
+        if self._service is None:
+            self._call.finish(Status.INVALID_ARGUMENT, "there was no message")
+
+    def lost(self) -> None:
+        self._picker.unwatch(self)
+
+
+def _tls(config: PickerConfig, base_dir: Path) -> ServerTls | None:
+    if config.certificate_file is None or config.key_file is None:
+        return None
+    clients = config.client_ca_file
+    return ServerTls(
+        base_dir / config.certificate_file,
+        base_dir / config.key_file,
+        None if clients is None else base_dir / clients,
+        section="picker",
+        protocol="h2",
+    )

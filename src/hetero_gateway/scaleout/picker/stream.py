@@ -1,0 +1,599 @@
+"""One ext_proc stream: one request behind the data plane, from its head to its end.
+
+    event              HEAD          BODY         PLACING      ANSWERING
+    -----------------  ------------  -----------  -----------  ----------------------------
+    request's head     BODY, or as   –            –            –
+                       with its body
+    request's body     –             ANSWERING,   –            –
+                                     or PLACING
+    refused            an ImmediateResponse, ANSWERING         –
+    placed             –             ANSWERING    ANSWERING    –
+    response's head    –             –            –            the load goes to who served it
+    other messages     –             –            –            answered, and without meaning
+    the stream's end   OVER          OVER         leaves the   settled; OVER
+                                                  queue; OVER
+
+Everything happens in callbacks of the call; a task exists only where something has to wait: for a
+long body to be read, for the tokenizer, for room on an instance.
+
+The end of the stream is the end of the request: the data plane keeps it open until the response's
+last byte (``response_trailer_mode: SEND``). ``release`` runs whatever ended it, and settles once.
+Whether a stream ended with the response or because its client left, and what the response's end
+said of tokens, only reports say (``reports``).
+
+Response bodies are not asked for. Where the data plane sends them all the same, they go back as
+they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request, Usage
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.dataplane.answers import rejection
+from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
+from hetero_gateway.gateway.dataplane.placement import Placed, SleeperGone
+from hetero_gateway.gateway.dataplane.understanding import Understanding
+from hetero_gateway.gateway.request.openai import ParsedRequest
+from hetero_gateway.http.bodies import BodyBuffer
+from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.scaleout.picker import answers
+from hetero_gateway.scaleout.picker.http2.calls import LINGER_S, Call
+from hetero_gateway.scaleout.picker.http2.frames import Status
+from hetero_gateway.scaleout.picker.protocol.messages_pb2 import HttpBody, ProcessingRequest
+from hetero_gateway.scaleout.picker.questions import (
+    MOST_PLAIN_BYTES,
+    failure_of,
+    inbound_of,
+    read_long,
+    served_of,
+    status_of,
+    subset_of,
+)
+from hetero_gateway.scaleout.picker.resources import Resources
+
+_log = logging.getLogger(__name__)
+
+# ProcessingMode.BodySendMode
+_BUFFERED = 2
+_FULL_DUPLEX = 4
+
+# What the data plane is given beyond the queue's own limit.
+_GRACE_S = 10.0
+# Between two messages of a body, as a client may take between two reads of it (timeouts.body_s),
+# and Envoy to send what it has.
+_BODY_PART_S = 60
+# What is kept of a body while its response passes: a prompt of 2000 tokens is kept whole.
+_KEPT_BODY_BYTES = 8192
+# Of a head and of a body, what is counted as a part of every call (CALL_BYTES).
+_USUAL_BYTES = 2048
+
+
+class _State(enum.Enum):
+    HEAD = "head"
+    BODY = "body"
+    PLACING = "placing"
+    ANSWERING = "answering"
+    OVER = "over"
+
+
+_HEAD, _BODY, _PLACING, _ANSWERING, _OVER = _State
+
+
+class SeenAnswer(NamedTuple):
+    """What the picker sees of a response, as the recorder wants it.
+
+    Never its body; but where the data plane reports on it (``reports``), what that says.
+    """
+
+    status: int
+    error: InstanceError | None
+    first_body_at_s: float | None = None
+    events: int = 0
+    told: Usage = Usage()
+    complete: bool = False
+    empty: bool = False
+    congested: bool = False
+    body_bytes: int = 0
+
+    def usage(self) -> Usage:
+        return self.told
+
+
+class Stream(Understanding):
+    """The life of one request: a ``Receiver`` of its call, and a ``Sleeper``."""
+
+    __slots__ = (
+        "_body_mode",
+        "_buffer",
+        "_call",
+        "_ended",
+        "_error",
+        "_events",
+        "_first_s",
+        "_gives_back",
+        "_has_body",
+        "_head_bytes",
+        "_inbound",
+        "_job",
+        "_placed",
+        "_removed",
+        "_resources",
+        "_response_mode",
+        "_state",
+        "_status",
+        "_subset",
+        "_ticket",
+        "_told",
+        "_waited",
+        "_woken",
+        "gone",
+    )
+
+    def __init__(self, resources: Resources, call: Call) -> None:
+        self._resources = resources
+        self._call = call
+        self._state = _HEAD
+        self._inbound: Inbound | None = None
+        self._removed: tuple[str, ...] = ()  # of its header fields
+        self._client: Client | None = None
+        self._buffer: BodyBuffer | None = None
+        self._subset: frozenset[InstanceId] | None = None
+        self._head_bytes = 0  # of its message, if that is a long one
+        self._has_body = True
+        self._gives_back = False  # the body, at present
+        self._ended = True  # the body; no trailers follow
+        self._job: Job | None = None
+        self._placed: Placed | None = None  # and not settled
+        self._task = None
+        self._woken: asyncio.Event | None = None
+        self._waited = False
+        self._body_mode = _BUFFERED
+        self._response_mode = 0
+        self._status = 0
+        self._error: InstanceError | None = None
+        self._ticket = b""  # of reports on its response
+        self._first_s: float | None = None
+        self._told: Usage | None = None
+        self._events = 0
+        self.gone = False
+        resources.open += 1
+
+    def __repr__(self) -> str:
+        where = self._placed and self._placed.instance.id
+        return f"<Stream {self._inbound!r}: {self._state.value} on {where}>"
+
+    @property
+    def address(self) -> str:
+        """Of the data plane that asks."""
+        return self._call.peer.address
+
+    # A Receiver
+
+    def message(self, data: bytes) -> None:
+        if len(data) > MOST_PLAIN_BYTES:
+            self._hear_long(data)
+            return
+        try:
+            message = ProcessingRequest.FromString(data)
+        except DecodeError:
+            self._call.finish(Status.INVALID_ARGUMENT, "this is no ProcessingRequest")
+            self.lost()
+            return
+        kind = message.WhichOneof("request")
+        state = self._state
+        if state is _HEAD and kind == "response_headers":
+            # The data plane has refused the request itself, before it asked.
+            self._state = state = _ANSWERING
+        if state is _ANSWERING:
+            self._attend(kind, message)
+            return
+        try:
+            if state is _HEAD:
+                if kind != "request_headers":
+                    raise self._resources.misconfigured("request_header_mode must be SEND")
+                if len(data) > _USUAL_BYTES:
+                    self._head_bytes = len(data)
+                self._begin(message)
+            elif state is _BODY:
+                if kind == "request_body":
+                    self._take_body(message.request_body)
+                else:
+                    self._ended = False
+                    self._take_whole()
+        except Refusal as refusal:
+            self._refuse(refusal)
+
+    def refuse(self, refusal: Refusal) -> None:
+        if self._state is _BODY:
+            self._refuse(refusal)
+            return
+        self.lost()
+        late = refusal.status == 408
+        self._call.finish(Status.DEADLINE_EXCEEDED if late else Status.RESOURCE_EXHAUSTED)
+
+    def half_closed(self) -> None:
+        self.lost()
+        self._call.finish()
+
+    def lost(self) -> None:
+        self.gone = True
+        self.wake()
+        self.release()
+
+    # The request
+
+    def _begin(self, message: ProcessingRequest) -> None:
+        """The request's head. Raises Refusal: what the client gets instead."""
+        if message.HasField("protocol_config"):
+            self._body_mode = message.protocol_config.request_body_mode
+            self._response_mode = message.protocol_config.response_body_mode
+        head = message.request_headers
+        resources = self._resources
+        method, inbound, self._removed = inbound_of(head, resources.guarded)
+        if inbound is None:
+            self._state = _ANSWERING
+            self._call.expect(LINGER_S)
+            self._call.send(resources.other_request(method, head))
+            return
+        self._inbound = inbound
+        resources.name(inbound)
+        subset = subset_of(message.metadata_context)
+        if subset is not None:
+            self._subset = resources.endpoints.instances_at(subset)
+        self._client = resources.admission.client_of(inbound.headers)
+        if self._head_bytes:
+            self._call.hold(self._head_bytes)
+        self._call.at_work = True
+        resources.intake.limits.check(inbound.content_length)
+        if head.end_of_stream:
+            self._has_body = False
+            self._take_whole()
+            return
+        if self._body_mode == _BUFFERED:
+            self._call.send(answers.GO_ON_TO_BODY)
+        elif self._body_mode != _FULL_DUPLEX:
+            modes = "BUFFERED or FULL_DUPLEX_STREAMED"
+            raise resources.misconfigured(f"request_body_mode must be {modes}")
+        self._buffer = BodyBuffer(self._call.peer.share)
+        self._state = _BODY
+        self._call.expect(_BODY_PART_S)
+
+    def _hear_long(self, data: bytes) -> None:
+        """A message of which nearly all is a body: that is taken out before the rest is read."""
+        try:
+            message, body = read_long(data)
+        except DecodeError:
+            self._call.finish(Status.INVALID_ARGUMENT, "this is no ProcessingRequest")
+            self.lost()
+            return
+        kind = message.WhichOneof("request")
+        try:
+            if self._state is _BODY and kind == "request_body":
+                self._take_body(message.request_body, body)
+            elif self._state is _ANSWERING and kind == "response_body":
+                message.response_body.body = body
+                self._attend(kind, message)
+        except Refusal as refusal:
+            self._refuse(refusal)
+
+    def _take_body(self, part: HttpBody, long: bytes = b"") -> None:
+        """A part of the body, or all of it. Raises Refusal."""
+        buffer, body = self._buffer, long or part.body
+        assert buffer is not None
+        buffer.add(body)
+        if buffer.holds:
+            self._call.let_go(self._head_bytes)
+        elif buffer.size_bytes > _USUAL_BYTES:
+            self._call.hold(len(body))
+        # What is buffered comes whole; trailers that follow it are a message of their own.
+        if part.end_of_stream or self._body_mode == _BUFFERED:
+            self._take_whole()
+        else:
+            self._call.expect(_BODY_PART_S)
+
+    def _take_whole(self) -> None:
+        """The body is here, if there is one. Raises Refusal."""
+        self._state = _PLACING
+        self._call.expect(self._resources.stream_timeout_s)
+        inbound = self._inbound
+        assert inbound is not None
+        if self._buffer is not None:
+            inbound.body = self._buffer.take()
+        self._read(self._resources, inbound)
+
+    def _is_over(self) -> bool:
+        return self.gone
+
+    def _describe(self, parsed: ParsedRequest, counted: int | None) -> None:
+        inbound, client = self._inbound, self._client
+        assert inbound is not None
+        assert client is not None
+        job = self._resources.dispatcher.describe(inbound, client, parsed, counted)
+        self._job = job
+        request = job.request
+        if request.streams and not self._call.peer.reports:
+            # Its first token is not seen: a stream's head comes before it, and its body never.
+            request = request._replace(streams=False)
+        self._place(request)
+
+    # Placing
+
+    def _place(self, request: Request) -> None:
+        """Find the request its place. Raises Refusal."""
+        resources, job = self._resources, self._job
+        assert job is not None
+        exclude: tuple[InstanceId, ...] = resources.endpoints.unresolved
+        if self._subset is not None:
+            exclude = (*exclude, *resources.endpoints.outside(self._subset))
+        try:
+            place = resources.dispatcher.placement.submit(
+                request, exclude, waits=job.waits, first=False
+            )
+        except Refusal:
+            self._note("unavailable")
+            raise
+        if isinstance(place, Ticket):
+            self._woken = asyncio.Event()
+            self._start(self._wait(place, request))
+        else:
+            self._take(place, request)
+
+    async def _wait(self, ticket: Ticket, request: Request) -> None:
+        resources = self._resources
+        assert self._inbound is not None
+        deadline_s = self._inbound.received_s + resources.total_timeout_s
+        try:
+            place = await resources.dispatcher.placement.wait(ticket, self, deadline_s)
+        except SleeperGone:
+            self._note("client_disconnected")
+            return
+        except Refusal as refusal:
+            self._note("timed_out" if refusal.status == 504 else "unavailable")
+            raise
+        self._take(place, request)
+
+    def _take(self, place: Placed | Reject, request: Request) -> None:
+        """Send the request where it was placed. Raises Refusal: it was not."""
+        job = self._job
+        assert job is not None
+        if isinstance(place, Placed):
+            self._placed = place
+            self._send_there(place)
+            return
+        if (
+            place.reason is RejectReason.FITS_NO_INSTANCE
+            and job.parsed.exact_prompt_tokens is None
+            and request.prompt_tokens == job.request.prompt_tokens > 1
+        ):
+            # The length is an estimate: when half of it fits, the engine is to judge.
+            self._place(request._replace(prompt_tokens=-(-request.prompt_tokens // 2)))
+            return
+        ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
+        self._note("unavailable" if ours else "rejected")
+        if ours and self._subset is not None:
+            place = Reject(place.reason, "none of the endpoints that were hinted at is available")
+        raise rejection(place, None, job.inbound.path)
+
+    def _send_there(self, placed: Placed) -> None:
+        """Say where the request goes."""
+        resources, instance = self._resources, placed.instance
+        inbound, job, call = self._inbound, self._job, self._call
+        assert inbound is not None
+        assert job is not None
+        resources.dispatcher.note_place(job, None, placed)
+        destination = resources.endpoints.destination(instance)
+        if destination is None:
+            raise Refusal(
+                503,
+                "no_healthy_instance",
+                f"instance {instance.id} has no address",
+                kind="server_error",
+                retry_after_s=2,
+            )
+        self._state = _ANSWERING
+        buffered = self._has_body and self._body_mode == _BUFFERED
+        answer = destination.in_body if buffered else destination.in_headers
+        if prefix := resources.endpoints.path_prefix(instance):
+            answer = answers.with_path(answer, prefix + inbound.target)
+        if self._removed:
+            answer = answers.without(answer, self._removed)
+        overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
+        resources.metrics.overhead_s.observe(overhead_s)
+        self._ticket = resources.tickets.issue(self)
+        call.send(answers.with_ticket(answer, self._ticket))
+        if self._has_body and not buffered:
+            self._gives_back = True
+            call.send_each(self._given_back(inbound.body), self._has_given_back)
+            if not self._ended:
+                call.send(answers.REQUEST_TRAILERS)
+        self._let_go_of_body()
+
+    def _given_back(self, body: bytes) -> Iterator[bytes]:
+        return answers.streamed(body, ends=self._ended, of_request=True)
+
+    def _has_given_back(self) -> None:
+        self._gives_back = False
+        self._let_go_of_body()
+
+    def _let_go_of_body(self) -> None:
+        """A long one: the data plane has it. What is left is enough to tell it from others."""
+        buffer, inbound = self._buffer, self._inbound
+        if buffer is None or inbound is None or self._gives_back:
+            return
+        self._buffer = None
+        if len(inbound.body) > _KEPT_BODY_BYTES or buffer.holds:
+            shorten_body(inbound, self._job)
+            buffer.release()
+            self._call.let_go(self._head_bytes + len(inbound.body))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """An ImmediateResponse in place of any instance's."""
+        if self._job is None and self._inbound is not None:
+            self._resources.dispatcher.note(None, "rejected")
+        inbound, path, request_id = self._inbound, "", b""
+        if inbound is not None:
+            path, request_id = inbound.path, inbound.request_id
+        self._state = _ANSWERING
+        self._call.at_work = False
+        # The data plane ends the stream as soon as it has that.
+        self._call.expect(LINGER_S)
+        self._call.send(answers.refused(refusal, path, request_id))
+        self._let_go_of_body()
+
+    # The response
+
+    def _attend(self, kind: str | None, message: ProcessingRequest) -> None:
+        call = self._call
+        if kind == "response_headers":
+            call.send(self._answered(message))
+        elif kind == "response_trailers":
+            # That is the response's end, and everything else's.
+            call.send(answers.RESPONSE_TRAILERS)
+            call.finish()
+            self.release()
+        elif kind == "response_body":
+            part = message.response_body
+            if self._response_mode == _FULL_DUPLEX:
+                for piece in answers.streamed(part.body, ends=part.end_of_stream, of_request=False):
+                    call.send(piece)
+            else:
+                call.send(answers.RESPONSE_BODY)
+        elif kind == "request_trailers":
+            call.send(answers.REQUEST_TRAILERS)
+
+    def _answered(self, message: ProcessingRequest) -> bytes:
+        """The response's head is here: what it says, and who served it."""
+        self._status = status_of(message.response_headers)
+        if self._job is None:
+            return answers.RESPONSE_HEADERS
+        self._error = failure_of(message) or self._error
+        served = served_of(message.metadata_context)
+        if served is not None and self._placed is not None:
+            # Envoy appends each further host to those that it has tried.
+            self._move(served.rpartition(",")[2])
+        if self._placed is None or self._error is not None:
+            return answers.RESPONSE_HEADERS
+        destination = self._resources.endpoints.destination(self._placed.instance)
+        return answers.RESPONSE_HEADERS if destination is None else destination.served
+
+    def _move(self, endpoint: str) -> None:
+        """Charge the load to who served the request, where that is not who was to."""
+        placed, job, resources = self._placed, self._job, self._resources
+        assert placed is not None
+        assert job is not None
+        chosen = resources.endpoints.destination(placed.instance)
+        if chosen is not None and chosen.endpoint == endpoint:
+            return
+        error = InstanceError(Failure.RESET, f"the data plane went on to {endpoint}")
+        self._settle(Outcome.UPSTREAM_ERROR, SeenAnswer(0, error), final=False)
+        resources.metrics.retries[error.reason] += 1
+        served = resources.endpoints.instance_at(endpoint)
+        if served is None:
+            return  # it is none of ours
+        request = job.request._replace(streams=False, only=served)
+        try:
+            moved = resources.dispatcher.placement.submit(request, (), waits=False)
+        except Refusal:
+            return
+        if isinstance(moved, Placed):
+            self._placed = moved
+            resources.metrics.decisions[served] += 1
+
+    # Reports
+
+    def first_bytes(self) -> None:
+        """The first bytes of a streamed body have passed."""
+        placed = self._placed
+        if self._first_s is not None or placed is None:
+            return
+        self._first_s = time.monotonic()
+        dispatch, ttft_s = placed.dispatch, placed.decision.choice.ttft_s
+        self._resources.dispatcher.placement.stream_began(dispatch, None)
+        if dispatch.predicted_s is None and ttft_s is not None:
+            # Its steps are not seen: its whole time is what it says of the engine's speed.
+            dispatch.predicted_s = (placed.placed_s, ttft_s)
+
+    def told(self, usage: Usage, events: int) -> None:
+        """The body has passed, and this is what its end said."""
+        self._told, self._events = usage, events
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+
+    # The end
+
+    def release(self) -> None:
+        """The request is over: settle what was placed. Once, whatever happened."""
+        if self._state is _OVER:
+            return
+        self._state = _OVER
+        self._resources.open -= 1
+        self._call.at_work = False
+        self._resources.tickets.issued.pop(self._ticket, None)
+        self._let_go_of_body()
+        if self._placed is not None:
+            self._settle_placed()
+        if self._job is not None and self._job.charge is not None:
+            self._job.charge.end()
+
+    def _settle_placed(self) -> None:
+        error, told = self._error, self._told
+        if error is not None:
+            outcome = error.failure.outcome
+        elif self._status == 200 and told is None and self._call.peer.reports:
+            # Its client left in the middle, or nothing is reported on this connection any more:
+            # the next report says which.
+            self._call.peer.reports = False
+            outcome = Outcome.CLIENT_DISCONNECTED
+        elif self._status:
+            outcome = Outcome.COMPLETED
+        else:
+            outcome = Outcome.CLIENT_DISCONNECTED
+        seen = SeenAnswer(
+            self._status, error, self._first_s, self._events, told or Usage(), told is not None
+        )
+        self._settle(outcome, seen, final=True)
+
+    def _settle(self, outcome: Outcome, seen: SeenAnswer, *, final: bool) -> None:
+        placed, job, resources = self._placed, self._job, self._resources
+        assert placed is not None
+        assert job is not None
+        self._placed = None
+        resources.dispatcher.settle(job, placed, seen, outcome, final=final)
+
+    def _note(self, outcome: str) -> None:
+        """Count a request that reached no instance."""
+        assert self._job is not None
+        self._resources.dispatcher.note(self._job, outcome)
+
+    # A Sleeper
+
+    def wake(self) -> None:
+        if self._woken is not None:
+            self._woken.set()
+
+    async def wait(self) -> None:
+        if not self._waited and self._resources.extends_timeout:
+            # Here, where the placement gives the ticket back whatever happens.
+            self._call.send(answers.wait_longer(self._resources.queue_timeout_s + _GRACE_S))
+        self._waited = True
+        assert self._woken is not None
+        await self._woken.wait()
+        self._woken.clear()
+
+    def broke(self, error: Exception) -> None:
+        _log.error("%r failed inside the picker", self, exc_info=error)
+        self._resources.count_bug()
+        self._call.finish(Status.INTERNAL, "the picker failed")
+        self.lost()

@@ -1,0 +1,324 @@
+"""Where replicas leave their messages for each other: Redis or Valkey.
+
+    {GROUP}:replicas   a set of names; everybody adds itself at each turn
+    {GROUP}:NAME       a replica's latest message; its time to live is the lease
+    {GROUP}:news       a channel: a replica's name and its news, before the next message
+
+Nothing depends on the channel. News that are lost, or that an access list forbids, are a view that
+is older by an exchange.
+
+The braces are Redis Cluster's: all keys of a group lie in one slot, so on one node, and one
+connection to that node is enough. Another node answers MOVED, which is followed.
+
+Nothing waits for the store: there are no retries, one time-out over each turn, and after any
+failure a new connection. ``Sharing`` decides when to try again. What the store replies is not
+believed: names are checked, sizes and numbers are bounded (``redis.py``).
+
+The set of names is what everybody adds itself to at each turn, so that anything can be taken out of
+it, or all of it: a living replica is back a turn later. Each turn looks at ``_MOST_REPLICAS`` names
+drawn at random, and takes out those that have no message or are no names. Living ones are
+remembered, so that they are read whatever else the set holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import ssl
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from hetero_gateway.core.sharing.message import MOST_BYTES
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.scheduler_config import SchedulerConfig
+from hetero_gateway.files.secrets import password
+from hetero_gateway.scaleout.sharing.redis import (
+    Connection,
+    Login,
+    Reply,
+    ReplyError,
+    ServerError,
+    connect,
+)
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NAME_BYTES = 16
+_NAME = re.compile(rb"[0-9a-f]{16}")
+# More than anybody runs, and few enough to be read at each turn.
+_MOST_REPLICAS = 128
+# A message of 580 instances. What is longer is read whole in a second step, for so many replicas.
+_SHORT_BYTES = 1 << 16
+_MOST_LONG = 16
+# Of a turn's replies: all short messages, and as much for names.
+_MOST_STEP_BYTES = 2 * _MOST_REPLICAS * _SHORT_BYTES
+# Of a core, at most, for reading news.
+_MOST_SHARE = 1 / 20
+_LEAST_PAUSE_S = 0.001
+_DEFAULT_PORT = 6379
+_MOST_MOVES = 3
+
+
+class StoreError(Exception):
+    """The store does not answer, or not as it should. The text holds no secret."""
+
+
+class Store(Protocol):
+    """What ``Sharing`` needs of a store."""
+
+    async def exchange(self, value: bytes | None) -> Mapping[str, bytes]:
+        """Leave a message (None: the last one holds) and read those of the others.
+
+        Raises StoreError.
+        """
+
+    async def tell(self, news: bytes) -> None:
+        """Have those who listen hear this now. Raises StoreError."""
+
+    async def listen(self, hear: Callable[[str, bytes], None]) -> None:
+        """Hear the others' news, until that fails. Raises StoreError."""
+
+    async def leave(self) -> None:
+        """Take our message away, if that is quickly done, and close."""
+
+
+class RedisStore:
+    """One replica's place in a Redis.
+
+    Args:
+        config: ``shared`` is set.
+        base_dir: what ``ca_file`` is relative to.
+        name: of this replica: 16 hexadecimal digits.
+
+    Raises:
+        ConfigError: the password is missing, or the certificates.
+    """
+
+    def __init__(self, config: SchedulerConfig, base_dir: Path, name: str) -> None:
+        assert config.shared is not None
+        sharing = config.sharing
+        parts = urlsplit(config.shared)
+        self._home = self._address = (parts.hostname or "localhost", parts.port or _DEFAULT_PORT)
+        self._login = Login(
+            parts.username,
+            password(sharing.password_env, "scheduler.sharing.password_env"),
+            int(parts.path.strip("/") or 0),
+        )
+        self._context: ssl.SSLContext | None = None
+        if parts.scheme in ("rediss", "valkeys"):
+            self._context = _context(
+                None if sharing.ca_file is None else base_dir / sharing.ca_file
+            )
+        self._name = name.encode()
+        self._ttl_s = sharing.ttl_s
+        self._timeout_s = sharing.timeout_s
+        tag = f"{{{sharing.group}}}"
+        self._index = f"{tag}:replicas".encode()
+        self._prefix = f"{tag}:".encode()
+        self._channel = f"{tag}:news".encode()
+        self._may_tell = True
+        self._connection: Connection | None = None
+        self._known: tuple[bytes, ...] = ()  # that had a message at the last turn
+        self._begins_anew = False  # the set of names could not be read
+
+    async def exchange(self, value: bytes | None) -> Mapping[str, bytes]:
+        return await self._in_time(lambda connection: self._turn(connection, value))
+
+    async def tell(self, news: bytes) -> None:
+        if self._may_tell:
+            await self._in_time(lambda to: self._publish(to, self._name + news))
+
+    async def _in_time(self, work: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
+        """Do this in time, on the node that it is for; or drop the connection: StoreError."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for _ in range(_MOST_MOVES):
+                    if self._connection is None:
+                        self._connection = await connect(self._address, self._login, self._context)
+                    try:
+                        return await work(self._connection)
+                    except _Moved as moved:
+                        # An empty host means the one that was asked.
+                        self._address = (moved.host or self._address[0], moved.port)
+                        self._drop()
+            raise StoreError("it is sent from node to node")
+        except (TimeoutError, OSError, ReplyError) as error:
+            self._drop()
+            self._address = self._home  # wherever it was moved to
+            raise StoreError(_in_words(error)) from error
+        except BaseException:
+            # Cancelled in the middle of an answer: nobody may read the rest of it.
+            self._drop()
+            self._address = self._home
+            raise
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    async def _publish(self, connection: Connection, news: bytes) -> None:
+        (reply,) = await connection.ask([(b"PUBLISH", self._channel, news)])
+        if isinstance(reply, ServerError) and reply.code == "NOPERM":
+            self._may_tell = False
+            _log.warning(
+                "scheduler.shared: this user may not publish on %s: others hear of requests late; "
+                "grant it the channel",
+                self._channel.decode(),
+            )
+            return
+        _check(reply)
+
+    async def listen(self, hear: Callable[[str, bytes], None]) -> None:
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                # A connection of its own, since one that listens can do nothing else.
+                connection = await connect(self._address, self._login, self._context)
+            connection.send([(b"SUBSCRIBE", self._channel)])
+            alive = True
+            while True:
+                try:
+                    async with asyncio.timeout(self._ttl_s):
+                        replies = await connection.receive()
+                except TimeoutError:
+                    # A connection that was cut in silence stays silent.
+                    if not alive:
+                        raise
+                    alive = False
+                    connection.send([(b"PING",)])
+                    continue
+                alive = True
+                begun_s = time.process_time()
+                for reply in replies:
+                    self._hear_reply(reply, hear)
+                # A flood is the store's to keep, or to cut off.
+                pause_s = (time.process_time() - begun_s) / _MOST_SHARE
+                if pause_s > _LEAST_PAUSE_S:
+                    await asyncio.sleep(pause_s)
+        except (TimeoutError, OSError, ReplyError) as error:
+            raise StoreError(_in_words(error)) from error
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _hear_reply(self, reply: Reply, hear: Callable[[str, bytes], None]) -> None:
+        """Raises StoreError: it refuses."""
+        if isinstance(reply, ServerError):
+            raise StoreError(str(reply))
+        if not isinstance(reply, list) or len(reply) != 3 or reply[0] != b"message":
+            return
+        news = reply[2]
+        if isinstance(news, bytes):
+            name, data = news[:_NAME_BYTES], news[_NAME_BYTES:]
+            if name != self._name and _NAME.fullmatch(name):
+                hear(name.decode(), data)
+
+    async def _turn(self, connection: Connection, value: bytes | None) -> Mapping[str, bytes]:
+        known = self._known
+        commands: list[tuple[bytes, ...]] = []
+        if self._begins_anew:
+            commands.append((b"DEL", self._index))
+        # Ours is there before our name is: a name without a message is of nobody.
+        if value is not None:
+            lease_ms = b"%d" % round(1000 * self._ttl_s)
+            commands.append((b"SET", self._prefix + self._name, value, b"PX", lease_ms))
+        commands.append((b"SADD", self._index, self._name))
+        commands.append((b"SRANDMEMBER", self._index, b"%d" % _MOST_REPLICAS))
+        commands += self._reads(known, _SHORT_BYTES)
+        try:
+            replies = await connection.ask(commands, _MOST_STEP_BYTES)
+        except ReplyError:
+            self._begins_anew = True  # there may be names in it that are too long
+            raise
+        told = len(replies) - len(known)
+        names = replies[told - 1]
+        self._begins_anew = isinstance(names, ServerError) and names.code == "WRONGTYPE"
+        for reply in replies[:told]:
+            _check(reply)
+        drawn = {n for n in names if isinstance(n, bytes)} if isinstance(names, list) else set()
+        values = _values(known, replies[told:])
+        drawn -= {self._name, *values}
+        fresh = [n for n in drawn if _NAME.fullmatch(n)][: _MOST_REPLICAS - len(values)]
+        if fresh:
+            got = await connection.ask([*self._reads(fresh, _SHORT_BYTES)], _MOST_STEP_BYTES)
+            values |= _values(fresh, got)
+        await self._read_long(connection, values)
+        self._known = tuple(values)
+        if dead := [n for n in drawn if n not in values and (n in fresh or not _NAME.fullmatch(n))]:
+            # Whose message comes just now is back in the set with its next turn.
+            await connection.ask([(b"SREM", self._index, *dead)])
+        return {name.decode(): data for name, data in values.items()}
+
+    def _reads(self, names: Iterable[bytes], most_bytes: int) -> Iterable[tuple[bytes, ...]]:
+        # Not GET: what is larger than any message is not worth reading whole.
+        last = b"%d" % (most_bytes - 1)
+        return ((b"GETRANGE", self._prefix + name, b"0", last) for name in names)
+
+    async def _read_long(self, connection: Connection, values: dict[bytes, bytes]) -> None:
+        """Put in whole what was read in part; those that are too many count for nothing."""
+        # Those that were known before come first.
+        for number, name in enumerate([n for n, v in values.items() if len(v) == _SHORT_BYTES]):
+            del values[name]
+            if number < _MOST_LONG:
+                got = await connection.ask([*self._reads([name], MOST_BYTES)], 2 * MOST_BYTES)
+                values |= _values([name], got)
+
+    async def leave(self) -> None:
+        name = self._prefix + self._name
+        with contextlib.suppress(StoreError):
+            await self._in_time(
+                lambda connection: connection.ask(
+                    [(b"DEL", name), (b"SREM", self._index, self._name)]
+                )
+            )
+        self._drop()
+
+
+class _Moved(Exception):
+    """The slot is on another node. ``host``: "": the one that was asked."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"{host}:{port}")
+        self.host = host
+        self.port = port
+
+
+def _check(reply: Reply) -> None:
+    """Raises StoreError, _Moved: the reply is an error."""
+    if not isinstance(reply, ServerError):
+        return
+    if reply.code == "MOVED":
+        host, _, port = reply.text.partition(" ")[2].rpartition(":")
+        if port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16:
+            raise _Moved(host, int(port[:6]))
+    raise StoreError(str(reply))
+
+
+def _values(names: Iterable[bytes], replies: Iterable[Reply]) -> dict[bytes, bytes]:
+    """Those that have a message."""
+    found = zip(names, replies, strict=True)
+    return {name: data for name, data in found if isinstance(data, bytes) and data}
+
+
+def _context(ca_file: Path | None) -> ssl.SSLContext:
+    """Raises ConfigError."""
+    if ca_file is not None and not ca_file.is_file():
+        raise ConfigError(f"scheduler.sharing.ca_file: {ca_file} is not there")
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"scheduler.sharing.ca_file: {ca_file}: {error}") from error
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return "no answer in time"
+    return f"{type(error).__name__}: {error}"[:200]

@@ -1,0 +1,625 @@
+"""A worker's ``Dispatcher``: the scheduler is in another process, or for a while in none.
+
+Connected, each question and each event is a message, and the answer comes in a callback. When the
+connection is lost, the worker places on by itself: a scheduler of its own gets what the worker has
+outstanding, and of the others' load what the last ``View`` said. Whoever waits for an answer asks
+that one. When the scheduler process is back, it learns all that is outstanding here, whoever waits
+asks it anew, and the own scheduler is empty again. No request ends of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from hetero_gateway import __version__
+from hetero_gateway.core.instances.dispatch import PeerLoad
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.errors import Refusal
+from hetero_gateway.files.client_keys import KeysFile
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.admission.clients import Admission, Client
+from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher, Owner, Place, Seen, Waiting
+from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.placement import Placed
+from hetero_gateway.gateway.dataplane.speed import StreamWatch
+from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.request.openai import ParsedRequest
+from hetero_gateway.http.failures import InstanceError
+from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.scaleout.workers import messages
+from hetero_gateway.scaleout.workers.channel import Channel
+from hetero_gateway.scaleout.workers.members import Members
+from hetero_gateway.scaleout.workers.places import Assignment, RemoteJob, error_of, report_of
+
+# Without a word for so long the scheduler process is taken for gone; it says one each second.
+_SILENCE_S = 3.0
+_TICK_S = 1.0
+# Responses of which a new scheduler process hears: some 0.1 s of its time for each worker.
+_MOST_KNOWN = 10_000
+_OTHERS = "other workers"
+
+_Key = TypeVar("_Key")
+
+_log = logging.getLogger(__name__)
+
+
+class _Ask(Waiting):
+    """A question that has no answer yet; an ``Owner`` where the worker asks itself."""
+
+    __slots__ = ("asked_s", "failure", "job", "local", "owner", "remote", "tried")
+
+    def __init__(
+        self,
+        remote: RemoteDispatcher,
+        job: RemoteJob,
+        tried: Sequence[InstanceId],
+        failure: InstanceError | None,
+        owner: Owner,
+    ) -> None:
+        self.remote = remote
+        self.job = job
+        self.tried = tried
+        self.failure = failure
+        self.owner = owner
+        self.asked_s = time.monotonic()
+        self.local: Waiting | None = None
+
+    def leave(self) -> None:
+        self.remote.forget(self)
+
+    def placed(self, place: Place | Reject) -> None:
+        self.remote.answered(self)
+        if isinstance(place, Placed):
+            place = self.remote.assign(self.job, place)
+        self.owner.placed(place)
+
+    def turned_away(self, refusal: Refusal) -> None:
+        self.remote.answered(self)
+        self.owner.turned_away(refusal)
+
+    def broke(self, error: Exception) -> None:
+        self.remote.answered(self)
+        self.owner.broke(error)
+
+
+class RemoteDispatcher:
+    """See above. Needs a running event loop.
+
+    Args:
+        local: drives the worker's own scheduler, over ``fleet``.
+        fleet: the instances as this worker knows them; kept as the scheduler process says.
+        metrics: of this worker; its counts are passed on.
+        worker: its number.
+        admission: of this worker; its keys are kept as the scheduler process says, and what clients
+            used while it was on its own is passed on.
+        headers: names of those that describing looks at.
+        sends_bodies: the predictor reads prompts.
+        draining: whether the worker was asked to end.
+        on_config: called with the gateway's configuration, when it has changed.
+    """
+
+    def __init__(
+        self,
+        local: LocalDispatcher,
+        fleet: Fleet,
+        metrics: Metrics,
+        worker: int,
+        *,
+        admission: Admission,
+        headers: frozenset[bytes],
+        sends_bodies: bool,
+        draining: Callable[[], bool],
+        on_config: Callable[[GatewayConfig], None],
+    ) -> None:
+        self.ready = asyncio.Event()  # it knows the instances
+        self.gone = asyncio.Event()  # the connection that there was
+        self._local = local
+        self._fleet = fleet
+        self._metrics = metrics
+        self._worker = worker
+        self._admission = admission
+        # Of a request, what describing looks at.
+        self.headers = headers
+        self.sends_bodies = sends_bodies
+        self._draining = draining
+        self._on_config = on_config
+        self._loop = asyncio.get_running_loop()
+        self._connected: Channel | None = None  # not greeted yet
+        self._channel: Channel | None = None
+        self._session = 0
+        self._keys = itertools.count(1)
+        self.members = Members(fleet)
+        self._asked: dict[int, _Ask] = {}
+        self._open: dict[int, Assignment] = {}
+        # Answers to ``Spend`` that are waited for.
+        self._spending: dict[int, asyncio.Future[None]] = {}
+        self._streams = StreamWatch()
+        self._view: dict[InstanceId, PeerLoad] = {}
+        self._heard_s = 0.0
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._told_keys: bytes | None = None  # that are not taken up yet
+        self._taking_keys: asyncio.Task[None] | None = None
+
+    @property
+    def alone(self) -> bool:
+        """No scheduler process answers."""
+        return self._channel is None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is asked or outstanding."""
+        return not self._asked and not self._open and not self._streams
+
+    def close(self) -> None:
+        """Report what there is to report, and end."""
+        self._timer.cancel()
+        if self._taking_keys is not None:
+            self._taking_keys.cancel()
+        if self._channel is not None:
+            self._tell_counts(self._channel)
+        channel, self._channel, self._connected = self._connected, None, None
+        if channel is not None:
+            channel.close()
+
+    # A Dispatcher
+
+    def describe(
+        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
+    ) -> Job:
+        return RemoteJob(inbound, client, parsed, counted)
+
+    def submit(
+        self,
+        job: Job,
+        tried: Sequence[InstanceId],
+        failure: InstanceError | None,
+        deadline_s: float,
+        owner: Owner,
+    ) -> Place | Reject | Waiting:
+        assert isinstance(job, RemoteJob)
+        job.deadline_s = deadline_s
+        ask = _Ask(self, job, tried, failure, owner)
+        if self._channel is None:
+            return self._ask_locally(ask)
+        self._ask(self._channel, ask)
+        return ask
+
+    def stream_began(self, job: Job, place: Place, stream: Seen) -> None:
+        assert isinstance(place, Assignment)
+        place.began_s = time.monotonic()
+        if place.request.streams:
+            self._streams.add(stream, place, place.began_s)
+        if place.local is not None:
+            self._local.stream_began(place.job, place.local, stream)
+        else:
+            self._send(messages.Began(place.job.key))
+
+    async def spend(self, job: Job, tokens: int) -> None:
+        assert isinstance(job, RemoteJob)
+        if not job.client.accounts:
+            return
+        if not self._knows(job):
+            await self._local.spend(job, tokens)
+            return
+        said = self._spending[job.key] = self._loop.create_future()
+        self._send(messages.Spend(job.key, tokens))
+        try:
+            await said
+        finally:
+            if self._spending.get(job.key) is said:
+                del self._spending[job.key]
+
+    def made(self, job: Job, place: Place, name: bytes) -> None:
+        assert isinstance(place, Assignment)
+        # Here as well, for when the scheduler process is away or a new one.
+        self._local.made(place.job, place, name)
+        if place.local is None:
+            self._send(messages.Made(place.job.key, name))
+
+    def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
+        assert isinstance(place, Assignment)
+        self._close_place(place, seen)
+        if place.local is not None:
+            self._local.settle(place.job, place.local, seen, outcome, final=final)
+        elif self._channel is not None:
+            report = report_of(seen, place.job.inbound.body)
+            self._channel.send(messages.Settle(place.job.key, outcome, final, report))
+
+    def fall_back(self, job: Job, model: str) -> None:
+        assert isinstance(job, RemoteJob)
+        if not self._knows(job):
+            self._describe(job)
+            self._local.fall_back(job, model)
+            return
+        job.fallback = job.parsed.model = model
+
+    def settle_outside(
+        self, job: Job, label: str, seen: Seen, outcome: Outcome, *, final: bool
+    ) -> None:
+        assert isinstance(job, RemoteJob)
+        if not self._knows(job):
+            self._describe(job)
+            self._local.settle_outside(job, label, seen, outcome, final=final)
+        else:
+            report = report_of(seen, job.inbound.body)
+            self._send(messages.Outside(job.key, label, outcome, final, report))
+
+    def withdraw(self, place: Place, seen: Seen | None) -> None:
+        assert isinstance(place, Assignment)
+        self._close_place(place, seen)
+        if place.local is not None:
+            self._local.withdraw(place.local, seen)
+        else:
+            self._send(messages.Over(place.job.key, ""))
+
+    def pass_on(self, job: Job, place: Place, seen: Seen) -> None:
+        assert isinstance(place, Assignment)
+        if place.local is not None:
+            self._local.pass_on(place.job, place.local, seen)
+        elif self._knows(place.job):
+            report = report_of(seen, place.job.inbound.body)
+            self._send(messages.PassOn(place.job.key, report))
+
+    def note(self, job: Job | None, outcome: str) -> None:
+        if job is None:
+            self._local.note(None, outcome)
+            return
+        assert isinstance(job, RemoteJob)
+        if self._knows(job):
+            self._send(messages.Over(job.key, outcome))
+            return
+        try:
+            self._describe(job)
+        except Refusal:
+            self._local.note(None, outcome)  # that is what it is noted for
+        else:
+            self._local.note(job, outcome)
+
+    def _knows(self, job: RemoteJob) -> bool:
+        """Whether the scheduler process is there, and knows of the job."""
+        return self._channel is not None and job.session == self._session
+
+    def _send(self, message: Any) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def _close_place(self, place: Assignment, seen: Seen | None) -> None:
+        self._open.pop(place.job.key, None)
+        if seen is not None:
+            self._streams.discard(seen, time.monotonic())
+
+    # Questions
+
+    def _ask(self, channel: Channel, ask: _Ask) -> None:
+        job, tried = ask.job, list(ask.tried)
+        failure = None if ask.failure is None else error_of(ask.failure)
+        if job.session == self._session:
+            channel.send(messages.Again(job.key, tried, failure, job.fallback))
+        else:
+            job.key = job.key or next(self._keys)
+            job.session = self._session
+            channel.send(messages.Submit(job.key, self._facts_of(job), tried, failure))
+        job.fallback = ""
+        self._asked[job.key] = ask
+
+    def _facts_of(self, job: RemoteJob) -> messages.Facts:
+        inbound, parsed, names = job.inbound, job.parsed, self.headers
+        return messages.Facts(
+            inbound.request_id,
+            inbound.path,
+            job.client.name,
+            inbound.received_s,
+            job.deadline_s,
+            [pair for pair in inbound.headers if pair[0] in names] if names else [],
+            parsed,
+            job.counted,
+            inbound.body if self.sends_bodies else b"",
+        )
+
+    def _ask_locally(self, ask: _Ask) -> Place | Reject | Waiting:
+        """Raises Refusal."""
+        job = ask.job
+        self._describe(job)
+        job.key = job.key or next(self._keys)
+        place = self._local.submit(job, ask.tried, ask.failure, job.deadline_s, ask)
+        if isinstance(place, Waiting):
+            ask.local = place
+            self._asked[job.key] = ask
+            return ask
+        if isinstance(place, Placed):
+            return self.assign(job, place)
+        return place
+
+    def _describe(self, job: RemoteJob) -> None:
+        if not job.described:
+            described = self._local.describe(job.inbound, job.client, job.parsed, job.counted)
+            job.request, job.features = described.request, described.features
+            job.charge, job.standing = described.charge, described.standing
+            job.described = True
+
+    def assign(self, job: RemoteJob, local: Placed) -> Assignment:
+        """Remember a place that the own scheduler gave."""
+        place = Assignment(job, local.instance, local.placed_s, local.waited_s, local)
+        self._open[job.key] = place
+        return place
+
+    def answered(self, ask: _Ask) -> None:
+        """The worker's own scheduler has answered."""
+        ask.local = None
+        self._asked.pop(ask.job.key, None)
+
+    def forget(self, ask: _Ask) -> None:
+        """Its owner wants no answer any more."""
+        if self._asked.pop(ask.job.key, None) is None:
+            return
+        if ask.local is not None:
+            ask.local.leave()
+        elif self._knows(ask.job):
+            self._send(messages.Leave(ask.job.key))
+
+    # A Listener
+
+    def connected(self, channel: Channel) -> None:
+        """There is a connection; who is at its other end has to answer first."""
+        self._connected = channel
+        self._heard_s = time.monotonic()
+        self.gone.clear()
+        channel.send(messages.Hello(self._worker, os.getpid(), __version__))
+
+    def received(self, received: list[Any]) -> None:
+        self._heard_s = time.monotonic()
+        for message in received:
+            kind = type(message)
+            if kind is messages.Placed:
+                self._placed(message)
+            elif kind is messages.Spent:
+                self._charged(message.key, None)
+            elif kind is messages.Members:
+                self.members.take(message)
+                if self._channel is None and self._connected is not None:
+                    self._greeted(self._connected)
+            elif kind is messages.Served:
+                self.members.served = message
+            elif kind is messages.Configuration:
+                self._on_config(GatewayConfig.model_validate_json(message.config))
+            elif kind is messages.View:
+                self._view = dict(message.loads)
+            elif kind is messages.Keys:
+                self._told_keys = message.text
+                if self._taking_keys is None:
+                    self._taking_keys = self._loop.create_task(self._take_up_keys())
+            else:
+                self._not_placed(message)
+
+    async def _take_up_keys(self) -> None:
+        """In a thread: thousands of them would hold up every stream."""
+
+        def prepare(text: bytes) -> Callable[[], None]:
+            return self._admission.prepare_keys(KeysFile.model_validate_json(text))
+
+        try:
+            while (text := self._told_keys) is not None:
+                self._told_keys = None
+                take_up = await asyncio.to_thread(prepare, text)
+                take_up()
+        finally:
+            self._taking_keys = None
+
+    def unsent(self, message: Any, error: Exception) -> None:
+        key = getattr(message, "key", None)
+        if key is None:
+            return
+        ask = self._asked.pop(key, None)
+        if ask is not None:
+            ask.job.session = 0  # nobody has heard of it
+            ask.owner.broke(error)
+        elif not isinstance(message, messages.Over):
+            self._send(messages.Over(key, ""))
+
+    def lost(self) -> None:
+        """The scheduler process is gone, or does not answer: go on alone."""
+        was_there = self._channel is not None
+        self._connected = self._channel = None
+        self.gone.set()
+        if not was_there:
+            return
+        _log.warning("the scheduler process is gone: placing by the last view of it")
+        now_s = time.monotonic()
+        for key in list(self._spending):
+            self._charged(key, None)  # the next one says all of them again
+        for place in self._open.values():
+            place.local = self._local.placement.adopt(
+                place.request,
+                place.instance.id,
+                placed_s=place.placed_s,
+                waited_s=place.waited_s,
+                began=place.began_s is not None,
+            )
+        scheduler = self._fleet.scheduler
+        for instance_id, total in self._view.items():
+            if instance_id in self._fleet.instances:
+                own = scheduler.own_load(instance_id, now_s)
+                others = PeerLoad(*(max(0.0, a - b) for a, b in zip(total, own, strict=True)))
+                scheduler.set_peer(instance_id, _OTHERS, others, now_s)
+        for ask in list(self._asked.values()):
+            self._ask_again(ask)
+
+    def _ask_again(self, ask: _Ask) -> None:
+        """Ask the own scheduler what the other one has not answered."""
+        try:
+            place = self._ask_locally(ask)
+        except Refusal as refusal:
+            ask.turned_away(refusal)
+            return
+        except Exception as error:
+            ask.broke(error)
+            return
+        if place is not ask:
+            self._asked.pop(ask.job.key, None)
+            assert not isinstance(place, Waiting)
+            ask.owner.placed(place)
+
+    # Answers
+
+    def _placed(self, said: messages.Placed) -> None:
+        ask = self._asked.pop(said.key, None)
+        if ask is None:
+            return  # its owner has left, and the scheduler process hears of it
+        job, lengths = ask.job, said.lengths
+        job.request = Request(
+            job.parsed.model or "",
+            lengths.prompt_tokens,
+            lengths.output_tokens,
+            lengths.sequences,
+            lengths.streams,
+            job.client.party,
+        )
+        job.described, job.standing = True, said.standing
+        if said.waited_s == 0.0:
+            self._metrics.round_trip_s.observe(self._heard_s - ask.asked_s)
+        instance = self._fleet.instances.get(said.instance)
+        if instance is None:
+            # It was added and removed again, or the other way round, within this turn.
+            detail = f"instance {said.instance} is not known here"
+            ask.owner.placed(Reject(RejectReason.NO_AVAILABLE_INSTANCE, detail))
+            return
+        place = Assignment(job, instance, said.placed_s, said.waited_s)
+        self._open[job.key] = place
+        ask.owner.placed(place)
+
+    def _charged(self, key: int, refusal: Refusal | None) -> None:
+        """What came of a ``Spend``."""
+        waiting = self._spending.pop(key, None)
+        if waiting is None or waiting.done():
+            return
+        if refusal is None:
+            waiting.set_result(None)
+        else:
+            waiting.set_exception(refusal)
+
+    def _not_placed(self, said: Any) -> None:
+        ask = self._asked.pop(said.key, None)
+        if isinstance(said, messages.Refused):
+            refusal = Refusal(
+                said.status,
+                said.code,
+                said.message,
+                param=said.param,
+                kind=said.kind,
+                retry_after_s=said.retry_after_s,
+                headers=said.headers,
+            )
+            if ask is not None:
+                ask.owner.turned_away(refusal)
+            else:
+                self._charged(said.key, refusal)
+        elif ask is None:
+            return
+        elif isinstance(said, messages.Rejected):
+            ask.owner.placed(Reject(said.reason, said.detail))
+        else:
+            ask.owner.broke(RuntimeError("the scheduler process could not place it"))
+
+    # The scheduler process is there
+
+    def _greeted(self, channel: Channel) -> None:
+        """The scheduler process answers: it decides from now on."""
+        self._channel = channel
+        self._session += 1
+        if self._session > 1:
+            _log.info("the scheduler process is back; it learns of %d requests", len(self._open))
+        carried = []
+        for place in self._open.values():
+            if place.local is not None:
+                self._local.withdraw(place.local, None)
+                place.local = None
+            place.job.session = self._session
+            carried.append(self._carried(place))
+        for instance_id in self._fleet.instances:
+            self._fleet.scheduler.set_peer(instance_id, _OTHERS, None)
+        if carried:
+            channel.send(messages.Outstanding(carried))
+        if self._session > 1:
+            known = self._local.responses.latest(_MOST_KNOWN)
+            channel.send(
+                messages.Known(
+                    [
+                        messages.KnownResponse(
+                            each.name, each.instance_id, each.tokens, each.model, each.owner
+                        )
+                        for each in known
+                    ]
+                )
+            )
+        for ask in list(self._asked.values()):
+            if ask.local is not None:
+                ask.local.leave()
+                ask.local = None
+            self._ask(channel, ask)
+        self.ready.set()
+
+    def _carried(self, place: Assignment) -> messages.Carried:
+        request = place.request
+        return messages.Carried(
+            place.job.key,
+            self._facts_of(place.job),
+            messages.Lengths(
+                request.prompt_tokens,
+                request.predicted_output_tokens,
+                request.sequences,
+                request.streams,
+            ),
+            place.instance.id,
+            place.placed_s,
+            place.waited_s,
+            place.began_s,
+        )
+
+    # Once a second
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        now_s = time.monotonic()
+        seen, samples = self._streams.look(now_s)
+        channel = self._channel
+        if channel is None:
+            return
+        if now_s - self._heard_s > _SILENCE_S:
+            _log.warning("the scheduler process has said nothing for %g s", _SILENCE_S)
+            channel.abort()
+            return
+        parts = [(name, *part) for name, of_one in seen.items() for part in of_one]
+        if parts or samples:
+            channel.send(messages.Speed(parts, samples))
+        self._tell_counts(channel)
+
+    def _tell_counts(self, channel: Channel) -> None:
+        metrics = self._metrics
+        channel.send(
+            messages.Counts(
+                self._draining(),
+                metrics.client_connections(),
+                {i.id: i.pool.open_connections for i in self._fleet.instances.values()},
+                metrics.take_outcomes(),
+                _taken(metrics.client_timeouts),
+                _taken(metrics.client_refusals),
+                _taken(metrics.statuses),
+                metrics.overhead_s.take(),
+                metrics.round_trip_s.take(),
+                self._admission.usage.take(),
+            )
+        )
+
+
+def _taken(counter: Counter[_Key]) -> dict[_Key, int]:
+    taken = dict(counter)
+    counter.clear()
+    return taken

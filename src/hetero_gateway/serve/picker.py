@@ -1,0 +1,102 @@
+"""The picker's process: gRPC for the data plane, and the gateway's control paths over HTTP."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_gateway.errors import Refusal
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.dataplane.answers import answer
+from hetero_gateway.http.clients import raise_descriptor_limit
+from hetero_gateway.http.downstream import Downstream, Listener
+from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.scaleout.picker.service import Picker
+from hetero_gateway.serve.app import App, create_app
+from hetero_gateway.serve.server import ProtocolServer, freeze_what_start_made, url_host
+
+_ELSEWHERE = Refusal(404, "not_found", "This is the picker: engine paths are served by Envoy.")
+
+
+class ControlApp(App):
+    """The control paths alone: no engine path is served here."""
+
+    def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
+        self.gateway.dataplane.name(inbound)
+        answer(downstream, _ELSEWHERE, inbound.path, inbound.request_id)
+        return _NOBODY
+
+
+class _Nobody:
+    """Of a request that was answered at once."""
+
+    over = True
+
+    def begin(self, body: bytes) -> None: ...
+
+    def refuse(self, refusal: Refusal) -> None: ...
+
+    def caught_up(self) -> None: ...
+
+    def client_gone(self) -> None: ...
+
+
+_NOBODY: Listener = _Nobody()
+
+
+class PickerServer(ProtocolServer):
+    """The control paths over HTTP; what serves ext_proc lives within its start and its end.
+
+    Args:
+        on_ready: called with the address of ext_proc, and the URL of the control paths.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        config_path: Path | None,
+        on_ready: Callable[[str, str], None],
+        flags: Mapping[str, Any] | None = None,
+    ) -> None:
+        app = create_app(config, config_path, flags=flags)
+        super().__init__(ControlApp(app.gateway, app.control), app.gateway)
+        base_dir = config_path.parent if config_path else Path()
+        self.made_admin_key = app.gateway.made_admin_key
+        self.picker = Picker(app.gateway, config.picker, base_dir)
+        self._grpc_host = config.picker.host
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.started:
+            return
+        await self.picker.start()
+        self._on_ready(f"{url_host(self._grpc_host)}:{self.picker.port}", self.url)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.gateway.draining = True
+        await self.picker.stop()
+        await super().shutdown(sockets)
+
+
+def make_server(
+    config: GatewayConfig,
+    config_path: Path | None,
+    on_ready: Callable[[str, str], None],
+    flags: Mapping[str, Any] | None = None,
+) -> PickerServer:
+    """A process's only one; see ``PickerServer``. Raises ConfigError."""
+
+    def ready(address: str, url: str) -> None:
+        freeze_what_start_made()
+        on_ready(address, url)
+
+    return PickerServer(config, config_path, ready, flags)
+
+
+def run(server: PickerServer) -> None:
+    """Serve until SIGINT or SIGTERM. Raises HeteroGatewayError when an address is taken."""
+    raise_descriptor_limit()
+    server.serve_until_signal()

@@ -1,0 +1,222 @@
+"""The scripts for bare machines, really run, with a ``vllm`` on PATH that only answers /health."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.ports import free_port
+from hetero_gateway.deploy.directory import render_deployment, write_deployment
+from tests.deploy.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
+
+PATIENCE_S = 60.0
+FAKE = f"""#!{sys.executable}
+import http.server, json, os, subprocess, sys
+words = sys.argv[1:]
+port = int(words[words.index("--port") + 1])
+if os.environ.get("FAKE_FAILS") == str(port):
+    sys.exit("no such model")
+# A process of its own, as vLLM has for each accelerator; it does not hear of SIGTERM.
+worker = subprocess.Popen(["sleep", "1000"])
+log = os.environ["FAKE_LOG"]
+with open(f"{{log}}-{{port}}", "w") as file:
+    json.dump({{"words": words, "pid": os.getpid(), "worker": worker.pid,
+               "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}}, file)
+os.rename(f"{{log}}-{{port}}", f"{{log}}/{{port}}.json")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+class Fakes:
+    """What the fake ``vllm`` processes say of themselves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "seen"
+        self.folder.mkdir()
+        binaries = folder / "bin"
+        binaries.mkdir()
+        (binaries / "vllm").write_text(FAKE)
+        (binaries / "vllm").chmod(0o755)
+        self.environment = os.environ | {
+            "PATH": f"{binaries}:{os.environ['PATH']}",
+            "FAKE_LOG": str(self.folder),
+            "STOP_TIMEOUT_S": "5",
+        }
+
+    def seen(self) -> list[dict]:
+        return [json.loads(path.read_text()) for path in sorted(self.folder.iterdir())]
+
+
+@pytest.fixture
+def fakes(tmp_path) -> Fakes:
+    return Fakes(tmp_path)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+@contextmanager
+def running(script: Path, environment, cwd: Path) -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(
+        [script],
+        env=environment,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(PATIENCE_S)
+        process.stderr.close()
+
+
+def said(process: subprocess.Popen, words: str) -> list[str]:
+    """Lines up to the one with these words."""
+    lines = []
+    for line in process.stderr:
+        lines.append(line.strip())
+        if words in line:
+            return lines
+    raise AssertionError(f"ended without {words!r}: {lines}")
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+@pytest.mark.parametrize("planned", [ONE_MACHINE, TWO_MACHINES, EVERY_VENDOR])
+def test_bash_accepts_every_script(planned, emulate, tmp_path):
+    nasty = '/models/it\'s a "$HOME" `model` ${X} \\ }'
+    files = render_deployment(planned, options(emulate=emulate, model=nasty))
+    scripts = [text for name, text in files.items() if name.endswith(".sh")]
+    assert scripts
+    for text in scripts:
+        done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        assert not done.stderr
+
+
+@pytest.mark.system
+def test_shellcheck_finds_nothing():
+    text = render_deployment(ONE_MACHINE, options())["start.sh"]
+    done = subprocess.run(
+        ["shellcheck", "--severity=warning", "-"], input=text, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_script_starts_its_instances_and_stops_every_process_of_them(tmp_path, fakes, number):
+    port = free_port(in_a_row=3)
+    directory = tmp_path / "a plan"
+    nasty = '/models/it\'s a "$HOME" `model` ${X} \\ }'
+    write_deployment(ONE_MACHINE, options(first_port=port, model=nasty), directory)
+    script = directory / "commands" / "v100-box.sh"
+    with running(script, fakes.environment, tmp_path) as process:
+        said(process, "all 3 answer /health")
+        for offset in range(3):
+            assert (
+                httpx.get(
+                    f"http://127.0.0.1:{port + offset}/health", timeout=PATIENCE_S
+                ).status_code
+                == 200
+            )
+        seen = fakes.seen()
+        assert [s["devices"] for s in seen] == ["0,1,2,3", "4,5", "6"]
+        assert [s["words"][:2] for s in seen] == [["serve", nasty]] * 3
+        pid_files = sorted((directory / "run").glob("*.pid"))
+        assert {int(p.read_text()) for p in pid_files} == {s["pid"] for s in seen}
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 0
+    assert gone([pid for s in seen for pid in (s["pid"], s["worker"])])
+    assert not list((directory / "run").glob("*.pid"))
+    assert len(list((directory / "run").glob("*.log"))) == 3
+
+
+def test_the_model_can_be_another_one(tmp_path, fakes):
+    port = free_port(in_a_row=3)
+    write_deployment(ONE_MACHINE, options(first_port=port), tmp_path / "plan")
+    environment = fakes.environment | {"MODEL": "/my models/x"}
+    with running(tmp_path / "plan" / "commands" / "v100-box.sh", environment, tmp_path) as process:
+        said(process, "answer /health")
+        assert {s["words"][1] for s in fakes.seen()} == {"/my models/x"}
+
+
+def test_a_checkpoint_that_nobody_knows_must_be_named(tmp_path, fakes):
+    port = free_port(in_a_row=3)
+    unknown = options(first_port=port, model=None, quantization="compressed-tensors")
+    write_deployment(ONE_MACHINE, unknown, tmp_path / "plan")
+    script = tmp_path / "plan" / "commands" / "v100-box.sh"
+    without = subprocess.run([script], env=fakes.environment, capture_output=True, text=True)
+    assert without.returncode != 0
+    assert "name a checkpoint" in without.stderr
+    assert not fakes.seen()
+    with running(script, fakes.environment | {"MODEL": "me/mine"}, tmp_path) as process:
+        said(process, "answer /health")
+        assert {s["words"][1] for s in fakes.seen()} == {"me/mine"}
+
+
+def test_an_instance_that_does_not_start_ends_the_script_with_its_last_words(tmp_path, fakes):
+    port = free_port(in_a_row=3)
+    write_deployment(ONE_MACHINE, options(first_port=port), tmp_path / "plan")
+    environment = fakes.environment | {"FAKE_FAILS": str(port + 2)}
+    with running(tmp_path / "plan" / "commands" / "v100-box.sh", environment, tmp_path) as process:
+        said(process, "v100-box-tp1-0 has ended")
+        said(process, "no such model")
+        assert process.wait(PATIENCE_S) == 1
+    assert gone([pid for s in fakes.seen() for pid in (s["pid"], s["worker"])])
+
+
+def test_a_second_start_is_refused_and_leaves_the_first_alone(tmp_path, fakes):
+    port = free_port(in_a_row=3)
+    write_deployment(ONE_MACHINE, options(first_port=port), tmp_path / "plan")
+    script = tmp_path / "plan" / "commands" / "v100-box.sh"
+    with running(script, fakes.environment, tmp_path) as process:
+        said(process, "answer /health")
+        second = subprocess.run(
+            [script], env=fakes.environment, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert second.returncode == 1
+        assert "is running already" in second.stderr
+        assert all(alive(s["pid"]) for s in fakes.seen())
+
+
+def test_an_instance_that_ends_later_is_told_and_the_others_go_on(tmp_path, fakes):
+    port = free_port(in_a_row=2)
+    two = plan({"box": ("V100-32GB-NVLink2", 2, (1, 1))})
+    write_deployment(two, options(first_port=port), tmp_path / "plan")
+    with running(tmp_path / "plan" / "commands" / "box.sh", fakes.environment, tmp_path) as process:
+        said(process, "answer /health")
+        first, second = fakes.seen()
+        os.kill(first["pid"], signal.SIGKILL)
+        said(process, "box-tp1-0 has ended")
+        assert alive(second["pid"])

@@ -1,0 +1,497 @@
+"""Workers and their scheduler process in one event loop: what is asked, told and taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from hetero_gateway.core.types import Request
+from hetero_gateway.scaleout.workers import messages
+from hetero_gateway.scaleout.workers.channel import Channel
+from hetero_gateway.scaleout.workers.messages import FrameReader, frame
+from hetero_gateway.serve.control.public import model_list
+from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
+from tests.fakes.vllm import FakeInstance, fake_instances
+
+SLOW_STREAM: dict[str, Any] = {"events": 40, "delay_s": 0.1}
+
+
+def body(stream: bool = False, tokens: int = 10, **fake: Any) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "prompt": [1] * tokens,
+        "max_tokens": 50,
+        "stream": stream,
+        "fake": fake,
+    }
+
+
+@contextlib.asynccontextmanager
+async def two_workers(
+    instances: int = 2, **sections: Any
+) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient, list[FakeInstance]]]:
+    async with (
+        fake_instances(instances) as fakes,
+        running_gateway(config_for(fakes, **sections), workers=2) as running,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
+        yield running, client, fakes
+
+
+async def post(
+    client: httpx.AsyncClient, running: RunningGateway, request: dict[str, Any]
+) -> httpx.Response:
+    return await client.post(f"http://127.0.0.1:{running.port}/v1/completions", json=request)
+
+
+def part(running: RunningGateway) -> None:
+    """The scheduler process is gone for every worker, until they connect again."""
+    for worker in running.workers:
+        channel = worker.remote._channel
+        assert channel is not None
+        channel.abort()
+
+
+def in_flight(running: RunningGateway) -> int:
+    return sum(count for _, _, count in running.loads())
+
+
+async def test_both_workers_are_placed_by_one_scheduler() -> None:
+    async with two_workers(scheduler={"policy": "round-robin"}) as (running, client, fakes):
+        answers = [await post(client, running, body()) for _ in range(8)]
+        assert [answer.status_code for answer in answers] == [200] * 8
+        ids = [answer.headers["x-hetero-gateway-instance"] for answer in answers]
+        assert ids == ["i0", "i1"] * 4  # though each worker has every other request
+        await eventually(running.settled)
+        assert [fake.requests for fake in fakes] == [4, 4]
+        assert running.gateway.metrics.series("m", "i0").outcomes["completed"] == 4
+        instances = list(running.gateway.fleet.instances.values())
+        await eventually(lambda: [running.gateway.connections_to(i) for i in instances] == [1, 1])
+
+
+async def test_decisions_and_history_are_the_gateways() -> None:
+    async with two_workers() as (running, client, _):
+        answer = await post(client, running, body())
+        await eventually(running.settled)
+        request_id = answer.headers["x-request-id"]
+        records = list(running.gateway.dataplane.decisions.newest_first())
+        assert [record.request_id for record in records] == [request_id]
+        assert len(running.gateway.dataplane.history) == 1
+
+
+async def test_streams_of_both_workers_set_one_speed() -> None:
+    async with two_workers(1) as (running, client, _):
+        streams = [post(client, running, body(stream=True, **SLOW_STREAM)) for _ in range(4)]
+        await asyncio.gather(*streams)
+        await eventually(running.settled)
+        rows = list(
+            running.gateway.fleet.scheduler.observations(
+                next(iter(running.gateway.fleet.instances))
+            ).steps
+        )
+        assert rows
+        assert sum(row.steps for row in rows) > 10
+
+
+@pytest.mark.parametrize(
+    ("request_body", "status", "code"),
+    [
+        (body() | {"model": "nope"}, 404, "model_not_found"),
+        (body(tokens=100_000), 400, "context_length_exceeded"),
+        (body() | {"model": 5}, 400, "invalid_type"),
+    ],
+    ids=["unknown model", "too long", "no name"],
+)
+async def test_refusals_are_as_of_one_process(
+    request_body: dict[str, Any], status: int, code: str
+) -> None:
+    async with two_workers() as (running, client, _):
+        answer = await post(client, running, request_body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        await eventually(running.settled)
+
+
+async def test_a_failed_attempt_is_tried_elsewhere_and_counted_once() -> None:
+    async with two_workers() as (running, client, fakes):
+        fakes[0].fault = {"die": "before_head"}
+        fakes[1].fault = {}
+        answers = [await post(client, running, body()) for _ in range(6)]
+        assert {answer.status_code for answer in answers} == {200}
+        await eventually(running.settled)
+        metrics = running.gateway.metrics
+        assert metrics.upstream_errors["i0", "reset"] >= 1
+        assert metrics.retries["reset"] == metrics.upstream_errors["i0", "reset"]
+
+
+async def test_a_full_queue_is_429_and_who_waits_too_long_as_well() -> None:
+    queue = {"prefill_depth": 1, "queue": {"max_requests": 1, "timeout_s": 0.5}}
+    async with two_workers(1, scheduler=queue) as (running, client, _):
+        slow = body(tokens=3000, stream=True, hang=True)
+        sent = [asyncio.ensure_future(post(client, running, slow)) for _ in range(2)]
+        await eventually(lambda: in_flight(running) == 2)
+        waiting = asyncio.ensure_future(post(client, running, slow))
+        await eventually(lambda: running.gateway.fleet.scheduler.queued == 1)
+        refused = await post(client, running, slow)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        late = await waiting
+        assert (late.status_code, late.json()["error"]["code"]) == (429, "queue_timeout")
+        assert int(late.headers["retry-after"]) >= 1
+        for each in sent:
+            each.cancel()
+        await eventually(running.settled)
+
+
+async def test_an_instance_that_comes_over_admin_is_known_to_workers_at_once() -> None:
+    async with two_workers(1) as (running, client, _), fake_instances(1) as more:
+        url = f"http://127.0.0.1:{running.port}/admin/instances"
+        headers = {"host": "localhost"}
+        entry = {"id": "late", "base_url": more[0].url}
+        added = await client.post(url, json=entry, headers=headers)
+        assert added.status_code == 201
+        gateway = running.gateway
+        await eventually(lambda: gateway.fleet.instances[added.json()["id"]].up)
+        assert (await client.patch(f"{url}/i0", json={"draining": True})).status_code == 200
+        answers = [await post(client, running, body()) for _ in range(4)]
+        assert {a.headers["x-hetero-gateway-instance"] for a in answers} == {"late"}
+        assert (await client.delete(f"{url}/late")).status_code == 200
+        await eventually(lambda: all(list(w.fleet.instances) == ["i0"] for w in running.workers))
+
+
+async def test_no_request_ends_with_the_scheduler_and_it_is_exact_again() -> None:
+    async with two_workers() as (running, client, _):
+        streams = [
+            asyncio.ensure_future(post(client, running, body(stream=True, **SLOW_STREAM)))
+            for _ in range(6)
+        ]
+        await eventually(lambda: in_flight(running) == 6)
+        await asyncio.sleep(0.5)
+        before = running.loads()
+        hub = running.gateway.hub
+        assert hub is not None
+        assert hub._server is not None
+        hub._server.close()  # nobody listens for now
+        part(running)
+        await eventually(lambda: all(worker.remote.alone for worker in running.workers))
+        assert running.settled() is False
+        await eventually(lambda: in_flight(running) == 0)  # it has let go of what was theirs
+        for worker in running.workers:  # and they have charged it themselves
+            scheduler = worker.fleet.scheduler
+            assert sum(scheduler.snapshot(i).in_flight for i in worker.fleet.instances) == 3
+        alone = await post(client, running, body())
+        assert alone.status_code == 200
+        hub._server = await asyncio.get_running_loop().create_unix_server(
+            hub._channel, path=running.workers[0]._hub_path
+        )
+        await eventually(lambda: not any(worker.remote.alone for worker in running.workers))
+        await eventually(lambda: in_flight(running) == 6)
+        assert [row[2] for row in running.loads()] == [row[2] for row in before]
+        answers = await asyncio.gather(*streams)
+        assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
+        await eventually(running.settled)
+        for worker in running.workers:
+            scheduler = worker.fleet.scheduler
+            assert all(scheduler.snapshot(i).load_s == 0 for i in worker.fleet.instances)
+
+
+async def test_who_waits_when_the_scheduler_goes_is_placed_all_the_same() -> None:
+    queue = {"prefill_depth": 1, "queue": {"timeout_s": 60}}
+    async with two_workers(1, scheduler=queue) as (running, client, _):
+        slow = body(tokens=3000, first_delay_s=3.0, stream=True)
+        sent = [asyncio.ensure_future(post(client, running, slow)) for _ in range(2)]
+        await eventually(lambda: in_flight(running) == 2)
+        waiting = [
+            asyncio.ensure_future(post(client, running, body(tokens=3000))) for _ in range(3)
+        ]
+        await eventually(lambda: running.gateway.fleet.scheduler.queued == 3)
+        part(running)
+        await eventually(lambda: running.gateway.fleet.scheduler.queued == 3)  # asked anew
+        answers = await asyncio.gather(*sent, *waiting)
+        assert {answer.status_code for answer in answers} == {200}
+        await eventually(running.settled)
+
+
+async def test_five_hundred_requests_while_the_scheduler_comes_and_goes() -> None:
+    async with two_workers(3) as (running, client, _):
+        gate, over = asyncio.Semaphore(40), asyncio.Event()
+
+        async def one(number: int) -> int:
+            async with gate:
+                events = 1 + number % 12
+                request = body(number % 3 > 0, 10 + number % 500, events=events, delay_s=0.02)
+                return (await post(client, running, request)).status_code
+
+        async def come_and_go() -> int:
+            times = 0
+            while not over.is_set():
+                await asyncio.sleep(0.11)
+                if not any(worker.remote.alone for worker in running.workers):
+                    part(running)
+                    times += 1
+            return times
+
+        flapping = asyncio.ensure_future(come_and_go())
+        statuses = await asyncio.gather(*(one(i) for i in range(500)))
+        over.set()
+        assert await flapping > 4
+        assert set(statuses) == {200}
+        await eventually(running.settled)
+
+
+async def test_a_worker_that_is_gone_takes_its_requests_with_it() -> None:
+    async with two_workers() as (running, client, _):
+        streams = [
+            asyncio.ensure_future(post(client, running, body(stream=True, **SLOW_STREAM)))
+            for _ in range(4)
+        ]
+        await eventually(lambda: in_flight(running) == 4)
+        hub = running.gateway.hub
+        assert hub is not None
+        session = next(iter(hub._sessions))
+        session.lost()
+        assert in_flight(running) == 2
+        session.channel.abort()
+        await asyncio.gather(*streams)
+        await eventually(running.settled)
+
+
+async def test_silence_counts_as_gone() -> None:
+    async with two_workers() as (running, client, _):
+        hub = running.gateway.hub
+        assert hub is not None
+        assert hub._timer is not None
+        hub._timer.cancel()  # it says nothing any more, as a stopped process
+        await eventually(lambda: any(worker.remote.gone.is_set() for worker in running.workers))
+        answer = await post(client, running, body())
+        assert answer.status_code == 200
+        await eventually(running.settled)
+
+
+# Paths that are no engine's, while the scheduler process hangs
+
+PUBLIC = ("/livez", "/health", "/ping", "/version", "/readyz", "/v1/models", "/v1/models/m")
+
+
+def hang(running: RunningGateway) -> None:
+    """The scheduler process takes connections and says nothing, as one that is stopped."""
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    running.app.control = never  # type: ignore[assignment]
+    hub = running.gateway.hub
+    assert hub is not None
+    assert hub._timer is not None
+    assert hub._server is not None
+    hub._timer.cancel()
+    hub._server.close()
+
+
+async def timed(
+    client: httpx.AsyncClient, running: RunningGateway, path: str, port: int | None = None
+) -> tuple[httpx.Response, float]:
+    began_s = time.monotonic()
+    answer = await client.get(f"http://127.0.0.1:{port or running.port}{path}")
+    return answer, time.monotonic() - began_s
+
+
+async def test_public_paths_are_answered_at_once_whatever_the_scheduler_process_does() -> None:
+    async with two_workers() as (running, client, _):
+        hang(running)
+        for _ in range(12):  # before that is noticed, and long after
+            for path in PUBLIC:
+                answer, took_s = await timed(client, running, path)
+                assert answer.status_code == 200, path
+                assert took_s < 1.0
+            assert answer.json()["id"] == "m"
+            await asyncio.sleep(1.0)
+        assert any(worker.remote.alone for worker in running.workers)
+
+
+async def test_no_path_hangs_with_the_scheduler_process() -> None:
+    async with two_workers() as (running, client, _):
+        hang(running)
+        for path in ("/metrics", "/dashboard", "/admin/instances", "/openapi.json", "/nothing"):
+            answer, took_s = await timed(client, running, path)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "2"), path
+            assert answer.json()["error"]["code"] == "scheduler_unavailable"
+            assert took_s < 10.0  # silence is noticed after four seconds at most
+        began_s = time.monotonic()
+        answer = await client.post(running.url + "/admin/reload")
+        assert (answer.status_code, time.monotonic() - began_s < 6.0) == (503, True)
+
+
+async def test_what_takes_long_of_a_scheduler_process_that_works_is_waited_for() -> None:
+    async with two_workers() as (running, client, _):
+        control = running.app.control
+
+        async def slowly(scope: Any, receive: Any, send: Any) -> None:
+            await asyncio.sleep(20)
+            await control(scope, receive, send)
+
+        running.app.control = slowly  # type: ignore[assignment]
+        answer, took_s = await timed(client, running, "/metrics")
+        assert answer.status_code == 200
+        assert took_s > 20
+
+
+async def test_a_scheduler_process_that_comes_back_answers_who_waits() -> None:
+    async with two_workers() as (running, client, _):
+        control = running.app.control
+        hang(running)
+        part(running)
+        await eventually(lambda: all(worker.remote.alone for worker in running.workers))
+        asked = asyncio.ensure_future(timed(client, running, "/metrics"))
+        await asyncio.sleep(1.0)
+        running.app.control = control
+        later, took_s = await timed(client, running, "/metrics")
+        assert later.status_code == 200
+        assert took_s < 1.0
+        assert (await asked)[0].status_code in (200, 503)
+
+
+async def test_workers_list_what_the_gateway_lists() -> None:
+    models = {"other": {"serve": "m"}}
+    async with two_workers(models=models) as (running, client, fakes):
+
+        async def ready() -> list[int]:
+            asked = [await timed(client, running, "/readyz", port) for port in running.ports]
+            return [answer.status_code for answer, _ in asked]
+
+        gateway, anyone = running.gateway, running.gateway.admission.client_of([])
+        await eventually(lambda: gateway.fleet.models()["m"].max_model_len is not None)
+        listed = model_list(gateway, anyone)
+        assert [card["id"] for card in listed["data"]] == ["m", "other"]
+        for worker in running.workers:
+            await eventually(lambda: model_list(worker, anyone) == listed)  # noqa: B023
+        answer, _ = await timed(client, running, "/v1/models")
+        assert answer.json() == json.loads(json.dumps(listed))
+        missing, _ = await timed(client, running, "/v1/models/nope")
+        assert missing.json()["error"]["code"] == "model_not_found"
+        assert await ready() == [200, 200]
+        for fake in fakes:
+            fake.healthy = False
+        await eventually(lambda: not gateway.fleet.ready())
+        await eventually(lambda: not any(w.listing.ready() for w in running.workers))
+        assert await ready() == [503, 503]
+        assert (await timed(client, running, "/livez"))[0].status_code == 200
+        assert (await timed(client, running, "/v1/models"))[0].json()["data"] == []
+
+
+async def test_public_paths_take_what_they_took() -> None:
+    async with two_workers() as (running, client, _):
+        url = running.url
+        assert (await client.post(url + "/ping")).status_code == 200
+        assert (await client.head(url + "/livez")).content == b""
+        wrong = await client.delete(url + "/readyz")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD")
+        assert (await client.get(url + "/v1/models/")).status_code == 404
+        running.workers[0].draining = True
+        answer, _ = await timed(client, running, "/readyz", running.ports[0])
+        assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
+
+
+# The messages themselves
+
+
+def test_frames_come_in_any_pieces() -> None:
+    sent: list[list[Any]] = [[messages.Leave(1), messages.Began(2)], [messages.Over(3, "")], []]
+    data = b"".join(frame(part) for part in sent)
+    for size in (1, 3, 7, len(data)):
+        received: list[Any] = []
+        reader = FrameReader(messages.FromWorker, received.append)
+        for start in range(0, len(data), size):
+            reader.feed(data[start : start + size])
+        assert received == sent
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff....", b"\x03\x00\x00\x00abc"])
+def test_what_is_no_frame_is_an_error(data: bytes) -> None:
+    reader = FrameReader(messages.FromWorker, lambda _: None)
+    with pytest.raises((ValueError, msgspec.DecodeError)):
+        reader.feed(data)
+
+
+async def test_messages_of_one_turn_go_in_one_write() -> None:
+    written: list[bytes] = []
+
+    class Transport:
+        def write(self, data: bytes) -> None:
+            written.append(data)
+
+    channel = Channel(messages.FromWorker)
+    channel.connection_made(Transport())  # type: ignore[arg-type]
+    for key in range(5):
+        channel.send(messages.Began(key))
+    await asyncio.sleep(0)
+    assert len(written) == 1
+    received: list[Any] = []
+    FrameReader(messages.FromWorker, received.append).feed(written[0])
+    assert received == [[messages.Began(key) for key in range(5)]]
+
+
+async def test_what_cannot_be_sent_costs_its_own_request() -> None:
+    async with two_workers() as (running, client, _):
+        good = asyncio.ensure_future(
+            post(client, running, body(stream=True, events=5, delay_s=0.1))
+        )
+        await eventually(lambda: in_flight(running) == 1)
+        odd = await post(client, running, body() | {"max_tokens": 10**30})
+        assert odd.status_code in (200, 400, 500)
+        assert (await good).text.endswith("data: [DONE]\n\n")
+        remote = running.workers[0].remote
+        channel = remote._channel
+        assert channel is not None
+        channel.send(messages.Settle(10**30, "completed", True, None))  # type: ignore[arg-type]
+        assert (await post(client, running, body())).status_code == 200
+        assert (await post(client, running, body())).status_code == 200
+        assert not remote.alone
+        await eventually(running.settled)
+
+
+@pytest.mark.parametrize(
+    "request_body",
+    [
+        body(),
+        body(stream=True) | {"n": 3, "max_tokens": 7},
+        {"model": "m", "prompt": "a text " * 500, "max_tokens": 9},
+        {"model": "m", "prompt": ["one", "two"], "cache_salt": "s"},
+    ],
+    ids=["tokens", "several", "text", "prompts"],
+)
+@pytest.mark.parametrize("policy", ["finish-time", "session"])
+async def test_a_request_is_described_as_in_one_process(
+    request_body: dict[str, Any], policy: str
+) -> None:
+    seen = []
+    for workers in (1, 2):
+        async with (
+            fake_instances(1) as fakes,
+            running_gateway(
+                config_for(fakes, scheduler={"policy": policy}), workers=workers
+            ) as running,
+            httpx.AsyncClient(timeout=60, headers={"x-session-id": "a"}) as client,
+        ):
+            asked: list[Request] = []
+            submit = running.gateway.placement.submit
+
+            def spy(request: Request, *args: Any, **options: Any) -> Any:
+                asked.append(request)  # noqa: B023
+                return submit(request, *args, **options)  # noqa: B023
+
+            running.gateway.placement.submit = spy  # type: ignore[method-assign]
+            assert (await post(client, running, request_body)).status_code == 200
+            await eventually(running.settled)
+            (request,) = asked
+            assert (request.session is not None) == (policy == "session")
+            # Their hashes begin with a secret of each gateway's.
+            lengths = None if request.prefix is None else request.prefix[1:]
+            seen.append((request._replace(prefix=None), lengths, fakes[0].bodies))
+    assert seen[0] == seen[1]
