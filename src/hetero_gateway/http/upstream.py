@@ -1,7 +1,7 @@
 """The HTTP/1.1 client towards the instances: one keep-alive pool per instance.
 
 A connection carries one exchange at a time. It is fed raw bytes, finds where a response's head,
-body and end are (``wire.response``, which judges them before anything else), and hands the raw
+body and end are (``http.response``, which judges them before anything else), and hands the raw
 bytes on: who relays them decides whether to pass them verbatim or decoded. It never half-closes,
 because vLLM takes that for a disconnect.
 """

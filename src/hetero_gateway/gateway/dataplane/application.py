@@ -1,6 +1,6 @@
 """The hot path: it opens every request on an engine path, and closes all of them at the end.
 
-Two ways lead in. The server's own protocol (``wire.protocol``) calls ``open`` and what that returns
+Two ways lead in. The server's own protocol (``http.protocol``) calls ``open`` and what that returns
 from its callbacks; any other ASGI server runs ``serve``. From there on there is one way
 (``attempts``). Per request there is one pass through the policy, the ledger and the metrics; per
 chunk there is none.
@@ -268,7 +268,10 @@ class DataPlane:
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Attempts:
         """Take a request whose head is here; it may be answered at once."""
-        self.name(inbound)
+        if inbound.asked_id:
+            self.name(inbound)
+        else:
+            inbound.request_id = b"%b-%x" % (self._request_id_prefix, next(self._request_ids))
         attempts = Attempts(self.rooms, inbound, downstream)
         attempts.arrive()
         return attempts
