@@ -13,8 +13,8 @@ from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.policies.slo import Slo, Slos, violations, violations_wide
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Request
 from tests.core.builders import SLOW, request, spec, state, view_of
 

@@ -14,8 +14,8 @@ from hetero_gateway.core.instances.speed import UNSEEN_S
 from hetero_gateway.core.scheduling import members
 from hetero_gateway.core.scheduling.decider import SMALL_POOL
 from hetero_gateway.core.scheduling.pool import Eligible
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request
 from tests.core.builders import FAST, FAST_CONSTANTS, SLOW, profile, request, scheduler, spec
 

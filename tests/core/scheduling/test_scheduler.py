@@ -17,8 +17,8 @@ from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, View
 from hetero_gateway.core.policies.base import Choice
 from hetero_gateway.core.policies.rotation import RoundRobin
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import (
     InstanceId,
     InstanceSpec,

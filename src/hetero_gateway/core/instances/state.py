@@ -389,7 +389,13 @@ class InstanceState:
         entry.outcome = outcome
         if entry.streaming:
             self._freed_s = now_s
-        if not self.prefix.off:
+        prefix = self.prefix
+        if not prefix.off and (
+            prefix.counts
+            or entry.interval is not None
+            or entry.first_token is not None
+            or (usage is not None and usage.cached_tokens is not None)
+        ):
             self._sightings.end(entry, usage)
         if entry.tracked:
             self.tracked -= 1

@@ -57,6 +57,8 @@ class ResidualLives:
         self._prior_tokens = prior_tokens
         self._prior_requests = prior_requests
         self._models: dict[str, _Finished] = {}
+        # What ``of`` has as ``plain`` for models that need not be made anew.
+        self.plain: dict[str, list[float]] = {}
         self._unknown = _Finished(np.full(len(STAGE_TOKENS), prior_tokens))
 
     def __len__(self) -> int:
@@ -76,6 +78,8 @@ class ResidualLives:
             lengths = np.array(finished.lengths)
             finished.table = residuals(lengths, self._prior_tokens, self._prior_requests)
             finished.plain = finished.table.tolist()
+        if model in self._models:
+            self.plain[model] = finished.plain
         return finished
 
     def observe_many(self, finished: Iterable[tuple[str, float]]) -> None:
@@ -96,6 +100,8 @@ class ResidualLives:
             lengths[finished.oldest] = output_tokens
             finished.oldest = (finished.oldest + 1) % HISTORY
         finished.unseen += 1
+        if finished.unseen == REFRESH_EVERY:
+            self.plain.pop(model, None)
 
 
 def residuals(lengths: FloatArray, prior_tokens: float, prior_requests: float) -> FloatArray:

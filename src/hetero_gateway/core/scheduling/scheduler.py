@@ -40,18 +40,16 @@ from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
-from hetero_gateway.core.scheduling.decider import SMALL_POOL, Decider
+from hetero_gateway.core.scheduling.decider import SMALL_POOL, Decider, Views, drain_time_s
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.scheduling.disciplines import Clients, Fifo, QueueDiscipline
+from hetero_gateway.core.scheduling.disciplines import Clients, Fifo
 from hetero_gateway.core.scheduling.members import Members, constants_of
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.probes import Probes
-from hetero_gateway.core.scheduling.queue import ModelQueue
+from hetero_gateway.core.scheduling.queue import ModelQueue, QueueDiscipline, Ticket
 from hetero_gateway.core.scheduling.restraints import Restraints
 from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits, predicted_wait_s
-from hetero_gateway.core.scheduling.tickets import Ticket
-from hetero_gateway.core.scheduling.views import Views, drain_time_s
 from hetero_gateway.core.types import (
     COMPLETED,
     InstanceId,
@@ -251,8 +249,7 @@ class Scheduler:
 
     def context_tokens(self, model: str) -> int | None:
         """The longest sequence that any available instance of the model takes; None: unknown."""
-        members = self._members
-        return (members.pools.get(model) or members.pool(model)).context_tokens
+        return self._members.pool(model).context_tokens
 
     def in_flight(self, instance_id: InstanceId) -> int:
         """How many requests are on an instance now. KeyError: unknown."""
@@ -327,7 +324,6 @@ class Scheduler:
         Args:
             at_once: False: it waits for the next pump all the same.
         """
-        request.check()
         eligible: Eligible | Reject | None = None
         pool = self._members.pools.get(request.model)
         if pool is not None and pool.ids:
@@ -362,7 +358,7 @@ class Scheduler:
         queue.arrive(ticket, first=first)
         self.queued += 1
         if self.queued > 1 or not at_once:
-            queue.stand(ticket)
+            queue.wait(ticket)
             return ticket
         self._pumped_s = now_s
         if self._unseen and self._unseen[0][0] <= now_s:
@@ -371,7 +367,7 @@ class Scheduler:
             queue.passed(ticket, now_s)
             self.queued = 0
         else:
-            queue.stand(ticket)
+            queue.wait(ticket)
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -606,7 +602,6 @@ class Scheduler:
         self, request: Request, exclude: Collection[InstanceId], now_s: float
     ) -> tuple[Request, Eligible] | Reject:
         """As ``Members.judge``, and without those that had better not get it now."""
-        request.check()
         judged = self._members.judge(request, exclude)
         if isinstance(judged, Reject) or judged[0] is not request or not self._restraints.by_id:
             return judged

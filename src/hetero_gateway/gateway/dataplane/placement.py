@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
-from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import (
     COMPLETED,
     InstanceId,
