@@ -108,7 +108,7 @@ class ReplicaScheduler(Scheduler):
 
     def drain_s(self, request: Request) -> float:
         """How long all its instances together take for one such request at full speed, s."""
-        pool = self._members.pool(request.model)
+        pool = self.members.pool(request.model)
         times_s = pool.request_times_s(
             request.prompt_tokens, request.predicted_output_tokens, as_if_it_fitted=True
         )

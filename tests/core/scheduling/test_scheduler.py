@@ -182,7 +182,7 @@ def test_unknown_names_are_not_remembered() -> None:
     s = scheduler(spec("a"))
     for i in range(1000):
         s.choose(request(model=f"x{i}"))
-    assert len(s._members.pools) == 0
+    assert len(s.members.pools) == 0
 
 
 def test_a_context_that_is_too_short_excludes_the_instance() -> None:

@@ -223,23 +223,6 @@ def can_hold(text_bytes: int, prompt_tokens: int) -> bool:
     return prompt_tokens <= text_bytes + _TEMPLATE_TOKENS
 
 
-def capped_output_tokens(
-    predicted_tokens: float,
-    max_output_tokens: int | None,
-    context_tokens: int | None,
-    prompt_tokens: int,
-) -> float:
-    """A prediction capped by the client's limit and by what the context window leaves; at least 1.
-
-    vLLM clamps the output silently when prompt + max_tokens is more than the context.
-    """
-    if max_output_tokens is not None:
-        predicted_tokens = min(predicted_tokens, max_output_tokens)
-    if context_tokens is not None:
-        predicted_tokens = min(predicted_tokens, context_tokens - prompt_tokens)
-    return max(1.0, predicted_tokens)
-
-
 def bounded_model(model: str, known: Mapping[str, object]) -> str:
     """The entry that a model is learnt under: its own, or that of all others."""
     return model if model in known or len(known) < MAX_MODELS else OTHER_MODELS
