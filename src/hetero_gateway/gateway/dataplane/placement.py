@@ -63,7 +63,7 @@ _MOST_CONTEXT_TOKENS = 1 << 24
 # libuv's timers count whole milliseconds: one more, so that a pump never comes too early.
 _TIMER_GRAIN_S = 0.001
 # Decisions that are kept together.
-_MOST_NOTED = 32
+_MOST_NOTED = 64
 _UNAVAILABLE = RejectReason.NO_AVAILABLE_INSTANCE
 
 
