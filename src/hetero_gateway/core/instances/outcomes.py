@@ -23,11 +23,11 @@ probe of its health does not: an engine may answer that and fail all that it is 
     reprieved        –               slow start        slow start           –
 
 "One too many": ``consecutive_failures`` in a row, or ``failure_ratio`` of at least
-``min_outcomes`` within 10 s. An ejection (the breaker is open) lasts base_s·2^k, at most max_s; k is
-how many came before it, and is forgotten when the last one ended max_s ago. Half-open: one request
-at a time. Slow start: as many requests at once as it had, and twice as many every 1.4 s, for 10 s.
-Busy: its engine said 503 or 429, which is no failure; for 0.5 s·2^k it gets nothing while others
-can.
+``min_outcomes`` within 10 s. An ejection (the breaker is open) lasts base_s·2^k, at most max_s; k
+is how many came before it, and is forgotten when the last one ended max_s ago. Half-open: one
+request at a time. Slow start: as many requests at once as it had, and twice as many every 1.4 s,
+for 10 s. Busy: its engine said 503 or 429, which is no failure; for 0.5 s·2^k it gets nothing while
+others can.
 
 What is no outcome: 4xx answers, clients that left, errors of the gateway's own. A time-out is one
 only if nothing good was heard of the instance since the request was sent: a long request says
