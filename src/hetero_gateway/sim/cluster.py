@@ -29,7 +29,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,7 @@ from numpy.typing import NDArray
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
-from hetero_gateway.core.policies.base import Jit
-from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import (
     InstanceId,
@@ -99,43 +98,18 @@ class Records:
     preemptions: NDArray[np.int64]
     cached_tokens: NDArray[np.int64]
 
-
-class Gateways(Protocol):
-    """What the simulation asks of a scheduler; ``Scheduler`` is one, several gateways another."""
-
-    @property
-    def queued(self) -> int: ...
-    @property
-    def caches(self) -> PrefixCaches | None: ...
-    def compile(self, jit: Jit) -> None: ...
-    def add(self, spec: InstanceSpec) -> None: ...
-    def replace(self, spec: InstanceSpec) -> None: ...
-    def submit(
-        self, request: Request, now_s: float, *, owner: Any = None, first: bool = False
-    ) -> Ticket | Reject: ...
-    def pump(self, now_s: float) -> list[Ticket]: ...
-    def next_wakeup_s(self) -> float | None: ...
-    def first_token(self, dispatch: Dispatch, now_s: float) -> None: ...
-    def settle(
-        self, dispatch: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
-    ) -> bool: ...
-    def observe_cache(
-        self,
-        instance_id: InstanceId,
-        caching: bool | None,
-        counters: tuple[float, float] | None,
-        now_s: float,
-    ) -> None: ...
-    def observe_steps(
-        self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
-    ) -> bool: ...
-    def observe_output_tokens(self, model: str, output_tokens: float) -> None: ...
+    @classmethod
+    def empty(cls, size: int) -> Records:
+        """Of requests that nothing has become of."""
+        times_s = (np.full(size, math.nan) for _ in range(3))
+        counts = (np.zeros(size, np.int64) for _ in range(2))
+        return cls(np.full(size, -1, np.int64), *times_s, *counts)
 
 
 def simulate(
     instances: Sequence[SimulatedInstance],
     workload: Workload,
-    scheduler: Gateways,
+    scheduler: Scheduler,
     predictor: OutputLengthPredictor,
     *,
     model: str = "model",
@@ -151,8 +125,9 @@ def simulate(
 
     Args:
         instances: at least one.
-        scheduler: an empty one, policy and rng set; the instances are added to it. Or several
-            (``replicas``).
+        scheduler: an empty one, policy and rng set; the instances are added to it. Whatever takes
+            the same calls may stand in its place, as several gateways do
+            (``benchmarks/scheduling/several_gateways.py``).
         predictor: predicts output lengths, and learns from those that finish.
         model: the name that requests ask for and all instances serve.
         predictions: (N,), output tokens, in place of the predictor's: the true lengths, say.
@@ -207,7 +182,7 @@ class _Run:
         self,
         instances: Sequence[SimulatedInstance],
         workload: Workload,
-        scheduler: Gateways,
+        scheduler: Scheduler,
         predictor: OutputLengthPredictor,
         fleet: Fleet,
         model: str,
@@ -230,14 +205,7 @@ class _Run:
             scheduler.add(spec)
             if workload.prefixes is not None:
                 scheduler.observe_cache(spec.instance_id, instance.prefix_caching, None, 0.0)
-        self.records = Records(
-            np.full(size, -1, dtype=np.int64),
-            np.full(size, math.nan),
-            np.full(size, math.nan),
-            np.full(size, math.nan),
-            np.zeros(size, dtype=np.int64),
-            np.zeros(size, dtype=np.int64),
-        )
+        self.records = Records.empty(size)
         # Reading and writing single numbers of an array goes faster through a memoryview.
         self._arrival_s = _view(workload.arrival_s)
         self._prompt_tokens = _view(workload.prompt_tokens)

@@ -32,7 +32,7 @@ from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
 from hetero_gateway.core.types import MOST_TOKENS
 from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
 from hetero_gateway.sim.compiled.lengths import CLASSES, BucketMeans, length_classes
-from hetero_gateway.sim.compiled.tables import Engines, Pool, Requests, Slowdowns
+from hetero_gateway.sim.compiled.tables import EngineTables, PoolTable, Requests, Slowdowns
 from hetero_gateway.sim.fleet import Fleet
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 
@@ -224,7 +224,7 @@ def _bounded(fresh: Fresh, requests: Requests, means: BucketMeans) -> bool:
 # Arrays of objects
 
 
-def engines_of(fleet: Fleet, slots: int) -> Engines:
+def engines_of(fleet: Fleet, slots: int) -> EngineTables:
     """The engines of a fleet, whose tables are arrays; nothing is in them.
 
     ``slots``: so many are added to those that it has.
@@ -236,11 +236,12 @@ def engines_of(fleet: Fleet, slots: int) -> Engines:
     free[0], free[1 : 1 + len(nobodys)] = len(nobodys), nobodys
     count = len(fleet.profiles)
     capacity = np.array([fleet.capacity_tokens(i) for i in range(count)], np.int64)
-    request = np.full(len(q), -1, np.int64)
-    return Engines(q, n, x, c, k, first, log, log_s, request, free, capacity)
+    by_slot = np.full(len(q), -1, np.int64), free, capacity, np.zeros(len(q), np.int64)
+    units = np.zeros((len(q), loads.DIGITS), np.int64)
+    return EngineTables(q, n, x, c, k, first, log, log_s, *by_slot, units)
 
 
-def pool_of(fresh: Fresh) -> Pool:
+def pool_of(fresh: Fresh) -> PoolTable:
     pool, members = fresh.pool, fresh.pool.members
     which = pool.profile_of
     coefficients = pool.table.coefficients
@@ -252,7 +253,7 @@ def pool_of(fresh: Fresh) -> Pool:
     def column(name: str) -> FloatArray:
         return np.array([getattr(member, name) for member in members], np.float64)
 
-    return Pool(
+    return PoolTable(
         np.ascontiguousarray(coefficients),
         column("p9"),
         columns.kv_capacity_tokens,
