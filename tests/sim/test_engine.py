@@ -282,7 +282,7 @@ def check_books(engine: Engine[Sequence], everyone: list[Sequence], growing: boo
             cached += tokens
             used += -(-(tokens if growing else tokens - 1) // 16)
     assert engine.total_blocks - engine.free_blocks == used
-    assert engine._n[kernel.CACHED] == cached
+    assert engine._row[kernel.CACHED] == cached
     assert 0 <= engine.free_blocks <= engine.total_blocks
     assert engine.num_running <= engine.max_num_seqs
 

@@ -98,9 +98,9 @@ class Fleet:
             rows.append(instance_rows(profiles[0], 0, max_num_seqs=1))
         width = max(len(n) for n, _ in rows)
         self.compiled = compiled
-        self._n = self._table([n + [0] * (width - len(n)) for n, _ in rows])
-        self._x = self._table([x for _, x in rows])
-        self._q = self._table([row for i in range(len(profiles)) for row in list_heads(3 * i)])
+        self._n = self._array([n + [0] * (width - len(n)) for n, _ in rows])
+        self._x = self._array([x for _, x in rows])
+        self._q = self._array([row for i in range(len(profiles)) for row in list_heads(3 * i)])
         caches = [
             block_cache.cache_rows(n[kernel.TOTAL_BLOCKS]) if n[kernel.CACHING] else [[0]]
             for n, _ in rows
@@ -113,18 +113,17 @@ class Fleet:
         for i in range(0, leaves, 2):
             kernel.rank(self._n, self._x, first, i)
         entries = _LOGENTRIES + 2 * max(n[kernel.MAX_SEQS] for n, _ in rows)
-        self._first = self._vector(first)
-        self._log = self._vector([0] * entries)
-        self._log_s = self._vector([0.0] * entries)
-        self._steps = self._vector([0] * len(profiles))
-        self._seconds = self._vector([0.0] * len(profiles))
+        self._first = self._array(first)
+        self._log = self._array([0] * entries)
+        self._log_s = self._array([0.0] * entries)
+        self._steps = self._array([0] * len(profiles))
+        self._seconds = self._array([0.0] * len(profiles))
         self._submit, self._change_slowdown, self._advance, self._decoded = (
             compile_kernel() if compiled else ENTRIES
         )
-        self._look_up = (
-            jit(block_cache.look_up, allocates=False) if compiled else block_cache.look_up
-        )
-        self._found = self._vector([0] * (self._most_blocks + 1))
+        look_up = block_cache.look_up
+        self._look_up = jit(look_up, allocates=False) if compiled else look_up
+        self._found = self._array([0] * (self._most_blocks + 1))
         # Reading single numbers from a memoryview is as fast as from a list.
         self.log: kernel.Row = self._view(self._log)
         self.log_s: kernel.Times = self._view(self._log_s)
@@ -132,10 +131,7 @@ class Fleet:
     def _view(self, vector: Any) -> Any:
         return memoryview(vector) if self.compiled else vector
 
-    def _table(self, rows: list[list[Any]]) -> Any:
-        return np.array(rows) if self.compiled else rows
-
-    def _vector(self, values: list[Any]) -> Any:
+    def _array(self, values: list[Any]) -> Any:
         return np.array(values) if self.compiled else values
 
     def _caches(self, caches: list[kernel.Rows]) -> Any:
