@@ -14,10 +14,9 @@ from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import Engine, Sequence
 from hetero_gateway.sim.fleet import Fleet, can_compile
+from tests.sim.closed_form import BOTH, assert_alike, in_closed_form
 from tests.sim.naive_cache import CachedJob, CachingEngine
-from tests.sim.test_fleet import EXACT, NEVER_S, REAL
-
-BOTH = ("chunked", "prefill-first")
+from tests.sim.test_fleet import EXACT, REAL
 
 
 def keys_of(number: int, path: tuple[int, ...], blocks: int) -> list[int]:
@@ -46,63 +45,18 @@ def make_jobs(workload: list[tuple[float, int, int, tuple[int, ...]]]) -> list[C
     ]
 
 
-def in_closed_form(
-    profile: Profile, scheduling: str, budget: int, jobs: list[CachedJob], compiled: bool = False
-) -> tuple[list[CachedJob], Fleet]:
-    jobs = [replace(job, keys=job.keys) for job in jobs]
-    fleet = Fleet(
-        [profile],
-        scheduling=scheduling,
-        max_batched_tokens=budget,
-        prefix_caching=[True],
-        most_blocks=40,
-        compiled=compiled,
-    )
-    slots: dict[int, CachedJob] = {}
-
-    def advance(until_s: float) -> None:
-        complete = False
-        while not complete:
-            complete = fleet.advance(until_s, False)
-            for i in range(1, 1 + fleet.log[0]):
-                slot, kind, now_s = fleet.log[i] // 4, fleet.log[i] % 4, fleet.log_s[i]
-                if kind == kernel.FIRST:
-                    slots[slot].first_s = now_s
-                    slots[slot].cached_tokens = fleet.cached_tokens(slot)
-                elif kind == kernel.FINISHED:
-                    slots[slot].finish_s = now_s
-                    fleet.free_slot(slot)
-                elif kind == kernel.PREEMPTED:
-                    slots[slot].preemptions += 1
-
-    for job in jobs:
-        advance(job.arrival_s)
-        slot = fleet.new_slot()
-        slots[slot] = job
-        keys = np.array(job.keys, dtype=np.int64) if compiled else job.keys
-        fleet.submit(0, slot, job.prompt, job.output, job.arrival_s, keys)
-    advance(NEVER_S)
-    n = fleet._n[0]
-    assert n[kernel.FREE_BLOCKS] == n[kernel.TOTAL_BLOCKS]
-    assert n[kernel.SPARES] == 0
-    return jobs, fleet
-
-
-def check(profile: Profile, scheduling: str, budget: int, jobs: list[CachedJob], exact: bool):
+def check(
+    profile: Profile, scheduling: str, budget: int, jobs: list[CachedJob], tolerance: float
+) -> tuple[list[CachedJob], CachingEngine]:
     naive = [replace(job) for job in jobs]
     engine = CachingEngine(profile, scheduling == "chunked", budget)
     engine.run(naive)
     found, fleet = in_closed_form(profile, scheduling, budget, jobs)
-    tolerance = 0.0 if exact else 1e-9
-    for expected, job in zip(naive, found, strict=True):
-        assert job.preemptions == expected.preemptions
-        assert job.cached_tokens == expected.cached_tokens
-        assert job.first_s == pytest.approx(expected.first_s, rel=tolerance, abs=tolerance)
-        assert job.finish_s == pytest.approx(expected.finish_s, rel=tolerance, abs=tolerance)
-    assert fleet._n[0][kernel.QUERIES_TOTAL] == engine.queries
-    assert fleet._n[0][kernel.HITS_TOTAL] == engine.hits
+    assert_alike(found, naive, tolerance)
+    n, c = fleet._n[0], fleet._c[0]
+    assert (n[kernel.QUERIES_TOTAL], n[kernel.HITS_TOTAL]) == (engine.queries, engine.hits)
     # The very same blocks are cached, and they will be evicted in the same order.
-    c, head, order = fleet._c[0], fleet._n[0][kernel.TOTAL_BLOCKS], []
+    head, order = n[kernel.TOTAL_BLOCKS], []
     block = c[block_cache.NEXT_FREE][head]
     while block != head:
         order.append(c[block_cache.KEY][block])
@@ -118,7 +72,7 @@ def test_hits_times_and_evictions_are_those_of_the_plain_cache(
 ):
     budget = data.draw(st.integers(seqs, 200))
     profile = Profile("GPU", "m", 1, EXACT, kv, seqs)
-    check(profile, scheduling, budget, make_jobs(workload), exact=True)
+    check(profile, scheduling, budget, make_jobs(workload), 0.0)
 
 
 def many(count: int = 80) -> list[CachedJob]:
@@ -135,7 +89,7 @@ def many(count: int = 80) -> list[CachedJob]:
 def test_a_full_cache_with_evictions_and_hits_is_the_same():
     for scheduling, kv_tokens in itertools.product(BOTH, (400, 900, 3000)):
         profile = Profile("GPU", "m", 1, REAL, kv_tokens, 12)
-        jobs, engine = check(profile, scheduling, 128, many(), exact=False)
+        jobs, engine = check(profile, scheduling, 128, many(), 1e-9)
         assert engine.hits > 500
         if kv_tokens == 400:
             assert sum(job.preemptions for job in jobs) > 3

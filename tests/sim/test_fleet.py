@@ -16,10 +16,8 @@ from hetero_gateway.core.instances import table
 from hetero_gateway.core.policies import estimates
 from hetero_gateway.sim import kernel
 from hetero_gateway.sim.fleet import Fleet, can_compile, jit
+from tests.sim.closed_form import BOTH, NEVER_S, assert_alike, in_closed_form
 from tests.sim.naive import Job, NaiveEngine
-
-BOTH = ("chunked", "prefill-first")
-NEVER_S = 1e12
 
 # Sums of these, and of times on the same grid, are exact: an arrival can be at a step's very end.
 EXACT = Constants(2**-12, 2**-9, 0.0, 2**-6, 2**-14, 2**-10, 0.0, 2**-6, 2**-15)
@@ -55,66 +53,23 @@ def cases(draw: st.DrawFn, constants: tuple[Constants, ...], times: st.SearchStr
     )
 
 
+def make_jobs(case: Case) -> list[Job]:
+    return [Job(prompt, output, arrival_s) for arrival_s, prompt, output in case.jobs]
+
+
 def naive(case: Case) -> list[Job]:
-    jobs = [Job(prompt, output, arrival_s) for arrival_s, prompt, output in case.jobs]
-    NaiveEngine(
-        case.profile, case.scheduling == "chunked", case.max_batched_tokens, case.slowdowns
-    ).run(jobs)
+    jobs, chunked = make_jobs(case), case.scheduling == "chunked"
+    NaiveEngine(case.profile, chunked, case.max_batched_tokens, case.slowdowns).run(jobs)
     return jobs
 
 
-def in_closed_form(case: Case, compiled: bool = False) -> list[Job]:
-    jobs = [Job(prompt, output, arrival_s) for arrival_s, prompt, output in case.jobs]
-    fleet = Fleet(
-        [case.profile],
-        scheduling=case.scheduling,
-        max_batched_tokens=case.max_batched_tokens,
-        compiled=compiled,
-    )
-    events = [(at_s, 0, factor) for at_s, factor in case.slowdowns]
-    events += [(job.arrival_s, 1, job) for job in jobs]
-    slots: dict[int, Job] = {}
-    last_s = 0.0
-
-    def advance(until_s: float) -> None:
-        nonlocal last_s
-        complete = False
-        while not complete:
-            complete = fleet.advance(until_s, False)
-            for k in range(1, 1 + fleet.log[0]):
-                job, kind, now_s = slots[fleet.log[k] // 4], fleet.log[k] % 4, fleet.log_s[k]
-                assert last_s <= now_s <= until_s
-                last_s = now_s
-                if kind == kernel.FIRST:
-                    job.first_s = now_s
-                elif kind == kernel.FINISHED:
-                    job.finish_s = now_s
-                    fleet.free_slot(fleet.log[k] // 4)
-                elif kind == kernel.PREEMPTED:
-                    job.preemptions += 1
-
-    for at_s, _, what in sorted(events, key=lambda event: event[:2]):
-        advance(at_s)
-        if isinstance(what, Job):
-            slot = fleet.new_slot()
-            slots[slot] = what
-            fleet.submit(0, slot, what.prompt, what.output, at_s)
-        else:
-            fleet.set_slowdown(0, what, at_s)
-    advance(NEVER_S)
-    n = fleet._n[0]
-    assert n[kernel.FREE_BLOCKS] == n[kernel.TOTAL_BLOCKS]
-    assert n[kernel.GENERATION_TOTAL] == sum(job.output for job in jobs)
-    assert n[kernel.CACHED] == 0
-    assert not any(n[kernel.PHASES_AT : kernel.PHASES_AT + 16])
-    return jobs
+def closed(case: Case, *, compiled: bool = False) -> list[Job]:
+    sizes = case.profile, case.scheduling, case.max_batched_tokens
+    return in_closed_form(*sizes, make_jobs(case), case.slowdowns, compiled=compiled)[0]
 
 
 def check(case: Case, tolerance: float) -> None:
-    for expected, job in zip(naive(case), in_closed_form(case), strict=True):
-        assert job.preemptions == expected.preemptions
-        assert job.first_s == pytest.approx(expected.first_s, rel=tolerance, abs=tolerance)
-        assert job.finish_s == pytest.approx(expected.finish_s, rel=tolerance, abs=tolerance)
+    assert_alike(closed(case), naive(case), tolerance)
 
 
 @settings(max_examples=400)
@@ -159,7 +114,7 @@ def test_the_compiled_kernel_gives_the_same_floats():
     for scheduling, kv_tokens in itertools.product(BOTH, (600, 20_000)):
         profile = Profile("GPU", "m", 1, REAL, kv_tokens, 32)
         case = Case(profile, scheduling, 128, jobs, [(3.0, 2.0), (5.0, 1.0)])
-        assert in_closed_form(case, compiled=True) == in_closed_form(case)
+        assert closed(case, compiled=True) == closed(case)
 
 
 def test_a_run_of_decode_steps_is_one_event():
@@ -196,7 +151,7 @@ def test_instances_do_not_disturb_each_other():
             fleet.submit(i, slot, prompt, output, at_s)
     advance(NEVER_S)
     for i, profile in enumerate(profiles):
-        alone = in_closed_form(Case(profile, "chunked", 2048, jobs, []))
+        alone = closed(Case(profile, "chunked", 2048, jobs, []))
         assert [finish[i, number] for number in range(30)] == [job.finish_s for job in alone]
 
 

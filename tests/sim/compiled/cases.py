@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -99,23 +101,33 @@ def run(profiles, load, policy, options, predictor, *, compiled, **others) -> Re
         for i, p in enumerate(profiles)
     ]
     scheduler = Scheduler(make_policy(policy, options), np.random.default_rng(3))
-    if isinstance(predictor, str):
-        predictor = predictor_of(predictor)
+    # Predictors learn: each run has one of its own.
+    predictor = predictor_of(predictor) if isinstance(predictor, str) else deepcopy(predictor)
     return simulate(
         instances, load, scheduler, predictor,
         compiled=compiled, max_batched_tokens=64, **others,
     )  # fmt: skip
 
 
-def run_interpreted(
-    profiles, load, policy, options: PolicyOptions, predictor, **others
-) -> tuple[Records, bool]:
-    """With the loops as they are written, and whether one of them ran."""
+def check_interpreted(profiles, load, policy, options: PolicyOptions, predictor, **others) -> bool:
+    """Whether a loop ran, as it is written; if so, its records are the scheduler's to the bit."""
     interpreted = Interpreted()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "jit_loop", interpreted)
-        records = run(profiles, load, policy, options, predictor, compiled=True, **others)
-    return records, interpreted.used
+        found = run(profiles, load, policy, options, predictor, compiled=True, **others)
+    expected = run(profiles, load, policy, options, predictor, compiled=False, **others)
+    assert_same(expected, found)
+    return interpreted.used
+
+
+def check_compiled(profiles, load, policy, options: PolicyOptions, **others) -> None:
+    """With numba the records are the scheduler's, to the bit."""
+    assert_same(
+        *(
+            run(profiles, load, policy, options, "bucket-mean", compiled=compiled, **others)
+            for compiled in (False, True)
+        )
+    )
 
 
 def assert_same(one: Records, other: Records) -> None:

@@ -15,14 +15,13 @@ from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 from tests.sim.compiled.cases import (
     PREDICTORS,
-    assert_same,
+    check_compiled,
+    check_interpreted,
     faults,
     heavy_workload,
     jobs,
     make_workload,
     profiles,
-    run,
-    run_interpreted,
 )
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="numba is not installed")
@@ -53,34 +52,27 @@ def test_records_are_the_same_to_the_bit(
     options = PolicyOptions(objective=objective, prefill_depth=depth, slos=slos)
     predictions = load.output_tokens.astype(float) if oracle else None
     given = {"predictions": predictions, "faults": faults}
-    expected = run(profiles, load, "finish-time", options, predictor, compiled=False, **given)
-    found, used = run_interpreted(profiles, load, "finish-time", options, predictor, **given)
+    used = check_interpreted(profiles, load, "finish-time", options, predictor, **given)
     # Normal draws may be longer than the smallest instance.
     assert used or predictor == "normal"
-    assert_same(expected, found)
 
 
 def test_doubted_speeds_and_probes_are_the_same():
     load = heavy_workload(300, 0.15)
-    expected = run(CLUSTER, load, "finish-time", PolicyOptions(), "bucket-mean", compiled=False,
-                   faults=SLOW)  # fmt: skip
-    found, used = run_interpreted(
-        CLUSTER, load, "finish-time", PolicyOptions(), "bucket-mean", faults=SLOW
-    )
-    assert used
-    assert_same(expected, found)
+    options = PolicyOptions()
+    assert check_interpreted(CLUSTER, load, "finish-time", options, "bucket-mean", faults=SLOW)
 
 
 def test_requests_that_not_all_can_hold_are_left_to_the_objects():
     load = Workload(np.zeros(2), np.array([2600, 10]), np.array([5, 5]))
-    _, used = run_interpreted([SMALL, LARGE], load, "finish-time", PolicyOptions(), "constant")
-    assert not used
+    cluster = [SMALL, LARGE]
+    assert not check_interpreted(cluster, load, "finish-time", PolicyOptions(), "constant")
 
 
 def test_limits_that_are_not_the_same_for_all_are_left_to_the_objects():
     options = PolicyOptions(slos=Slos(Slo(1.0, 0.1), classes={"batch": Slo()}))
-    _, used = run_interpreted(CLUSTER, heavy_workload(20, 0.1), "finish-time", options, "constant")
-    assert not used
+    load = heavy_workload(20, 0.1)
+    assert not check_interpreted(CLUSTER, load, "finish-time", options, "constant")
 
 
 def test_a_rule_that_is_not_known_is_left_to_the_objects(monkeypatch):
@@ -92,8 +84,7 @@ def test_a_rule_that_is_not_known_is_left_to_the_objects(monkeypatch):
 
     monkeypatch.setattr(FinishTime, "__init__", with_more)
     load = heavy_workload(20, 0.1)
-    _, used = run_interpreted(CLUSTER, load, "finish-time", PolicyOptions(), "constant")
-    assert not used
+    assert not check_interpreted(CLUSTER, load, "finish-time", PolicyOptions(), "constant")
 
 
 @pytest.mark.slow
@@ -109,10 +100,4 @@ def test_a_rule_that_is_not_known_is_left_to_the_objects(monkeypatch):
 def test_compiled_by_numba_too(options):
     for gap_s in (0.002, 0.1):
         load = heavy_workload(1500, gap_s)
-        runs = [
-            run(
-                CLUSTER, load, "finish-time", options, "bucket-mean", compiled=compiled, faults=SLOW
-            )
-            for compiled in (False, True)
-        ]
-        assert_same(*runs)
+        check_compiled(CLUSTER, load, "finish-time", options, faults=SLOW)

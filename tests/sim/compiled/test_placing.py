@@ -14,14 +14,13 @@ from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import Fault, FaultKind
 from tests.sim.compiled.cases import (
     PREDICTORS,
-    assert_same,
+    check_compiled,
+    check_interpreted,
     faults,
     heavy_workload,
     jobs,
     make_workload,
     profiles,
-    run,
-    run_interpreted,
 )
 
 PLACING = tuple(name for name in POLICY_NAMES if name != "finish-time")
@@ -50,10 +49,7 @@ def test_records_are_the_same_to_the_bit(
     options = PolicyOptions(randomised=randomised, single_instance=InstanceId("i0"))
     predictions = load.output_tokens.astype(float) if oracle else None
     given = {"predictions": predictions, "faults": faults}
-    expected = run(profiles, load, policy, options, predictor, compiled=False, **given)
-    found, used = run_interpreted(profiles, load, policy, options, predictor, **given)
-    assert used
-    assert_same(expected, found)
+    assert check_interpreted(profiles, load, policy, options, predictor, **given)
 
 
 @pytest.mark.slow
@@ -61,12 +57,7 @@ def test_records_are_the_same_to_the_bit(
 def test_compiled_by_numba_too(policy):
     load, twins = heavy_workload(3000, 0.002), [SMALL, LARGE, SMALL, LARGE, SMALL, SMALL]
     for randomised in (False, True) if "round-robin" in policy else (False,):
-        options = PolicyOptions(randomised=randomised)
-        runs = [
-            run(twins, load, policy, options, "bucket-mean", compiled=compiled)
-            for compiled in (False, True)
-        ]
-        assert_same(*runs)
+        check_compiled(twins, load, policy, PolicyOptions(randomised=randomised))
 
 
 def test_what_is_not_covered_is_left_to_the_objects():
@@ -78,8 +69,5 @@ def test_what_is_not_covered_is_left_to_the_objects():
     learnt = BucketMeanPredictor(10.0)
     learnt.observe(LengthFeatures("model", 5), 9)
     for predictor, happens in ((Other(40.0), []), (learnt, []), ("bucket-mean", dead)):
-        cluster = [LARGE, LARGE]
-        _, used = run_interpreted(
-            cluster, load, "min-max", PolicyOptions(), predictor, faults=happens
-        )
-        assert not used
+        cluster, options = [LARGE, LARGE], PolicyOptions()
+        assert not check_interpreted(cluster, load, "min-max", options, predictor, faults=happens)

@@ -1,0 +1,95 @@
+"""Jobs in a fleet of one engine, many steps at once; and beside the naive engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.sim import kernel
+from hetero_gateway.sim.fleet import Fleet
+from tests.sim.naive import Job
+from tests.sim.naive_cache import CachedJob
+
+BOTH = ("chunked", "prefill-first")
+NEVER_S = 1e12
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
+def in_closed_form(
+    profile: Profile,
+    scheduling: str,
+    max_batched_tokens: int,
+    jobs: Sequence[AnyJob],
+    slowdowns: Sequence[tuple[float, float]] = (),
+    *,
+    compiled: bool = False,
+) -> tuple[list[AnyJob], Fleet]:
+    """What becomes of the jobs (which stay as they are), and the fleet at the end, empty again.
+
+    ``CachedJob``s have a prefix cache. ``slowdowns``: (from when, factor).
+    """
+    jobs = [replace(job) for job in jobs]
+    caching = isinstance(jobs[0], CachedJob)
+    fleet = Fleet(
+        [profile],
+        scheduling=scheduling,
+        max_batched_tokens=max_batched_tokens,
+        prefix_caching=[caching],
+        most_blocks=40 if caching else 0,
+        compiled=compiled,
+    )
+    slots: dict[int, AnyJob] = {}
+    last_s = 0.0
+
+    def advance(until_s: float) -> None:
+        nonlocal last_s
+        complete = False
+        while not complete:
+            complete = fleet.advance(until_s, False)
+            for k in range(1, 1 + fleet.log[0]):
+                slot, kind, now_s = fleet.log[k] // 4, fleet.log[k] % 4, fleet.log_s[k]
+                assert last_s <= now_s <= until_s
+                job, last_s = slots[slot], now_s
+                if kind == kernel.FIRST:
+                    job.first_s = now_s
+                    if isinstance(job, CachedJob):
+                        job.cached_tokens = fleet.cached_tokens(slot)
+                elif kind == kernel.FINISHED:
+                    job.finish_s = now_s
+                    fleet.free_slot(slot)
+                elif kind == kernel.PREEMPTED:
+                    job.preemptions += 1
+
+    events = [(at_s, 0, factor) for at_s, factor in slowdowns]
+    events += [(job.arrival_s, 1, job) for job in jobs]
+    for at_s, _, what in sorted(events, key=lambda event: event[:2]):
+        advance(at_s)
+        if isinstance(what, Job):
+            slot = fleet.new_slot()
+            slots[slot] = what
+            keys = what.keys if isinstance(what, CachedJob) else ()
+            keys = np.array(keys, dtype=np.int64) if compiled else keys
+            fleet.submit(0, slot, what.prompt, what.output, at_s, keys)
+        else:
+            fleet.set_slowdown(0, what, at_s)
+    advance(NEVER_S)
+    n = fleet._n[0]
+    assert n[kernel.FREE_BLOCKS] == n[kernel.TOTAL_BLOCKS]
+    assert n[kernel.GENERATION_TOTAL] == sum(job.output for job in jobs)
+    assert n[kernel.CACHED] == n[kernel.SPARES] == 0
+    assert not any(n[kernel.PHASES_AT : kernel.PHASES_AT + 16])
+    return jobs, fleet
+
+
+def assert_alike(found: Sequence[Job], expected: Sequence[Job], tolerance: float) -> None:
+    """Times within the tolerance, in s and relative; evictions and hits exactly."""
+    for job, other in zip(found, expected, strict=True):
+        assert job.preemptions == other.preemptions
+        assert getattr(job, "cached_tokens", None) == getattr(other, "cached_tokens", None)
+        assert job.first_s == pytest.approx(other.first_s, rel=tolerance, abs=tolerance)
+        assert job.finish_s == pytest.approx(other.finish_s, rel=tolerance, abs=tolerance)
