@@ -5,29 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.predictors import ConstantPredictor
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId
-from hetero_gateway.sim.cluster import SimulatedInstance, simulate
+from hetero_gateway.sim.cluster import simulate
 from hetero_gateway.sim.recorded import Placements, Recording, replay, run_as_placed
-from hetero_gateway.sim.workload import Workload
-from tests.core.builders import FAST_CONSTANTS, SLOW_CONSTANTS
+from tests.sim.builders import FAST, SLOW, instances, random_workload
 
-FAST = Profile("fast", "m", 1, FAST_CONSTANTS, 60_000, 32)
-SLOW = Profile("slow", "m", 1, SLOW_CONSTANTS, 12_000, 16)
-CLUSTER = [SimulatedInstance(InstanceId(f"i{i}"), p, p) for i, p in enumerate((FAST, SLOW, SLOW))]
+CLUSTER = instances(FAST, SLOW, SLOW)
 
 
 def recorded(policy: str) -> Recording:
     """A simulated run as if it had been recorded."""
-    rng = np.random.default_rng(0)
-    load = Workload(
-        np.cumsum(rng.exponential(0.1, 300)),
-        np.minimum(rng.lognormal(5.5, 1.0, 300), 4000).astype(np.int64) + 1,
-        np.minimum(rng.lognormal(4.5, 0.8, 300), 1000).astype(np.int64) + 1,
-    )
+    load = random_workload(300, 10.0)
     means = float(load.prompt_tokens.mean()), float(load.output_tokens.mean())
     scheduler = Scheduler(
         make_policy(policy), np.random.default_rng(0), reference=means, prefix_cache=False
@@ -36,17 +26,9 @@ def recorded(policy: str) -> Recording:
     records = simulate(
         CLUSTER, load, scheduler, ConstantPredictor(means[1]), predictions=predictions
     )
-    placements = Placements(
-        records.instance, records.placed_s, load.prompt_tokens, load.output_tokens
-    )
-    return Recording(
-        placements,
-        load.arrival_s,
-        predictions,
-        records.first_token_s,
-        records.finish_s,
-        np.ones(300, bool),
-    )
+    where = Placements(records.instance, records.placed_s, load.prompt_tokens, load.output_tokens)
+    times_s = records.first_token_s, records.finish_s
+    return Recording(where, load.arrival_s, predictions, *times_s, np.ones(300, bool))
 
 
 @pytest.mark.parametrize("policy", ["finish-time", "min-max"])
