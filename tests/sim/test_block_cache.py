@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import Engine, Sequence
-from hetero_gateway.sim.fleet import Fleet, can_compile
+from hetero_gateway.sim.fleet import can_compile
 from tests.sim.closed_form import BOTH, assert_alike, in_closed_form
 from tests.sim.naive_cache import CachedJob, CachingEngine
 from tests.sim.test_fleet import EXACT, REAL
@@ -216,22 +216,3 @@ def test_without_keys_nothing_is_shared():
     serve(one, 64, 4, [])
     assert serve(one, 64, 4, []).cached_tokens == 0
     assert one.prefix_hits_total == 0
-
-
-def test_a_reset_of_an_instance_of_a_fleet():
-    profile = Profile("GPU", "m", 1, REAL, 1600, 8)
-    fleet = Fleet([profile, profile], prefix_caching=[True, False], most_blocks=8)
-    cached = []
-    for at_s in (0.0, 100.0, 200.0):
-        for i in range(2):
-            slot = fleet.new_slot()
-            fleet.submit(i, slot, 100, 4, at_s, [1, 2, 3, 4, 5, 6])
-            fleet.advance(at_s + 50, False)
-            cached.append(fleet.cached_tokens(slot))
-            fleet.free_slot(slot)
-            assert fleet.prefix_hits(i, [1, 2, 3, 99, 5]) == (0 if i else 3)
-            assert (fleet.waiting(i), fleet.kv_usage(i)) == (0, 0.0)
-        if at_s == 100.0:
-            fleet.reset_prefix_cache(0)
-            fleet.reset_prefix_cache(1)
-    assert cached == [0, 0, 96, 0, 0, 0]

@@ -121,9 +121,6 @@ class Fleet:
         self._submit, self._change_slowdown, self._advance, self._decoded = (
             compile_kernel() if compiled else ENTRIES
         )
-        look_up = block_cache.look_up
-        self._look_up = jit(look_up, allocates=False) if compiled else look_up
-        self._found = self._array([0] * (self._most_blocks + 1))
         # Reading single numbers from a memoryview is as fast as from a list.
         self.log: kernel.Row = self._view(self._log)
         self.log_s: kernel.Times = self._view(self._log_s)
@@ -195,29 +192,6 @@ class Fleet:
     def cached_tokens(self, slot: int) -> int:
         """Prompt tokens of a sequence that its instance had in its prefix cache."""
         return int(self._q[slot][kernel.CACHED_TOKENS])
-
-    def prefix_hits(self, i: int, keys: Any) -> int:
-        """How many of these keys, from the first on, instance i has in its prefix cache now."""
-        n = self._n[i]
-        if not n[kernel.CACHING]:
-            return 0
-        most = min(len(keys), self._most_blocks)
-        return int(self._look_up(self._c[i], n[kernel.BUCKET_MASK], keys, self._found, most))
-
-    def waiting(self, i: int) -> int:
-        """Sequences in the engine's own queue."""
-        return int(self._n[i][kernel.NUM_WAITING])
-
-    def kv_usage(self, i: int) -> float:
-        """Share of the engine's blocks in use, 0 to 1."""
-        n = self._n[i]
-        return 1 - float(n[kernel.FREE_BLOCKS]) / float(n[kernel.TOTAL_BLOCKS])
-
-    def reset_prefix_cache(self, i: int) -> None:
-        """Forget what instance i has cached; what is in use stays in use."""
-        n = self._n[i]
-        if n[kernel.CACHING]:
-            block_cache.clear(self._c[i], n[kernel.BUCKET_MASK], n[kernel.TOTAL_BLOCKS])
 
     def set_slowdown(self, i: int, slowdown: float, now_s: float) -> None:
         """Stretch the steps that begin at ``now_s`` or later; above 0."""

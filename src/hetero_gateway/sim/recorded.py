@@ -192,34 +192,20 @@ def replay(
         (placements.instance, placed.first_token_s, placed.finish_s),
     ]
     if policy is not None:
-        decided = _by_policy(recording, instances, policy, scheduling, max_batched_tokens)
+        means = float(placements.prompt_tokens.mean()), float(placements.output_tokens.mean())
+        first = PolicyOptions(single_instance=instances[0].instance_id)
+        rng = np.random.default_rng(0)
+        decided = simulate(
+            instances,
+            Workload(recording.arrival_s, placements.prompt_tokens, placements.output_tokens),
+            Scheduler(make_policy(policy, first), rng, reference=means, prefix_cache=False),
+            ConstantPredictor(means[1]),
+            scheduling=scheduling,
+            max_batched_tokens=max_batched_tokens,
+            predictions=recording.predicted_tokens,
+        )
         runs.append((decided.instance, decided.first_token_s, decided.finish_s))
     measured, as_placed, *by_policy = (
         tuple(figures(recording, *run, only) for only in range(-1, len(instances))) for run in runs
     )
     return Replayed(measured, as_placed, by_policy[0] if by_policy else None)
-
-
-def _by_policy(
-    recording: Recording,
-    instances: Sequence[SimulatedInstance],
-    policy: str,
-    scheduling: Scheduling,
-    max_batched_tokens: int,
-) -> Records:
-    placements = recording.placements
-    workload = Workload(recording.arrival_s, placements.prompt_tokens, placements.output_tokens)
-    means = float(placements.prompt_tokens.mean()), float(placements.output_tokens.mean())
-    first = PolicyOptions(single_instance=instances[0].instance_id)
-    scheduler = Scheduler(
-        make_policy(policy, first), np.random.default_rng(0), reference=means, prefix_cache=False
-    )
-    return simulate(
-        instances,
-        workload,
-        scheduler,
-        ConstantPredictor(means[1]),
-        scheduling=scheduling,
-        max_batched_tokens=max_batched_tokens,
-        predictions=recording.predicted_tokens,
-    )
