@@ -158,17 +158,8 @@ def simulate(
         scheduler.compile(jit)
     run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)
     if compiled:
-        arrays = cases.covered(
-            scheduler,
-            predictor,
-            fleet,
-            model,
-            workload,
-            faults,
-            predictions,
-            observe_interval_s,
-            run.records,
-        )
+        who, what = (scheduler, predictor, fleet, model), (workload, faults, predictions)
+        arrays = cases.covered(*who, *what, observe_interval_s, run.records)
         if arrays is not None:
             arrays(jit_loop)
             return run.records
@@ -207,16 +198,12 @@ class _Run:
                 scheduler.observe_cache(spec.instance_id, instance.prefix_caching, None, 0.0)
         self.records = Records.empty(size)
         # Reading and writing single numbers of an array goes faster through a memoryview.
-        self._arrival_s = _view(workload.arrival_s)
-        self._prompt_tokens = _view(workload.prompt_tokens)
-        self._output_tokens = _view(workload.output_tokens)
+        told = workload.arrival_s, workload.prompt_tokens, workload.output_tokens
+        self._arrival_s, self._prompt_tokens, self._output_tokens = map(_view, told)
         self._predictions = None if predictions is None else _view(predictions)
-        self._instance = _view(self.records.instance)
-        self._placed_s = _view(self.records.placed_s)
-        self._first_token_s = _view(self.records.first_token_s)
-        self._finish_s = _view(self.records.finish_s)
-        self._preemptions = _view(self.records.preemptions)
-        self._cached_tokens = _view(self.records.cached_tokens)
+        records = (_view(getattr(self.records, field)) for field in Records.__slots__)
+        self._instance, self._placed_s, self._first_token_s, self._finish_s, *counts = records
+        self._preemptions, self._cached_tokens = counts
         self._prefixes = workload.prefixes
         self._classes = workload.classes
         # By the fleet's slot: who has it.
@@ -300,12 +287,7 @@ class _Run:
         asked = Request(self._model, prompt_tokens, predicted, prefix=self._keys(request))
         if self._classes:
             asked = asked._replace(request_class=self._classes[request])
-        ticket = self._scheduler.submit(
-            asked,
-            self._now_s,
-            owner=request,
-            first=first,
-        )
+        ticket = self._scheduler.submit(asked, self._now_s, owner=request, first=first)
         return not isinstance(ticket, Reject)
 
     def _keys(self, request: int) -> PrefixKeys | None:

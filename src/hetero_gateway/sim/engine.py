@@ -266,7 +266,7 @@ class Engine(Generic[S]):
         self._q = list_heads(0)
         self._c = block_cache.cache_rows(self.total_blocks) if prefix_caching else []
         self._k: kernel.Rows = [[] for _ in range(2 * len(self._q))]
-        self._sequences: list[S | None] = [None] * len(self._q)
+        self._sequences: dict[int, S] = {}  # by slot
         self._free_slots: list[int] = []
         self._decoding: dict[int, S] = {}  # by slot, in the order of joining
         # A step logs at most two entries for each sequence that runs.
@@ -334,12 +334,11 @@ class Engine(Generic[S]):
         if self._free_slots:
             slot = self._free_slots.pop()
             self._q[slot] = sequence._row
-            self._sequences[slot] = sequence
         else:
             slot = len(self._q)
             self._q.append(sequence._row)
-            self._sequences.append(sequence)
             self._k += [[], []]
+        self._sequences[slot] = sequence
         sequence._slot = slot
         if self.prefix_caching:
             most = kernel.blocks(self._row, sequence.prompt_tokens + sequence.output_tokens)
@@ -375,7 +374,7 @@ class Engine(Generic[S]):
         preempted = []
         for entry in log[1 : 1 + log[0]]:
             slot = entry // 4
-            preempted.append(self._at(slot))
+            preempted.append(self._sequences[slot])
             self._decoding.pop(slot, None)
         self._step = Step(
             self._x[kernel.FIRST_S],
@@ -404,7 +403,7 @@ class Engine(Generic[S]):
         kernel.end(self._q, self._row, self._x, self._c, self._k, log, self._log_s, 0.0)
         for entry in log[1 : 1 + log[0]]:
             slot, kind = entry // 4, entry % 4
-            sequence = self._at(slot)
+            sequence = self._sequences[slot]
             if kind == kernel.FINISHED:
                 finished.append(sequence)
                 self._decoding.pop(slot, None)
@@ -414,13 +413,8 @@ class Engine(Generic[S]):
                 self._decoding[slot] = sequence
         return StepResult(emitted, finished)
 
-    def _at(self, slot: int) -> S:
-        sequence = self._sequences[slot]
-        assert sequence is not None
-        return sequence
-
     def _release(self, sequence: S) -> None:
-        self._sequences[sequence._slot] = None
+        del self._sequences[sequence._slot]
         self._k[2 * sequence._slot] = self._k[2 * sequence._slot + 1] = []
         self._free_slots.append(sequence._slot)
         sequence._slot = -1

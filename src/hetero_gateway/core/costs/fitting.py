@@ -299,7 +299,7 @@ def _fit_part(rows: _Rows, rng: np.random.Generator, resamples: int) -> PartFit:
     kept, notes = _without_outliers(rows)
     constants = fit_robustly(kept.terms, kept.seconds, kept.weights())
     folds, validation = _folds(kept, rng)
-    predicted = _held_out(kept, kept.terms, folds)
+    predicted = _held_out(kept, folds)
     errors = np.abs(predicted / kept.seconds - 1)
     low, high = np.percentile(_bootstrap(kept, rng, resamples), (2.5, 97.5), axis=0)
     identified, reasons = _identified(kept.merged(), constants, low)
@@ -398,21 +398,21 @@ def _folds(rows: _Rows, rng: np.random.Generator) -> tuple[IntArray, str]:
     return parts[groups], f"{count} {name}, a fifth of them held out in turn"
 
 
-def _held_out(rows: _Rows, terms: FloatArray, folds: IntArray) -> FloatArray:
-    """What a fit of ``terms`` to the other parts predicts for each row."""
+def _held_out(rows: _Rows, folds: IntArray) -> FloatArray:
+    """What a fit to the other parts predicts for each row."""
     predicted = np.zeros(len(rows.seconds))
     weights = rows.weights()
     for part in np.unique(folds):
         out = folds == part
-        constants = fit_robustly(terms[~out], rows.seconds[~out], weights[~out])
-        predicted[out] = terms[out] @ constants
+        constants = fit_robustly(rows.terms[~out], rows.seconds[~out], weights[~out])
+        predicted[out] = rows.terms[out] @ constants
     return predicted
 
 
 def _eq_3_error(rows: _Rows, folds: IntArray) -> float:
     """Mean held-out error without p9, of the same rows and parts."""
-    terms = rows.without_attention().terms
-    return float(np.mean(np.abs(_held_out(rows, terms, folds) / rows.seconds - 1)))
+    predicted = _held_out(rows.without_attention(), folds)
+    return float(np.mean(np.abs(predicted / rows.seconds - 1)))
 
 
 def _bootstrap(rows: _Rows, rng: np.random.Generator, resamples: int) -> FloatArray:
@@ -424,11 +424,8 @@ def _bootstrap(rows: _Rows, rng: np.random.Generator, resamples: int) -> FloatAr
     for _ in range(resamples):
         drawn = np.bincount(rng.integers(count, size=count), minlength=count)[cells]
         chosen = drawn > 0
-        draws.append(
-            fit_robustly(
-                rows.terms[chosen], rows.seconds[chosen], (weights * drawn)[chosen], rounds=8
-            )
-        )
+        kept = rows.terms[chosen], rows.seconds[chosen], (weights * drawn)[chosen]
+        draws.append(fit_robustly(*kept, rounds=8))
     return np.array(draws)
 
 

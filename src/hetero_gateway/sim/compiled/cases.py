@@ -142,10 +142,7 @@ def _world(
     have not all the same limits."""
     pool = fresh.pool
     slo = Slo() if policy.slos is None else policy.slos.everyones()
-    longest = float(max(means.prior_tokens, requests.output_tokens.max()))
-    if requests.predictions.size:
-        longest = max(longest, float(requests.predictions.max()))
-    tokens = float(requests.prompt_tokens.max()) + longest
+    tokens = float(requests.prompt_tokens.max()) + _longest(requests, means)
     if (
         type(policy) is not FinishTime
         or slo is None
@@ -205,20 +202,18 @@ def _requests(
 
 def _bounded(fresh: Fresh, requests: Requests, means: BucketMeans) -> bool:
     """Whether every number is one that a scheduler takes, and sums stay within ``loads``."""
-    longest = float(max(means.prior_tokens, requests.output_tokens.max()))
-    least = min(1.0, means.prior_tokens)
-    if requests.predictions.size:
-        longest = max(longest, float(requests.predictions.max()))
-        least = min(least, float(requests.predictions.min()))
-    tokens = float(requests.prompt_tokens.max()) + longest
-    if not (0 <= least and tokens <= MOST_TOKENS):
+    prompt, longest = float(requests.prompt_tokens.max()), _longest(requests, means)
+    lowest = min(means.prior_tokens, requests.predictions.min(initial=1.0))
+    if not (lowest >= 0 and prompt + longest <= MOST_TOKENS):
         return False
-    longest_s = float(
-        fresh.pool.request_times_s(
-            float(requests.prompt_tokens.max()), longest, as_if_it_fitted=True
-        ).max()
-    )
-    return longest_s * len(requests.arrival_s) < loads.MOST_SUM_S and fresh.theta > 0
+    times_s = fresh.pool.request_times_s(prompt, longest, as_if_it_fitted=True)
+    return float(times_s.max()) * len(requests.arrival_s) < loads.MOST_SUM_S and fresh.theta > 0
+
+
+def _longest(requests: Requests, means: BucketMeans) -> float:
+    """The most output tokens that a request has or is predicted."""
+    lengths = requests.output_tokens.max(), requests.predictions.max(initial=0.0)
+    return float(max(means.prior_tokens, *lengths))
 
 
 # Arrays of objects

@@ -121,20 +121,12 @@ def new_world(
     x = np.zeros(10)
     x[PUMPED_S] = -math.inf
     x[PRIOR_TOKENS] = prior_tokens
-    stages = p.stages.shape[1]
-    queue = Queue(
-        np.zeros(8, np.int64),
-        x,
-        np.zeros(HISTORY),
-        np.zeros(HISTORY),
-        np.full(stages, prior_tokens),
-        np.ones(size),
-        np.zeros((len(r.arrival_s), 2), np.int64),
-    )
-    scratch = CandidateFigures(
-        np.zeros(size, np.bool_), np.zeros(size, np.bool_),
-        np.zeros(size), np.zeros(size), np.zeros(size), np.zeros(size), np.zeros(size),
-    )  # fmt: skip
+    residual = np.full(p.stages.shape[1], prior_tokens)
+    placed = np.zeros((len(r.arrival_s), 2), np.int64)
+    lengths, ordered = np.zeros((2, HISTORY))
+    queue = Queue(np.zeros(8, np.int64), x, lengths, ordered, residual, np.ones(size), placed)
+    flags, floats = np.zeros((2, size), np.bool_), np.zeros((5, size))
+    scratch = CandidateFigures(*flags, *floats)
     return World(
         r, pool, p, queue, scratch, rules, means,
         np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64), np.zeros(size),
@@ -394,35 +386,19 @@ def _choose(
     ended = now_s - w.queue.x[LAST_ARRIVAL_S] >= idle_before_drain_s(w.queue.x[MEAN_GAP_S])
     soonest_s, soonest_ttft_s = math.inf, math.inf
     for i in range(first, last):
+        row, member = state_row(p, i), member_of(p, i)
         one = estimate(
-            state_row(p, i),
-            member_of(p, i),
-            prompt,
-            None,
-            1.0,
-            prompt,
-            output,
-            w.queue.residual,
-            w.queue.typical_s[i],
-            now_s,
-            not ended,
-        )
+            row, member, prompt, None, 1.0, prompt, output, w.queue.residual,
+            w.queue.typical_s[i], now_s, not ended,
+        )  # fmt: skip
         s.latency_s[i] = one[4]
         s.cost_s[i] = one[4] + one[5]
         s.price[i] = one[6]
         s.ttft_s[i] = one[7]
         if w.rules.has_slo:
+            waited_s = now_s - w.r.arrival_s[request]
             missed = violations(
-                state_row(p, i),
-                member_of(p, i),
-                one[7],
-                one[8],
-                1.0,
-                prompt,
-                output,
-                now_s,
-                now_s - w.r.arrival_s[request],
-                w.rules.slo,
+                row, member, one[7], one[8], 1.0, prompt, output, now_s, waited_s, w.rules.slo
             )
             s.slo_price_s[i] = VIOLATION_PRICE_S * missed
         soonest_s = min(soonest_s, one[4])
