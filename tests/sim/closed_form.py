@@ -1,10 +1,9 @@
-"""Jobs in a fleet of one engine, many steps at once; and beside the naive engine."""
+"""Jobs in a fleet of one engine, many steps at once; and as in the naive engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -13,28 +12,26 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.sim import kernel
 from hetero_gateway.sim.fleet import Fleet
 from tests.sim.naive import Job
-from tests.sim.naive_cache import CachedJob
 
 BOTH = ("chunked", "prefill-first")
 NEVER_S = 1e12
-AnyJob = TypeVar("AnyJob", bound=Job)
 
 
 def in_closed_form(
     profile: Profile,
     scheduling: str,
     max_batched_tokens: int,
-    jobs: Sequence[AnyJob],
+    jobs: Sequence[Job],
     slowdowns: Sequence[tuple[float, float]] = (),
     *,
+    caching: bool = False,
     compiled: bool = False,
-) -> tuple[list[AnyJob], Fleet]:
+) -> tuple[list[Job], Fleet]:
     """What becomes of the jobs (which stay as they are), and the fleet at the end, empty again.
 
-    ``CachedJob``s have a prefix cache. ``slowdowns``: (from when, factor).
+    ``slowdowns``: (from when, factor).
     """
     jobs = [replace(job) for job in jobs]
-    caching = isinstance(jobs[0], CachedJob)
     fleet = Fleet(
         [profile],
         scheduling=scheduling,
@@ -43,7 +40,7 @@ def in_closed_form(
         most_blocks=40 if caching else 0,
         compiled=compiled,
     )
-    slots: dict[int, AnyJob] = {}
+    slots: dict[int, Job] = {}
     last_s = 0.0
 
     def advance(until_s: float) -> None:
@@ -57,8 +54,7 @@ def in_closed_form(
                 job, last_s = slots[slot], now_s
                 if kind == kernel.FIRST:
                     job.first_s = now_s
-                    if isinstance(job, CachedJob):
-                        job.cached_tokens = fleet.cached_tokens(slot)
+                    job.cached_tokens = fleet.cached_tokens(slot)
                 elif kind == kernel.FINISHED:
                     job.finish_s = now_s
                     fleet.free_slot(slot)
@@ -72,8 +68,7 @@ def in_closed_form(
         if isinstance(what, Job):
             slot = fleet.new_slot()
             slots[slot] = what
-            keys = what.keys if isinstance(what, CachedJob) else ()
-            keys = np.array(keys, dtype=np.int64) if compiled else keys
+            keys = np.array(what.keys, dtype=np.int64) if compiled else what.keys
             fleet.submit(0, slot, what.prompt, what.output, at_s, keys)
         else:
             fleet.set_slowdown(0, what, at_s)
@@ -90,6 +85,6 @@ def assert_alike(found: Sequence[Job], expected: Sequence[Job], tolerance: float
     """Times within the tolerance, in s and relative; evictions and hits exactly."""
     for job, other in zip(found, expected, strict=True):
         assert job.preemptions == other.preemptions
-        assert getattr(job, "cached_tokens", None) == getattr(other, "cached_tokens", None)
+        assert job.cached_tokens == other.cached_tokens
         assert job.first_s == pytest.approx(other.first_s, rel=tolerance, abs=tolerance)
         assert job.finish_s == pytest.approx(other.finish_s, rel=tolerance, abs=tolerance)

@@ -15,7 +15,7 @@ from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import Engine, Sequence
 from hetero_gateway.sim.fleet import can_compile
 from tests.sim.closed_form import BOTH, assert_alike, in_closed_form
-from tests.sim.naive_cache import CachedJob, CachingEngine
+from tests.sim.naive import Job, NaiveEngine
 from tests.sim.test_fleet import EXACT, REAL
 
 
@@ -38,20 +38,20 @@ def workloads(draw: st.DrawFn) -> list[tuple[float, int, int, tuple[int, ...]]]:
     return sorted(draw(st.lists(sizes, min_size=1, max_size=16)), key=lambda job: job[0])
 
 
-def make_jobs(workload: list[tuple[float, int, int, tuple[int, ...]]]) -> list[CachedJob]:
+def make_jobs(workload: list[tuple[float, int, int, tuple[int, ...]]]) -> list[Job]:
     return [
-        CachedJob(prompt, output, arrival_s, keys=keys_of(i, path, (prompt + output) // 16))
+        Job(prompt, output, arrival_s, keys=keys_of(i, path, (prompt + output) // 16))
         for i, (arrival_s, prompt, output, path) in enumerate(workload)
     ]
 
 
 def check(
-    profile: Profile, scheduling: str, budget: int, jobs: list[CachedJob], tolerance: float
-) -> tuple[list[CachedJob], CachingEngine]:
+    profile: Profile, scheduling: str, budget: int, jobs: list[Job], tolerance: float
+) -> tuple[list[Job], NaiveEngine]:
     naive = [replace(job) for job in jobs]
-    engine = CachingEngine(profile, scheduling == "chunked", budget)
+    engine = NaiveEngine(profile, scheduling == "chunked", budget)
     engine.run(naive)
-    found, fleet = in_closed_form(profile, scheduling, budget, jobs)
+    found, fleet = in_closed_form(profile, scheduling, budget, jobs, caching=True)
     assert_alike(found, naive, tolerance)
     n, c = fleet._n[0], fleet._c[0]
     assert (n[kernel.QUERIES_TOTAL], n[kernel.HITS_TOTAL]) == (engine.queries, engine.hits)
@@ -75,7 +75,7 @@ def test_hits_times_and_evictions_are_those_of_the_plain_cache(
     check(profile, scheduling, budget, make_jobs(workload), 0.0)
 
 
-def many(count: int = 80) -> list[CachedJob]:
+def many(count: int = 80) -> list[Job]:
     rng = np.random.default_rng(5)
     return make_jobs(
         [
@@ -100,8 +100,8 @@ def test_the_compiled_cache_is_the_same():
     jobs = many()
     for kv_tokens in (400, 3000):
         profile = Profile("GPU", "m", 1, REAL, kv_tokens, 12)
-        plain, one = in_closed_form(profile, "chunked", 128, jobs)
-        compiled, other = in_closed_form(profile, "chunked", 128, jobs, compiled=True)
+        plain, one = in_closed_form(profile, "chunked", 128, jobs, caching=True)
+        compiled, other = in_closed_form(profile, "chunked", 128, jobs, caching=True, compiled=True)
         assert plain == compiled
         assert list(one._n[0]) == list(other._n[0][: len(one._n[0])])
 
