@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -11,33 +10,33 @@ import pytest
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.sim import kernel
 from hetero_gateway.sim.fleet import Fleet
-from tests.sim.naive import Job
+from tests.sim.naive import Job, NaiveEngine
 
 BOTH = ("chunked", "prefill-first")
 NEVER_S = 1e12
 
 
-def in_closed_form(
-    profile: Profile,
-    scheduling: str,
-    max_batched_tokens: int,
-    jobs: Sequence[Job],
-    slowdowns: Sequence[tuple[float, float]] = (),
-    *,
-    caching: bool = False,
-    compiled: bool = False,
-) -> tuple[list[Job], Fleet]:
-    """What becomes of the jobs (which stay as they are), and the fleet at the end, empty again.
+@dataclass(frozen=True)
+class Case:
+    """``jobs``: as a test leaves them; ``slowdowns``: (from when, factor)."""
 
-    ``slowdowns``: (from when, factor).
-    """
-    jobs = [replace(job) for job in jobs]
+    profile: Profile
+    scheduling: str
+    max_batched_tokens: int
+    jobs: list[Job]
+    slowdowns: list[tuple[float, float]] = field(default_factory=list)
+    caching: bool = False
+
+
+def in_closed_form(case: Case, *, compiled: bool = False) -> tuple[list[Job], Fleet]:
+    """What becomes of the jobs, and the fleet at the end, empty again."""
+    jobs = [replace(job) for job in case.jobs]
     fleet = Fleet(
-        [profile],
-        scheduling=scheduling,
-        max_batched_tokens=max_batched_tokens,
-        prefix_caching=[caching],
-        most_blocks=40 if caching else 0,
+        [case.profile],
+        scheduling=case.scheduling,
+        max_batched_tokens=case.max_batched_tokens,
+        prefix_caching=[case.caching],
+        most_blocks=40 if case.caching else 0,
         compiled=compiled,
     )
     slots: dict[int, Job] = {}
@@ -61,7 +60,7 @@ def in_closed_form(
                 elif kind == kernel.PREEMPTED:
                     job.preemptions += 1
 
-    events = [(at_s, 0, factor) for at_s, factor in slowdowns]
+    events = [(at_s, 0, factor) for at_s, factor in case.slowdowns]
     events += [(job.arrival_s, 1, job) for job in jobs]
     for at_s, _, what in sorted(events, key=lambda event: event[:2]):
         advance(at_s)
@@ -81,10 +80,20 @@ def in_closed_form(
     return jobs, fleet
 
 
-def assert_alike(found: Sequence[Job], expected: Sequence[Job], tolerance: float) -> None:
-    """Times within the tolerance, in s and relative; evictions and hits exactly."""
-    for job, other in zip(found, expected, strict=True):
+def check(case: Case, tolerance: float) -> tuple[list[Job], NaiveEngine, Fleet]:
+    """Times are as in the naive engine within the tolerance, in s and relative; counts exactly.
+
+    Returns the jobs as they are in the end.
+    """
+    jobs = [replace(job) for job in case.jobs]
+    naive = NaiveEngine(
+        case.profile, case.scheduling == "chunked", case.max_batched_tokens, case.slowdowns
+    )
+    naive.run(jobs)
+    found, fleet = in_closed_form(case)
+    for job, other in zip(found, jobs, strict=True):
         assert job.preemptions == other.preemptions
         assert job.cached_tokens == other.cached_tokens
         assert job.first_s == pytest.approx(other.first_s, rel=tolerance, abs=tolerance)
         assert job.finish_s == pytest.approx(other.finish_s, rel=tolerance, abs=tolerance)
+    return jobs, naive, fleet

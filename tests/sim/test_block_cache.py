@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import Engine, Sequence
 from hetero_gateway.sim.fleet import can_compile
-from tests.sim.closed_form import BOTH, assert_alike, in_closed_form
+from tests.sim.closed_form import BOTH, Case, check, in_closed_form
 from tests.sim.naive import Job, NaiveEngine
 from tests.sim.test_fleet import EXACT, REAL
 
@@ -45,14 +44,8 @@ def make_jobs(workload: list[tuple[float, int, int, tuple[int, ...]]]) -> list[J
     ]
 
 
-def check(
-    profile: Profile, scheduling: str, budget: int, jobs: list[Job], tolerance: float
-) -> tuple[list[Job], NaiveEngine]:
-    naive = [replace(job) for job in jobs]
-    engine = NaiveEngine(profile, scheduling == "chunked", budget)
-    engine.run(naive)
-    found, fleet = in_closed_form(profile, scheduling, budget, jobs, caching=True)
-    assert_alike(found, naive, tolerance)
+def check_cache(case: Case, tolerance: float) -> tuple[list[Job], NaiveEngine]:
+    jobs, engine, fleet = check(case, tolerance)
     n, c = fleet._n[0], fleet._c[0]
     assert (n[kernel.QUERIES_TOTAL], n[kernel.HITS_TOTAL]) == (engine.queries, engine.hits)
     # The very same blocks are cached, and they will be evicted in the same order.
@@ -62,7 +55,14 @@ def check(
         order.append(c[block_cache.KEY][block])
         block = c[block_cache.NEXT_FREE][block]
     assert order == [block.key for block in engine.free]
-    return naive, engine
+    return jobs, engine
+
+
+def case_of(
+    constants: Constants, kv: int, seqs: int, scheduling: str, budget: int, jobs: list[Job]
+) -> Case:
+    profile = Profile("GPU", "m", 1, constants, kv, seqs)
+    return Case(profile, scheduling, budget, jobs, caching=True)
 
 
 @settings(max_examples=150, deadline=None)
@@ -71,8 +71,7 @@ def test_hits_times_and_evictions_are_those_of_the_plain_cache(
     workload, kv, seqs, scheduling, data
 ):
     budget = data.draw(st.integers(seqs, 200))
-    profile = Profile("GPU", "m", 1, EXACT, kv, seqs)
-    check(profile, scheduling, budget, make_jobs(workload), 0.0)
+    check_cache(case_of(EXACT, kv, seqs, scheduling, budget, make_jobs(workload)), 0.0)
 
 
 def many(count: int = 80) -> list[Job]:
@@ -88,8 +87,8 @@ def many(count: int = 80) -> list[Job]:
 
 def test_a_full_cache_with_evictions_and_hits_is_the_same():
     for scheduling, kv_tokens in itertools.product(BOTH, (400, 900, 3000)):
-        profile = Profile("GPU", "m", 1, REAL, kv_tokens, 12)
-        jobs, engine = check(profile, scheduling, 128, many(), 1e-9)
+        case = case_of(REAL, kv_tokens, 12, scheduling, 128, many())
+        jobs, engine = check_cache(case, 1e-9)
         assert engine.hits > 500
         if kv_tokens == 400:
             assert sum(job.preemptions for job in jobs) > 3
@@ -97,11 +96,9 @@ def test_a_full_cache_with_evictions_and_hits_is_the_same():
 
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")
 def test_the_compiled_cache_is_the_same():
-    jobs = many()
     for kv_tokens in (400, 3000):
-        profile = Profile("GPU", "m", 1, REAL, kv_tokens, 12)
-        plain, one = in_closed_form(profile, "chunked", 128, jobs, caching=True)
-        compiled, other = in_closed_form(profile, "chunked", 128, jobs, caching=True, compiled=True)
+        case = case_of(REAL, kv_tokens, 12, "chunked", 128, many())
+        (plain, one), (compiled, other) = (in_closed_form(case, compiled=c) for c in (False, True))
         assert plain == compiled
         assert list(one._n[0]) == list(other._n[0][: len(one._n[0])])
 
