@@ -119,17 +119,31 @@ def serve(engine: Engine, prompt: int, output: int, keys: list[int]) -> Sequence
     return sequence
 
 
-def test_the_last_token_of_a_prompt_is_always_computed():
-    one, keys = engine(), [11, 12, 13, 14]
-    assert serve(one, 64, 1, keys).cached_tokens == 0
-    assert serve(one, 64, 1, keys).cached_tokens == 48
-    assert serve(one, 65, 1, keys).cached_tokens == 64
-    assert one.prefix_queries_total == 64 + 64 + 65
-    assert one.prefix_hits_total == 48 + 64
+KEYS, OTHERS = [11, 12, 13, 14], [21, 22, 23, 24, 25]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "served", "cached"),
+    [
+        # The last token of a prompt is always computed.
+        (100, [(64, 1, KEYS), (64, 1, KEYS), (65, 1, KEYS)], [0, 48, 64]),
+        # The answer is cached but for its newest token, which has no KV.
+        (100, [(33, 31, KEYS), (65, 1, KEYS), (33, 32, OTHERS), (65, 1, OTHERS)], [0, 48, 0, 64]),
+        # A prefix outlives what follows it: of 8 blocks, the newer five and the first three.
+        (8, [(65, 1, KEYS), (80, 1, OTHERS), (65, 1, KEYS)], [0, 0, 48]),
+        # Without keys nothing is shared.
+        (100, [(64, 4, []), (64, 4, [])], [0, 0]),
+    ],
+)
+def test_what_is_found_of_what_was_served_before(blocks, served, cached):
+    one = engine(kv_tokens=16 * blocks)
+    assert [serve(one, *request).cached_tokens for request in served] == cached
+    assert one.prefix_queries_total == sum(prompt for prompt, _, _ in served)
+    assert one.prefix_hits_total == sum(cached)
 
 
 def test_only_what_is_not_cached_is_computed_and_paid_for():
-    one, keys = engine(), [11, 12, 13, 14]
+    one, keys = engine(), KEYS
     serve(one, 64, 1, keys)
     one.submit(Sequence(80, 2, keys))
     step = one.begin_step()
@@ -139,17 +153,8 @@ def test_only_what_is_not_cached_is_computed_and_paid_for():
     assert one.begin_step().cached_tokens == 81
 
 
-def test_the_answer_is_cached_but_for_its_newest_token():
-    one = engine()
-    keys = [11, 12, 13, 14]
-    serve(one, 33, 31, keys)  # 64 tokens, and the last has no KV
-    assert serve(one, 65, 1, keys).cached_tokens == 48
-    serve(one, 33, 32, [21, 22, 23, 24])
-    assert serve(one, 65, 1, [21, 22, 23, 24]).cached_tokens == 64
-
-
 def test_a_prompt_finds_the_blocks_of_one_in_the_same_step():
-    one, keys = engine(), [11, 12, 13, 14]
+    one, keys = engine(), KEYS
     first, second = Sequence(64, 4, keys), Sequence(64, 4, keys)
     one.submit(first)
     one.submit(second)
@@ -157,14 +162,6 @@ def test_a_prompt_finds_the_blocks_of_one_in_the_same_step():
     assert (step.prefill_sequences, step.prefill_tokens) == (2, 64 + 16)
     # Three blocks are shared.
     assert one.total_blocks - one.free_blocks == 5
-
-
-def test_a_prefix_outlives_what_follows_it():
-    one = engine(kv_tokens=16 * 8)
-    serve(one, 65, 1, [11, 12, 13, 14])  # four blocks, and one that is not full
-    serve(one, 16 * 5, 1, [21, 22, 23, 24, 25])
-    # 8 blocks: the newer five, and the first three of the older one.
-    assert serve(one, 65, 1, [11, 12, 13, 14]).cached_tokens == 48
 
 
 def test_an_eviction_leaves_the_blocks_for_when_it_resumes():
@@ -185,7 +182,7 @@ def test_an_eviction_leaves_the_blocks_for_when_it_resumes():
 
 
 def test_a_reset_forgets_and_waits_until_nothing_runs():
-    one, keys = engine(), [11, 12, 13, 14]
+    one, keys = engine(), KEYS
     serve(one, 65, 1, keys)
     running = Sequence(65, 4, keys)
     one.submit(running)
@@ -206,10 +203,3 @@ def test_what_is_cut_short_is_cached_as_far_as_it_was_planned():
     one.end_step()
     assert one.free_blocks == one.total_blocks
     assert serve(one, 129, 1, list(range(1, 9))).cached_tokens == 32
-
-
-def test_without_keys_nothing_is_shared():
-    one = engine()
-    serve(one, 64, 4, [])
-    assert serve(one, 64, 4, []).cached_tokens == 0
-    assert one.prefix_hits_total == 0
