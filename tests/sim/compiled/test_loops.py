@@ -176,7 +176,7 @@ def test_what_is_placed_at_once_is_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", PLACING)
-def test_what_is_placed_at_once_is_the_same_by_numba(policy):
+def test_by_numba_what_is_placed_at_once_is_the_same(policy):
     load = heavy_workload(3000, 0.002)
     for randomised in (False, True) if "round-robin" in policy else (False,):
         check_compiled(CLUSTER, load, policy, PolicyOptions(randomised=randomised))
@@ -260,7 +260,7 @@ def test_a_rule_that_is_not_known_is_left_to_the_objects(monkeypatch):
     ],
     ids=["latency", "makespan", "slo"],
 )
-def test_finish_time_is_the_same_by_numba(options):
+def test_by_numba_finish_time_is_the_same(options):
     for gap_s in (0.002, 0.1):
         load = heavy_workload(1500, gap_s)
         check_compiled(CLUSTER, load, "finish-time", options, faults=SLOW)
