@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 
 from hetero_gateway.core.instances.dispatch import PeerLoad
-from hetero_gateway.core.limits.accounts import Standing
+from hetero_gateway.core.limits.accounts import LimitStanding
 from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.gateway.request.openai import ParsedRequest
@@ -295,7 +295,7 @@ class Placed(_Message, tag=103):
     lengths: Lengths
     placed_s: float
     waited_s: float
-    standing: Standing | None = None  # of its client
+    standing: LimitStanding | None = None  # of its client
 
 
 class Rejected(_Message, tag=104):
