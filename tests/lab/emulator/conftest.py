@@ -12,7 +12,7 @@ import pytest
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
-from hetero_gateway.lab.emulator.server import Server, listen
+from hetero_gateway.lab.emulator.server import EmulatedServer, listen
 from hetero_gateway.lab.emulator.settings import Settings
 
 # About 1 ms for a step: quick, and slow enough that a test can act in the middle of an answer.
@@ -24,7 +24,7 @@ class Instance:
     """A running emulated instance and how to ask it."""
 
     base_url: str
-    server: Server
+    server: EmulatedServer
     http: httpx.Client
 
     def post(self, path: str, body: object, **options) -> httpx.Response:
@@ -65,7 +65,7 @@ def profile(
 def running(settings: Settings) -> Iterator[Instance]:
     listener = listen("127.0.0.1", 0)
     ready = threading.Event()
-    server = Server(EmulatedVLLM(settings), listener, on_ready=ready.set)
+    server = EmulatedServer(EmulatedVLLM(settings), listener, on_ready=ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -18,7 +18,7 @@ from hetero_gateway.cli import main
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.files.profile_file import load_profile
-from hetero_gateway.lab.emulator.lengths import LogNormalLengths
+from hetero_gateway.lab.emulator.lengths import LogNormalOutputs
 from hetero_gateway.lab.emulator.settings import Settings
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.profiler.campaign import Plan
@@ -128,7 +128,7 @@ def test_nobody_there_is_one_line(tmp_path, capsys):
 
 
 async def test_an_engine_that_ignores_min_tokens_is_not_measured_for_long(tmp_path):
-    short = settings(lengths=LogNormalLengths(mean_tokens=10))
+    short = settings(lengths=LogNormalOutputs(mean_tokens=10))
     async with engine(short, forced_lengths=False) as (url, _):
         began_s = time.perf_counter()
         result = await profile(url, tmp_path / "p.yaml")

@@ -26,7 +26,7 @@ class OutputLengths(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LogNormalLengths:
+class LogNormalOutputs:
     """Log-normal with this mean and coefficient of variation (0: always the mean).
 
     The defaults are of the size of public chat traces (a few hundred tokens, spread about as wide
@@ -52,13 +52,13 @@ class LogNormalLengths:
 
 
 @dataclass(frozen=True, slots=True)
-class TraceLengths:
+class TraceOutputs:
     """Lengths taken from a trace, each as likely as any other."""
 
     tokens: tuple[int, ...]
 
     @classmethod
-    def read(cls, path: Path) -> TraceLengths:
+    def read(cls, path: Path) -> TraceOutputs:
         """The ``output_tokens`` column of a trace.
 
         Raises:
