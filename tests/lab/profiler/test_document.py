@@ -17,10 +17,7 @@ from hetero_gateway.cli.reports.profile_table import report
 from hetero_gateway.core.costs.fitting import Fit, PartFit
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.profile_file import load_profile, write_profile_file
-from hetero_gateway.lab.profiler.document import (
-    profile_document,
-    unidentified,
-)
+from hetero_gateway.lab.profiler.document import ProfiledInstance, profile_document, unidentified
 
 from .builders import fit_of, measured
 
@@ -54,15 +51,8 @@ FIT = Fit(
 
 
 def document(fit: Fit = FIT, **source: Any) -> dict[str, Any]:
-    return profile_document(
-        fit,
-        gpu="A800-80GB-PCIe",
-        model="Llama-3-8B",
-        tensor_parallel=2,
-        kv_capacity_tokens=123_456,
-        max_num_seqs=128,
-        source=source,
-    )
+    instance = ProfiledInstance("A800-80GB-PCIe", "Llama-3-8B", 2, 123_456, 128)
+    return profile_document(fit, instance, source)
 
 
 def test_the_file_has_the_layout_of_a_profile() -> None:

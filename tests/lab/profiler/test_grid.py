@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.lab.profiler.grid import KV_SHARE, Limits, plan_cells
+from hetero_gateway.lab.profiler.grid import KV_SHARE, BatchLimits, plan_cells
 
-A100 = Limits(8192, 400_000, 16, 256, 2048)
+A100 = BatchLimits(8192, 400_000, 16, 256, 2048)
 
 limits = st.builds(
-    Limits,
+    BatchLimits,
     max_model_len=st.integers(64, 200_000),
     kv_capacity_tokens=st.integers(256, 2_000_000),
     block_tokens=st.sampled_from((1, 16, 128)),
@@ -43,7 +43,7 @@ def test_batch_sizes_are_powers_of_two_up_to_the_engines_limit():
 
 
 def test_a_limit_well_above_a_power_of_two_is_measured_too():
-    few = Limits(8192, 400_000, 16, 48, 2048)
+    few = BatchLimits(8192, 400_000, 16, 48, 2048)
     assert max(c.batch_size for c in plan_cells(few, 0)) == 48
 
 
@@ -68,7 +68,7 @@ def test_single_prompts_of_many_lengths_are_there_to_show_attention():
 
 def test_a_context_of_two_steps_has_long_single_prompts_too():
     """Two real servers with contexts of 4096 tokens had none above 2048, and no p9."""
-    small = Limits(4096, 524_288, 128, 128, 2048)
+    small = BatchLimits(4096, 524_288, 128, 128, 2048)
     lengths = [c.prompt_tokens for c in plan_cells(small, 0) if c.batch_size == 1]
     assert sum(i > small.max_batched_tokens for i in lengths) == 4
     assert max(lengths) > 0.8 * small.max_model_len
@@ -88,6 +88,6 @@ def test_a_sequence_that_starts_early_still_runs_when_the_last_one_starts():
 
 def test_an_engine_without_room_for_a_request_is_refused():
     with pytest.raises(ConfigError, match="no room"):
-        plan_cells(Limits(16, 100_000, 16, 8, 2048), 0)
+        plan_cells(BatchLimits(16, 100_000, 16, 8, 2048), 0)
     with pytest.raises(ConfigError, match="no room"):
-        plan_cells(Limits(4096, 20, 16, 8, 2048), 0)
+        plan_cells(BatchLimits(4096, 20, 16, 8, 2048), 0)

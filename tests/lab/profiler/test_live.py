@@ -21,21 +21,21 @@ from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.lab.emulator.lengths import LogNormalOutputs
 from hetero_gateway.lab.emulator.settings import Settings
 from hetero_gateway.lab.load.client import parse_target
-from hetero_gateway.lab.profiler.campaign import Plan
+from hetero_gateway.lab.profiler.campaign import CampaignPlan
 from hetero_gateway.lab.profiler.engine import Overrides
-from hetero_gateway.lab.profiler.live import Hardware, Measured, measure, samples_path
+from hetero_gateway.lab.profiler.live import Hardware, MeasuredProfile, measure, samples_path
 from hetero_gateway.lab.profiler.samples import read_json_lines
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.engine import QUICK, engine, quick_profile
 
 PATIENCE_S = 120.0
-ONE_PASS = Plan(budget_s=60, passes=1)
+ONE_PASS = CampaignPlan(budget_s=60, passes=1)
 LIMIT = Overrides(max_num_seqs=4)
 
 
 async def profile(
     url: str, output: Path, plan=ONE_PASS, given=LIMIT, key=None, **options
-) -> Measured:
+) -> MeasuredProfile:
     target = parse_target(url, key)
     return await measure(target, output, Hardware("gpu", 1), given, plan, **options)
 
@@ -86,7 +86,7 @@ async def test_the_engines_own_limit_of_sequences_is_found(tmp_path):
 )
 async def test_what_an_engine_refuses_is_left_out(tmp_path, manners):
     async with engine(**manners) as (url, _):
-        result = await profile(url, tmp_path / "p.yaml", Plan(budget_s=3, passes=1))
+        result = await profile(url, tmp_path / "p.yaml", CampaignPlan(budget_s=3, passes=1))
     assert result.samples
     assert not any("engine error" in reason for reason in result.discarded)
 
@@ -108,7 +108,7 @@ async def test_an_engine_with_a_key_says_which_flag_is_missing_and_takes_the_key
         with pytest.raises(ConfigError, match="--api-key-env") as error:
             await profile(url, tmp_path / "p.yaml", key="sk-wrong")
         assert "sk-" not in str(error.value)
-        result = await profile(url, tmp_path / "p.yaml", Plan(budget_s=3), key="sk-secret")
+        result = await profile(url, tmp_path / "p.yaml", CampaignPlan(budget_s=3), key="sk-secret")
     assert result.samples
     assert "sk-secret" not in samples_path(tmp_path / "p.yaml").read_text()
 
@@ -178,15 +178,15 @@ async def test_samples_of_an_earlier_run_are_never_overwritten(tmp_path):
 async def test_samples_of_another_engine_or_grid_are_not_mixed(tmp_path):
     output = tmp_path / "p.yaml"
     async with engine() as (url, _):
-        await profile(url, output, Plan(budget_s=2))
+        await profile(url, output, CampaignPlan(budget_s=2))
         with pytest.raises(ConfigError, match="seed 0, this run is of 1"):
-            await profile(url, output, Plan(budget_s=2, seed=1), resume=True)
+            await profile(url, output, CampaignPlan(budget_s=2, seed=1), resume=True)
 
 
 async def test_what_cannot_be_afforded_is_left_out_and_named(tmp_path):
     async with engine() as (url, _):
         began_s = time.perf_counter()
-        result = await profile(url, tmp_path / "p.yaml", Plan(budget_s=3, passes=2))
+        result = await profile(url, tmp_path / "p.yaml", CampaignPlan(budget_s=3, passes=2))
         took_s = time.perf_counter() - began_s
     assert result.outcome.unaffordable
     assert took_s < 10

@@ -19,7 +19,7 @@ from hetero_gateway.lab.profiler.verdicts import (
 )
 
 BEFORE = EngineMetrics(0, 0, 5, 1000, 500, 64)
-SHOT = Shot(None, None, 0.1, 0.1, prompt_tokens=300, output_tokens=40, took_s=1.0)
+SHOT = Shot(None, None, 0.1, 0.1, prompt_tokens=300, output_tokens=40)
 AFTER = EngineMetrics(0, 0, 5, 1300, 540, 64)
 WHOLE = Sample(4, 100, 20, 0.5, None)
 DECODE = Sample(4, 100, 20, None, 0.8)
