@@ -9,7 +9,7 @@ import pytest
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.trace import LoadRequest
-from hetero_gateway.lab.load.client import Target, parse_target
+from hetero_gateway.lab.load.client import LoadTarget, parse_target
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.lab.load.replay import ReplayOptions, replay
 from hetero_gateway.lab.load.result import RequestRecord
@@ -137,13 +137,13 @@ async def test_a_cancelled_replay_hangs_up(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("url", "target"),
     [
-        ("http://h:8000", Target("h", 8000, False)),
-        ("http://h:8000/v1/", Target("h", 8000, False)),
-        ("https://h/api/v1", Target("h", 443, True, "/api")),
-        ("http://[::1]:9", Target("::1", 9, False)),
+        ("http://h:8000", LoadTarget("h", 8000, False)),
+        ("http://h:8000/v1/", LoadTarget("h", 8000, False)),
+        ("https://h/api/v1", LoadTarget("h", 443, True, "/api")),
+        ("http://[::1]:9", LoadTarget("::1", 9, False)),
     ],
 )
-def test_urls_with_and_without_v1_are_understood(url: str, target: Target) -> None:
+def test_urls_with_and_without_v1_are_understood(url: str, target: LoadTarget) -> None:
     assert parse_target(url) == target
 
 

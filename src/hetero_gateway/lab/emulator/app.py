@@ -24,7 +24,7 @@ from hetero_gateway.lab.emulator.answer import make_answer
 from hetero_gateway.lab.emulator.bodies import Ask
 from hetero_gateway.lab.emulator.errors import (
     ApiError,
-    Refusal,
+    RefusedRequest,
     bad_shape,
     bad_value,
     describe,
@@ -36,7 +36,7 @@ from hetero_gateway.lab.emulator.openai import ChatReply, CompletionReply
 from hetero_gateway.lab.emulator.other_apis import MessagesReply, ResponsesReply, ResponseStore
 from hetero_gateway.lab.emulator.pooling import EmbeddingsReply, RerankReply, ScoreReply
 from hetero_gateway.lab.emulator.prefixes import answer_tokens, block_keys, chat_tokens
-from hetero_gateway.lab.emulator.reply import DOCUMENTS, JSON, Call, EmulatedReply, Send
+from hetero_gateway.lab.emulator.reply import DOCUMENTS, JSON, EmulatedReply, ReplyHead, Send
 from hetero_gateway.lab.emulator.settings import Settings
 from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, Json, token_text, tokenize
 
@@ -69,14 +69,14 @@ class EmulatedVLLM:
             paths.METRICS: self.loop.metrics.render,
             paths.MODELS: self._models,
         }
-        self._replies: dict[str, Callable[[Json, Call], EmulatedReply]] = {
+        self._replies: dict[str, Callable[[Json, ReplyHead], EmulatedReply]] = {
             paths.CHAT_COMPLETIONS: ChatReply,
             paths.COMPLETIONS: CompletionReply,
             paths.RESPONSES: partial(ResponsesReply, self._store),
             paths.MESSAGES: MessagesReply,
             paths.EMBEDDINGS: EmbeddingsReply,
-            paths.INVOCATIONS: lambda body, call: (
-                ChatReply(body, call) if "messages" in body else CompletionReply(body, call)
+            paths.INVOCATIONS: lambda body, head: (
+                ChatReply(body, head) if "messages" in body else CompletionReply(body, head)
             ),
             **dict.fromkeys(("/score", "/v1/score"), ScoreReply),
             **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankReply),
@@ -125,7 +125,7 @@ class EmulatedVLLM:
                 await _respond(send, form)
             else:
                 await self._generate(scope, receive, send)
-        except Refusal as refusal:
+        except RefusedRequest as refusal:
             await _respond(send, refusal.document_at(path), refusal.status, refusal.headers)
         except ConnectionError:
             return  # the client left while its body was read
@@ -136,7 +136,7 @@ class EmulatedVLLM:
         key = self.settings.api_key
         if key is not None and path.startswith("/v1/"):
             if _header(scope, b"authorization") != f"Bearer {key}".encode():
-                raise Refusal(401, {"error": "Unauthorized"})
+                raise RefusedRequest(401, {"error": "Unauthorized"})
         if path == paths.PING and method in ("GET", "POST"):
             return
         # A real vLLM lets its prefix cache be reset in its development mode only.
@@ -147,9 +147,9 @@ class EmulatedVLLM:
         elif path in self._pages or named is not None:
             allowed = "GET"
         else:
-            raise Refusal(404, {"detail": "Not Found"})
+            raise RefusedRequest(404, {"detail": "Not Found"})
         if method != allowed:
-            raise Refusal(405, {"detail": "Method Not Allowed"}, allowed)
+            raise RefusedRequest(405, {"detail": "Method Not Allowed"}, allowed)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()
@@ -157,8 +157,8 @@ class EmulatedVLLM:
         body = _decode(raw, scope)
         given = _header(scope, b"x-request-id")
         suffix = given.decode("latin-1") if given else f"{self._random.getrandbits(64):016x}"
-        call = Call(suffix, self._model(body), int(time.time()), arrived_s)
-        reply = self._replies[scope["path"]](body, call)
+        head = ReplyHead(suffix, self._model(body), int(time.time()), arrived_s)
+        reply = self._replies[scope["path"]](body, head)
         self._fill(reply, raw)
         limit = self.settings.max_num_queued_reqs
         if limit is not None and self.loop.engine.num_waiting >= limit:
@@ -369,7 +369,7 @@ def _decode_slowly(raw: bytes) -> Json:
     try:
         return json.loads(raw.decode())
     except UnicodeDecodeError:
-        raise Refusal(400, {"detail": "There was an error parsing the body"}) from None
+        raise RefusedRequest(400, {"detail": "There was an error parsing the body"}) from None
     except json.JSONDecodeError as error:
         raise bad_shape(
             {

@@ -11,7 +11,7 @@ from hetero_gateway.engines.vllm import paths
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-class Refusal(Exception):
+class RefusedRequest(Exception):
     """An error in place of an answer; ``allow``: the method that the path takes."""
 
     def __init__(self, status: int, document: dict[str, Any], allow: str = "") -> None:
@@ -25,7 +25,7 @@ class Refusal(Exception):
         return self.document
 
 
-class ApiError(Refusal):
+class ApiError(RefusedRequest):
     """A refusal in OpenAI's shape, or in that of /v1/messages.
 
     Two names are alike on purpose: ``BadRequestError`` is the engine's refusal of a value,

@@ -12,7 +12,7 @@ import msgspec
 from hetero_gateway.engines.vllm import DONE
 from hetero_gateway.lab.emulator.bodies import chat_ask, completion_ask
 from hetero_gateway.lab.emulator.logprobs import chat_logprobs, completion_logprobs
-from hetero_gateway.lab.emulator.reply import FINGERPRINT, Call, EmulatedReply, ReplyChoice
+from hetero_gateway.lab.emulator.reply import FINGERPRINT, EmulatedReply, ReplyChoice, ReplyHead
 from hetero_gateway.lab.emulator.text import Json, unescape
 
 _FINGERPRINT = b',"system_fingerprint":"%b"' % FINGERPRINT.encode()
@@ -147,8 +147,8 @@ class CompletionReply(_OpenAIReply):
     kind = chunk_kind = b"text_completion"
     unfinished_end = b'"finish_reason":null,"stop_reason":null'
 
-    def __init__(self, body: Json, call: Call) -> None:
-        super().__init__(completion_ask(body), call)
+    def __init__(self, body: Json, head: ReplyHead) -> None:
+        super().__init__(completion_ask(body), head)
 
     def logprobs(self, choice: ReplyChoice, first: int, end: int) -> dict[str, Any]:
         before = sum(len(unescape(piece)) for piece in choice.pieces[:first])
@@ -174,8 +174,8 @@ class ChatReply(_OpenAIReply):
     chunk_kind = b"chat.completion.chunk"
     body_end = b',"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null' + _TRANSFERS
 
-    def __init__(self, body: Json, call: Call) -> None:
-        super().__init__(chat_ask(body, call.model), call)
+    def __init__(self, body: Json, head: ReplyHead) -> None:
+        super().__init__(chat_ask(body, head.model), head)
 
     def opening(self) -> bytes:
         chunks = []

@@ -8,7 +8,7 @@ import msgspec
 
 from hetero_gateway.lab.emulator.bodies import messages_ask, responses_ask
 from hetero_gateway.lab.emulator.errors import ApiError
-from hetero_gateway.lab.emulator.reply import DOCUMENTS, Call, EmulatedReply, Send, Spawn
+from hetero_gateway.lab.emulator.reply import DOCUMENTS, EmulatedReply, ReplyHead, Send, Spawn
 from hetero_gateway.lab.emulator.text import Json, Messages, unescape
 
 _MOST_RESPONSES = 4096
@@ -24,9 +24,9 @@ class ResponsesReply(EmulatedReply):
     id_prefix = "resp_"
     _sequence_number = -1
 
-    def __init__(self, store: ResponseStore, body: Json, call: Call) -> None:
-        ask, self.messages = responses_ask(body, call.model, store.before)
-        super().__init__(ask, call)
+    def __init__(self, store: ResponseStore, body: Json, head: ReplyHead) -> None:
+        ask, self.messages = responses_ask(body, head.model, store.before)
+        super().__init__(ask, head)
         self._previous_id = body.get("previous_response_id")
         self._place = {
             "content_index": 0,
@@ -177,8 +177,8 @@ class MessagesReply(EmulatedReply):
 
     id_prefix = "chatcmpl-"
 
-    def __init__(self, body: Json, call: Call) -> None:
-        super().__init__(messages_ask(body, call.model), call)
+    def __init__(self, body: Json, head: ReplyHead) -> None:
+        super().__init__(messages_ask(body, head.model), head)
 
     @property
     def _stop(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pydantic import AliasChoices, Field
 from hetero_gateway.lab.emulator.bodies import Ask, EngineBody, prompts_of
 from hetero_gateway.lab.emulator.errors import ApiError, validate
 from hetero_gateway.lab.emulator.prefixes import text_tokens
-from hetero_gateway.lab.emulator.reply import Call, EmulatedReply
+from hetero_gateway.lab.emulator.reply import EmulatedReply, ReplyHead
 from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, Json
 
 EMBEDDING_DIMENSIONS = 8
@@ -91,10 +91,10 @@ class EmbeddingsReply(_PoolingReply):
 
     id_prefix = "embd-"
 
-    def __init__(self, body: Json, call: Call) -> None:
+    def __init__(self, body: Json, head: ReplyHead) -> None:
         request = validate(_EmbeddingBody, body)
         prompts, are_ids = prompts_of(request.input)
-        super().__init__(request.ask(prompts, are_ids=are_ids), call)
+        super().__init__(request.ask(prompts, are_ids=are_ids), head)
         self._as_base64 = request.encoding_format == "base64"
         inputs = body["input"]
         self._inputs = [inputs] if isinstance(inputs, str) or isinstance(inputs[0], int) else inputs
@@ -116,7 +116,7 @@ class ScoreReply(_PoolingReply):
 
     id_prefix = "score-"
 
-    def __init__(self, body: Json, call: Call) -> None:
+    def __init__(self, body: Json, head: ReplyHead) -> None:
         request = validate(_ScoreBody, body)
         first, second = (
             [side] if isinstance(side, str) else side for side in (request.text_1, request.text_2)
@@ -126,7 +126,7 @@ class ScoreReply(_PoolingReply):
         if len(first) == 1:
             first = first * len(second)
         self._pairs = list(zip(first, second, strict=True))
-        super().__init__(request.ask(_joined(self._pairs)), call)
+        super().__init__(request.ask(_joined(self._pairs)), head)
 
     def body(self) -> bytes:
         return self.listed("score", [likeness(*pair) for pair in self._pairs])
@@ -137,11 +137,11 @@ class RerankReply(EmulatedReply):
 
     id_prefix = "rerank-"
 
-    def __init__(self, body: Json, call: Call) -> None:
+    def __init__(self, body: Json, head: ReplyHead) -> None:
         request = validate(_RerankBody, body)
         texts = [item if isinstance(item, str) else item.text for item in request.documents]
         self._pairs = [(request.query, text) for text in texts]
-        super().__init__(request.ask(_joined(self._pairs)), call)
+        super().__init__(request.ask(_joined(self._pairs)), head)
         self._most = request.top_n or len(texts)
 
     def body(self) -> bytes:

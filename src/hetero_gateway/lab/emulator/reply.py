@@ -104,7 +104,7 @@ def _resume(sending: Generator[Any, Any, None], waiting_for: Any) -> Generator[A
     yield from sending
 
 
-class Call(NamedTuple):
+class ReplyHead(NamedTuple):
     """What an answer tells of its request beside the body.
 
     Args:
@@ -126,12 +126,12 @@ class EmulatedReply:
     id_prefix = ""
     outlet: Outlet
 
-    def __init__(self, ask: Ask, call: Call) -> None:
+    def __init__(self, ask: Ask, head: ReplyHead) -> None:
         self.ask = ask
-        self.id = self.id_prefix + call.suffix
-        self.model = call.model
-        self.created = call.created
-        self.arrived_s = call.arrived_s
+        self.id = self.id_prefix + head.suffix
+        self.model = head.model
+        self.created = head.created
+        self.arrived_s = head.arrived_s
         self.streamed = ask.stream
         self.choices: list[ReplyChoice] = []
         self.unfinished = 0

@@ -36,7 +36,7 @@ _INSTANCE_HEADER = b"x-hetero-gateway-instance"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoadTarget:
     """Where to send. ``path_prefix`` has no trailing slash; ``api_key`` None sends none."""
 
     host: str
@@ -55,7 +55,7 @@ class Target:
         return f"{'https' if self.tls else 'http'}://{self.address}{self.path_prefix}"
 
 
-def parse_target(url: str, api_key: str | None = None) -> Target:
+def parse_target(url: str, api_key: str | None = None) -> LoadTarget:
     """``http://HOST[:PORT][/PREFIX]``, with or without the closing ``/v1``.
 
     Raises:
@@ -69,7 +69,7 @@ def parse_target(url: str, api_key: str | None = None) -> Target:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{url}: must be http://HOST[:PORT] or https://HOST[:PORT]")
     tls = parts.scheme == "https"
-    return Target(
+    return LoadTarget(
         host=parts.hostname,
         port=port or (443 if tls else 80),
         tls=tls,
@@ -198,7 +198,7 @@ class _Connection(asyncio.Protocol):
 class LoadClient:
     """Sends POSTs to one target over as many connections as there are requests at a time."""
 
-    def __init__(self, target: Target, path: str, *, stream: bool, timeout_s: float) -> None:
+    def __init__(self, target: LoadTarget, path: str, *, stream: bool, timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._target = target
         self._stream = stream

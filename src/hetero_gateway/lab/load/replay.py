@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hetero_gateway.engines.vllm import tokens_of_events
 from hetero_gateway.files.trace import LoadRequest
-from hetero_gateway.lab.load.client import LoadClient, Reply, Target, judge
+from hetero_gateway.lab.load.client import LoadClient, LoadTarget, Reply, judge
 from hetero_gateway.lab.load.conversations import Conversations
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind
 from hetero_gateway.lab.load.result import RequestRecord
@@ -26,7 +26,7 @@ class ReplayOptions:
 
 
 async def replay(
-    target: Target,
+    target: LoadTarget,
     requests: Sequence[LoadRequest],
     maker: BodyMaker,
     options: ReplayOptions,

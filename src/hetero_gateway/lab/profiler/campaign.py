@@ -24,7 +24,7 @@ import numpy as np
 from hetero_gateway.core.costs.fitting import Sample, decode_terms, eq_3_terms, fit_rows
 from hetero_gateway.engines.vllm import EngineMetrics, paths
 from hetero_gateway.errors import HeteroGatewayError
-from hetero_gateway.lab.load.client import LoadClient, Target
+from hetero_gateway.lab.load.client import LoadClient, LoadTarget
 from hetero_gateway.lab.load.replay import raise_file_limit
 from hetero_gateway.lab.profiler.batch import BatchSender, Shot
 from hetero_gateway.lab.profiler.chunked import KEY, record
@@ -121,7 +121,7 @@ class Campaign:
 
     def __init__(
         self,
-        target: Target,
+        target: LoadTarget,
         facts: EngineFacts,
         plan: CampaignPlan,
         path: Path,

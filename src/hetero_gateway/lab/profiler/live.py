@@ -13,7 +13,7 @@ import numpy as np
 
 from hetero_gateway.core.costs.fitting import Fit, Sample, fit
 from hetero_gateway.errors import ConfigError, ProfileError
-from hetero_gateway.lab.load.client import Target
+from hetero_gateway.lab.load.client import LoadTarget
 from hetero_gateway.lab.profiler.campaign import (
     Campaign,
     CampaignOutcome,
@@ -84,7 +84,7 @@ def check_output(output: Path, plot: Path | None, *, resume: bool) -> None:
 
 
 async def measure(
-    target: Target,
+    target: LoadTarget,
     output: Path,
     hardware: Hardware,
     given: Overrides,
@@ -104,7 +104,7 @@ async def measure(
     check_output(output, plot, resume=resume)
     client = EngineClient(target)
     try:
-        facts = await read_engine(client, target, given)
+        facts = await read_engine(client, given)
     finally:
         await client.aclose()
     path = samples_path(output)
