@@ -35,9 +35,7 @@ def test_recorded_samples_become_a_profile_and_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "p.svg").stat().st_size > 1000
 
 
-def test_json_lines_and_csv_give_the_same_profile_and_discarded_samples_no_say(
-    tmp_path: Path,
-) -> None:
+def test_json_lines_and_csv_give_the_same_profile_and_discarded_samples_no_say(tmp_path) -> None:
     samples = measured()
     write_csv(tmp_path / "s.csv", samples)
     for sample in samples:
