@@ -1,11 +1,13 @@
 """Emulated instances on real sockets, each in a thread with an event loop of its own."""
 
+import json
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
@@ -38,6 +40,18 @@ class Instance:
         return [
             block.partition("data: ")[2] for block in response.text.split("\n\n") if block.strip()
         ]
+
+    def ask(self, path: str, body: object, **options) -> dict[str, Any]:
+        """The document that answers it."""
+        response = self.post(path, body, **options)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chunks(self, path: str, body: dict[str, object]) -> list[dict[str, Any]]:
+        """The documents of a stream that ends with [DONE]."""
+        *chunks, done = self.stream(path, body)
+        assert done == "[DONE]"
+        return [json.loads(chunk) for chunk in chunks]
 
     def metric(self, name: str) -> float:
         match = re.search(
