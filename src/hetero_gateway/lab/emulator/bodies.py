@@ -312,8 +312,7 @@ def _top_logprobs(wanted: int | None) -> int | None:
 def role_texts(messages: list[dict[str, Any]], model: str) -> Messages:
     """The role and the text of each message.
 
-    Raises:
-        ApiError: a part that is not text: the emulated model reads nothing else.
+    Raises ApiError: a part that is not text: the emulated model reads nothing else.
     """
     return [
         (str(message.get("role")), _content_text(message.get("content"), model))

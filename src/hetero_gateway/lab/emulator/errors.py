@@ -68,11 +68,7 @@ def bad_shape(*details: dict[str, Any]) -> ApiError:
 
 
 def validate(model: type[ModelT], body: Any) -> ModelT:
-    """``body`` as a pydantic model.
-
-    Raises:
-        ApiError: what is wrong with its shape.
-    """
+    """``body`` as a pydantic model. Raises ApiError: what is wrong with its shape."""
     try:
         return model.model_validate(body)
     except ValidationError as error:

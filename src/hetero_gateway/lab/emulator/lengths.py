@@ -11,18 +11,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Protocol
 
 from hetero_gateway.errors import ConfigError
 
 _NORMAL = NormalDist()
-
-
-class OutputLengths(Protocol):
-    """A distribution of output lengths."""
-
-    def draw(self, u: float) -> int:
-        """The length at quantile ``u`` (0 < u < 1), in tokens, at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +38,7 @@ class LogNormalOutputs:
             raise ConfigError(f"--cv-output-tokens: must be 0 or more, not {self.cv}")
 
     def draw(self, u: float) -> int:
+        """The length at quantile ``u`` (0 < u < 1), in tokens, at least 1."""
         variance = math.log1p(self.cv**2)
         mu = math.log(self.mean_tokens) - variance / 2
         return max(1, round(math.exp(mu + math.sqrt(variance) * _NORMAL.inv_cdf(u))))
@@ -61,8 +54,7 @@ class TraceOutputs:
     def read(cls, path: Path) -> TraceOutputs:
         """The ``output_tokens`` column of a trace.
 
-        Raises:
-            ConfigError: the file, and the line, that cannot be used.
+        Raises ConfigError: the file, and the line, that cannot be used.
         """
         try:
             with path.open(encoding="utf-8", newline="") as file:
@@ -77,12 +69,15 @@ class TraceOutputs:
         return cls(tokens)
 
     def draw(self, u: float) -> int:
+        """The length at quantile ``u`` (0 < u < 1), in tokens, at least 1."""
         return self.tokens[int(u * len(self.tokens))]
+
+
+OutputLengths = LogNormalOutputs | TraceOutputs
 
 
 def _length(text: str | None, path: Path, line: int) -> int:
     try:
-        value = int(float(text or ""))
+        return max(1, int(float(text or "")))
     except (ValueError, OverflowError):
         raise ConfigError(f"{path}: line {line}: output_tokens is {text!r}") from None
-    return max(1, value)

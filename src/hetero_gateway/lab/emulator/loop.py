@@ -26,8 +26,7 @@ TIMER_RESOLUTION_S = 0.0005
 def make_engine(settings: Settings) -> Engine[ReplyChoice]:
     """The engine that the settings describe.
 
-    Raises:
-        ConfigError: sizes that contradict each other.
+    Raises ConfigError: sizes that contradict each other.
     """
     profile = replace(settings.profile, kv_capacity_tokens=settings.capacity_tokens)
     max_num_seqs = settings.max_num_seqs or profile.max_num_seqs

@@ -71,8 +71,7 @@ class EmulatedServer(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one.
 
-    Raises:
-        ConfigError: the address cannot be used.
+    Raises ConfigError: the address cannot be used.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port: must be 0 to 65535, not {port}")

@@ -81,8 +81,7 @@ class SchemaError(ValueError):
 def sample_json(schema: Json, root: Json = None, depth: int = 0) -> Json:
     """A small value that matches a JSON schema's types, required keys and enumerations.
 
-    Raises:
-        SchemaError: an unknown type.
+    Raises SchemaError: an unknown type.
     """
     root = schema if root is None else root
     if not isinstance(schema, Mapping) or depth > 16:

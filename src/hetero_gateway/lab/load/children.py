@@ -44,8 +44,7 @@ class Child:
     async def url(self) -> str:
         """The address that it says it serves on, as soon as it says so.
 
-        Raises:
-            HeteroGatewayError: it ended, or said nothing within ``START_TIMEOUT_S``.
+        Raises HeteroGatewayError: it ended, or said nothing within ``START_TIMEOUT_S``.
         """
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while (match := _URL.search(self._output())) is None:

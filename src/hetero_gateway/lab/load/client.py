@@ -58,8 +58,7 @@ class LoadTarget:
 def parse_target(url: str, api_key: str | None = None) -> LoadTarget:
     """``http://HOST[:PORT][/PREFIX]``, with or without the closing ``/v1``.
 
-    Raises:
-        ConfigError: no such URL.
+    Raises ConfigError: no such URL.
     """
     try:
         parts = urlsplit(url)

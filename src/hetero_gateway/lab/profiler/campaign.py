@@ -53,10 +53,21 @@ TRIES = 3
 _IDLE_WITHIN_S = 10.0
 _COUNTERS_WITHIN_S = 1.0
 _POLL_S = 0.1
-# In a row; a single failure or visitor is only a batch to repeat.
-_FOREIGN_STOP = 6
-_FAILURE_STOP = 3
-_UNEQUAL_STOP = 4
+# How many in a row end it, and what is said then; a single failure or visitor is only a batch to
+# repeat.
+_HOPELESS = {
+    ENGINE_ERROR: (3, "{} batches in a row failed: {}"),
+    FOREIGN: (
+        6,
+        "the engine serves others: {} batches in a row were not alone; "
+        "profile it while nobody else uses it",
+    ),
+    UNEQUAL: (
+        4,
+        "the output lengths are not as asked: the engine ignores min_tokens and ignore_eos, so "
+        "batches cannot be measured",
+    ),
+}
 # Until something has been measured; every engine does this in a second or two.
 _WARM_UP = (256, 16)
 # A gate lasts at least this long, and this much longer for each request and each prompt token
@@ -364,25 +375,7 @@ class Campaign:
 
     async def _stop_if_hopeless(self, verdicts: list[BatchVerdict]) -> None:
         reasons = {(v.reason or "").split(":")[0] for v in verdicts}
-        for kind, limit, text in (
-            (
-                ENGINE_ERROR,
-                _FAILURE_STOP,
-                f"{_FAILURE_STOP} batches in a row failed: {verdicts[0].reason}",
-            ),
-            (
-                FOREIGN,
-                _FOREIGN_STOP,
-                f"the engine serves others: {_FOREIGN_STOP} batches in a row were not alone; "
-                "profile it while nobody else uses it",
-            ),
-            (
-                UNEQUAL,
-                _UNEQUAL_STOP,
-                "the output lengths are not as asked: the engine ignores min_tokens and "
-                "ignore_eos, so batches cannot be measured",
-            ),
-        ):
+        for kind, (limit, text) in _HOPELESS.items():
             if kind not in reasons:
                 # A batch of one is always equal; it says nothing about the others.
                 if kind != UNEQUAL or verdicts[0].sample.batch_size > 1:
@@ -392,7 +385,7 @@ class Campaign:
             if kind == ENGINE_ERROR and not await self._comes_back():
                 raise _Stop(f"the engine is gone: {verdicts[0].reason}")
             if self._in_a_row[kind] >= limit:
-                raise _Stop(text)
+                raise _Stop(text.format(limit, verdicts[0].reason))
 
     async def _comes_back(self) -> bool:
         for _ in range(5):

@@ -46,8 +46,7 @@ def write_fit(
 ) -> dict[str, Any]:
     """Write what was fitted to these samples, with a plot if asked for; returns the document.
 
-    Raises:
-        ConfigError: a file cannot be written.
+    Raises ConfigError: a file cannot be written.
     """
     document = profile_document(fit, instance, source)
     profile_file.write_profile_file(output, document)

@@ -64,8 +64,7 @@ class GridCell:
 def plan_cells(limits: BatchLimits, seed: int) -> list[GridCell]:
     """The cells of one pass, in the order of measuring.
 
-    Raises:
-        ConfigError: the limits leave no room for a batch.
+    Raises ConfigError: the limits leave no room for a batch.
     """
     rng = np.random.default_rng(seed)
     columns = [_column(limits, b, rng) for b in _batch_sizes(limits)]

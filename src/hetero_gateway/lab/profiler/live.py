@@ -66,8 +66,7 @@ def samples_path(output: Path) -> Path:
 def check_output(output: Path, plot: Path | None, *, resume: bool) -> None:
     """Find out before ten minutes of measuring what would fail after them.
 
-    Raises:
-        ConfigError: the file could not be written or used, or would overwrite samples.
+    Raises ConfigError: the file could not be written or used, or would overwrite samples.
     """
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"-o {output}: a profile file ends in .yaml")

@@ -44,8 +44,7 @@ def read_samples(path: Path) -> tuple[list[Sample], dict[str, int]]:
 def read_csv(path: Path) -> list[Sample]:
     """The samples of a CSV file.
 
-    Raises:
-        ConfigError: one line with the file, the line (the header is line 1) and the column.
+    Raises ConfigError: one line with the file, the line (the header is line 1) and the column.
     """
     with _named(path, "read"), path.open(encoding="utf-8-sig", newline="") as lines:
         return _parse_csv(lines, str(path))
@@ -54,8 +53,7 @@ def read_csv(path: Path) -> list[Sample]:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a file that ``append`` wrote, without a torn last one.
 
-    Raises:
-        ConfigError: the file cannot be read, or a line other than the last is broken.
+    Raises ConfigError: the file cannot be read, or a line other than the last is broken.
     """
     with _named(path, "read"):
         lines = path.read_bytes().split(b"\n")
@@ -71,8 +69,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Add one record, and leave the file whole: a torn last line is cut off first.
 
-    Raises:
-        ConfigError: the file cannot be written.
+    Raises ConfigError: the file cannot be written.
     """
     line = json.dumps(dict(record), allow_nan=False).encode() + b"\n"
     with _named(path, "written"), path.open("ab+") as file:
@@ -107,11 +104,7 @@ def discarded_counts(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def write_csv(path: Path, samples: Sequence[Sample]) -> None:
-    """The file that ``read_csv`` reads.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """The file that ``read_csv`` reads. Raises ConfigError: it cannot be written."""
     with _named(path, "written"), path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
