@@ -21,7 +21,7 @@ import yaml
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
-from hetero_gateway.lab.emulator.server import Server
+from hetero_gateway.lab.emulator.server import EmulatedServer
 from hetero_gateway.lab.emulator.settings import Settings
 from tests.chaos.faults import Faults, faulty
 
@@ -183,6 +183,6 @@ def _serve(port: int, slowness: float, seed: int, control: Connection) -> None:
         asyncio.get_running_loop().add_reader(control.fileno(), obey)
         control.send("ready")
 
-    server = Server(emulated, listener, on_ready=ready)
+    server = EmulatedServer(emulated, listener, on_ready=ready)
     server.config.http = faulty(faults)
     server.serve_until_signal()

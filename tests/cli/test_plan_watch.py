@@ -15,7 +15,7 @@ from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import TraceRequest
-from hetero_gateway.lab.profiler.seen import Seen
+from hetero_gateway.lab.profiler.seen import SeenGateway
 from hetero_gateway.planner.following import Change, Seat, changes
 from hetero_gateway.planner.present import Running, place
 
@@ -74,7 +74,9 @@ class Gateway:
 
     def ask(self) -> Again:
         rows = tuple(TraceRequest(at_s, 500, 150, "m") for at_s in self.arrived)
-        seen = Seen("http://x", "finish-time", self.instances, rows, self.queued, (*self.arrived,))
+        seen = SeenGateway(
+            "http://x", "finish-time", self.instances, rows, self.queued, (*self.arrived,)
+        )
         question = self._request.question
         return Again(
             seen, self._request, place(self.instances, question.machines, self._request.model)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
-from hetero_gateway.lab.emulator.server import Server
+from hetero_gateway.lab.emulator.server import EmulatedServer
 from hetero_gateway.lab.emulator.settings import Settings
 
 
@@ -29,7 +29,7 @@ async def serving(app: EmulatedVLLM, port: int = 0) -> AsyncIterator[str]:
     listener.bind(("127.0.0.1", port))
     listener.listen(1024)
     ready = asyncio.Event()
-    server = Server(app, listener, on_ready=ready.set)
+    server = EmulatedServer(app, listener, on_ready=ready.set)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.serve(sockets=[listener]))
         await ready.wait()
