@@ -24,7 +24,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.accelerators import GIB, Accelerator, accelerator
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
+from hetero_gateway.planner.accelerators import GIB, Accelerator
 from hetero_gateway.planner.memory import (
     FITTED,
     Coefficients,
@@ -34,7 +36,6 @@ from hetero_gateway.planner.memory import (
     outside_bytes,
 )
 from hetero_gateway.planner.model_shape import ModelShape
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import MemoryEstimate
 
 # Where the rows of a fit say nothing of a coefficient, it stays here: counts, not fits. A logit is

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.trace import CHAT_MIX
 from hetero_gateway.planner import pipelines
-from hetero_gateway.planner.accelerators import accelerator
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.pipelines import pipelined_profile
 from hetero_gateway.planner.roofline import roofline_profile
 from hetero_gateway.planner.sizes import Size

@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.cost_model import kv_capacity_bytes
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.accelerators import ACCELERATORS, GIB, accelerator
+from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
+from hetero_gateway.files.checkpoints.shape import model_from_config
+from hetero_gateway.files.model_cards import MODEL_CARDS, model_card
+from hetero_gateway.planner.accelerators import GIB
 from hetero_gateway.planner.memory import (
     EngineOptions,
     activation_bytes,
@@ -19,7 +22,6 @@ from hetero_gateway.planner.memory import (
     spread_bytes,
 )
 from hetero_gateway.planner.model_shape import Doubt
-from hetero_gateway.planner.models import MODEL_CARDS, model_card, model_from_config
 from hetero_gateway.planner.parallelism import refusal
 
 LLAMA = model_card("Llama-3.1-8B")

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.instance_types import instance_types
 from hetero_gateway.planner.memory import EngineOptions
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.search import search
@@ -364,13 +365,13 @@ def test_more_kv_never_lowers_the_best_throughput(factor, seed):
     st.sampled_from(["fitted", "paper"]),
 )
 def test_more_memory_never_makes_a_feasible_plan_infeasible(
-    model, accelerator, one, other, needed, method
+    model, card, one, other, needed, method
 ):
-    machine = Machine("m", accelerator, 8)
+    machine = Machine("m", card, 8)
     less, more = (
         instance_types(
             model_card(model), [machine], [], EngineOptions(utilisation=share),
-            needed_tokens=needed, method=method,
+            needed_tokens=needed, method=method, find=accelerator,
         )[0]
         for share in sorted((one, other))
     )  # fmt: skip

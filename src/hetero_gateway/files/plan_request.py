@@ -9,6 +9,7 @@ from typing import Any
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.accelerator_catalogue import accelerator, taken_for
 from hetero_gateway.files.model_file import ModelConfig, model_directory, read_model
 from hetero_gateway.files.plan_config import (
     MachineConfig,
@@ -26,7 +27,7 @@ from hetero_gateway.files.plan_lengths import (
 )
 from hetero_gateway.files.profile_file import builtin_profiles, load_profile
 from hetero_gateway.files.trace import TraceRequest, read_trace
-from hetero_gateway.planner.accelerators import Accelerator, accelerator, taken_for
+from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.goals import DEFAULT_SHARE, Goals
 from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.memory import EngineOptions, Method
@@ -170,7 +171,7 @@ def plan_request(
         needed_tokens=longest,
         typical_tokens=None if model.keeps_all else mean.prompt + mean.output,
         method=config.memory,
-        own=own,
+        find=lambda name: accelerator(name, own),
         mean=mean,
         network=None if config.network is None else config.network.to_core(),
     )

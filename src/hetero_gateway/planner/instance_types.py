@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.nearest import folded
 from hetero_gateway.planner import expert_parallel, pipelines
-from hetero_gateway.planner.accelerators import Accelerator, accelerator
+from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.expert_parallel import expert_parallel_profile
 from hetero_gateway.planner.further_sizes import MeanRequest, across, promising, within
 from hetero_gateway.planner.memory import (
@@ -54,7 +54,7 @@ def instance_types(
     needed_tokens: int,
     typical_tokens: float | None = None,
     method: Method = "fitted",
-    own: Mapping[str, Accelerator] | None = None,
+    find: Callable[[str], Accelerator],
     mean: MeanRequest | None = None,
     network: Network | None = None,
 ) -> tuple[Types, list[Unfit]]:
@@ -67,6 +67,7 @@ def instance_types(
             is longer.
         mean: of the requests; None: tensor parallelism alone. With it, the sizes of
             ``further_sizes`` that may win.
+        find: the accelerator that a machine names, or ConfigError.
         network: between machines; None: every instance stays on one.
 
     Returns:
@@ -74,7 +75,7 @@ def instance_types(
         one entry per accelerator and tensor parallelism.
 
     Raises:
-        ConfigError: an accelerator that is not in the catalogue.
+        ConfigError: an accelerator that ``find`` does not have.
     """
     needed = max(needed_tokens, options.max_model_len or 1)
     largest: dict[str, int] = {}
@@ -87,7 +88,7 @@ def instance_types(
     types: Types = {}
     unfit: list[Unfit] = []
     for name, count in largest.items():
-        device = accelerator(name, own)
+        device = find(name)
         most = min(count, device.max_group)
         found = [_type(ask, name, device, t, most) for t in range(1, most + 1)]
         unfit += [each for each in found if isinstance(each, Unfit)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
@@ -24,7 +24,7 @@ from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.nearest import folded
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import trials
-from hetero_gateway.planner.accelerators import accelerator
+from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
 from hetero_gateway.planner.goodput import system_goodput
 from hetero_gateway.planner.layouts import group_machines, machine_names
@@ -96,15 +96,20 @@ class Present:
     left_out: tuple[tuple[str, str], ...]
 
 
-def place(running: Sequence[Running], machines: Sequence[Machine], model: ModelShape) -> Present:
-    """Put every instance on a machine, the largest first."""
+def place(
+    running: Sequence[Running],
+    machines: Sequence[Machine],
+    model: ModelShape,
+    find: Callable[[str], Accelerator],
+) -> Present:
+    """Put every instance on a machine, the largest first; ``find``: its accelerator, or raises."""
     names = machine_names([machine.id for machine in machines])
     room = {machine.id: machine.count for machine in machines}
     placed: list[Placed] = []
     left_out: list[tuple[str, str]] = []
     size = {r.id: r.profile.tensor_parallel if r.profile else 0 for r in running}
     for instance in sorted(running, key=lambda r: -size[r.id]):
-        found = _machine(instance, machines, names, room, model)
+        found = _machine(instance, machines, names, room, model, find)
         if isinstance(found, str):
             left_out.append((instance.id, found))
             continue
@@ -126,6 +131,7 @@ def _machine(
     names: Mapping[str, str],
     room: Mapping[str, int],
     model: ModelShape,
+    find: Callable[[str], Accelerator],
 ) -> Machine | str:
     """Where it runs, or why that cannot be told."""
     profile = instance.profile
@@ -136,7 +142,7 @@ def _machine(
     if folded(profile.model) != folded(model.name):
         return f"its profile is of {profile.model}, the plan is for {model.name}"
     try:
-        name = accelerator(profile.gpu).name
+        name = find(profile.gpu).name
     except ConfigError:
         return f"its accelerator {profile.gpu} is not in the catalogue"
     fitting = [machine for machine in machines if machine.accelerator == name]

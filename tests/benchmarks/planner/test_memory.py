@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner import memory
-from hetero_gateway.planner.accelerators import GIB, accelerator
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
+from hetero_gateway.planner.accelerators import GIB
 from hetero_gateway.planner.memory import EngineOptions, estimate_memory
-from hetero_gateway.planner.models import model_card
 
 PLANTED = dataclasses.replace(
     memory.PRIOR, mlp=1.15, logit_bytes=18.0, outside=0.4, fast_link=1.5,
