@@ -10,9 +10,8 @@ from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.memory import (
     EngineOptions,
     Method,
-    estimate_memory,
+    StartUp,
     is_feasible,
-    shortfall_bytes,
 )
 from hetero_gateway.planner.model_shape import ModelShape, Quantization
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
@@ -113,9 +112,10 @@ def _fit(
         return Fit(device.name, t, "no link between two is known")
     if t > device.max_group:
         return Fit(device.name, t, f"at most {device.max_group} work on one instance")
-    memory = estimate_memory(model, device, t, options, method, needed_tokens=context)
+    start = StartUp(model, device, t, options)
+    memory = start.memory(method, context)
     if not is_feasible(memory, context):
-        missing = shortfall_bytes(memory, model, device, t, options, context)
+        missing = start.shortfall_bytes(memory, context)
         return Fit(device.name, t, "too little memory", shortfall_bytes=missing)
     tokens = memory.kv_capacity_tokens
     return Fit(device.name, t, "", tokens, memory.uncertainty, tokens / context, tight=memory.tight)
