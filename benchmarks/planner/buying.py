@@ -38,10 +38,10 @@ from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
 from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner import trials
-from hetero_gateway.planner.buying import Counts, is_part_of
 from hetero_gateway.planner.goals import HEADROOM, Goals, price_per_hour_usd, usd_per_hour
 from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.layouts import Group, group_machines, machine_layouts
+from hetero_gateway.planner.least_resource import Counts, is_part_of
 from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.plan import Figures, Layout, Machine, Plan
 from hetero_gateway.planner.question import NoPlan, Question

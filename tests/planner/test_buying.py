@@ -14,9 +14,9 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.plan_request import PlanRequest, load_request
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.bound import lower_bound
-from hetero_gateway.planner.buying import cheaper_sets, is_part_of
 from hetero_gateway.planner.goals import HEADROOM, Goals, usd_per_hour
 from hetero_gateway.planner.layouts import group_machines
+from hetero_gateway.planner.least_resource import cheaper_sets, is_part_of
 from hetero_gateway.planner.plan import Machine, Plan
 from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.search import search

@@ -10,8 +10,7 @@ import pytest
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import trials
-from hetero_gateway.planner.goals import HEADROOM, Goals
-from hetero_gateway.planner.goodput import find_goodput
+from hetero_gateway.planner.goals import HEADROOM, Goals, find_goodput
 from hetero_gateway.planner.plan import Candidate, Figures, Machine, Plan
 from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.search import search

@@ -29,12 +29,12 @@ from hetero_gateway.planner.memory import (
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
 from hetero_gateway.planner.pipelines import Network, pipelined_profile
-from hetero_gateway.planner.plan import InstanceType, Machine, MemoryEstimate, Unfit
+from hetero_gateway.planner.plan import InstanceType, Key, Machine, MemoryEstimate, Unfit
 from hetero_gateway.planner.roofline import SLOT_BYTES_PER_S, SLOTS_UNCERTAINTY, roofline_profile
 from hetero_gateway.planner.sizes import Size, as_size
 from hetero_gateway.planner.stages import holds_request, instance_memory
 
-Types = dict[tuple[str, int], InstanceType]
+Types = dict[Key, InstanceType]
 
 # Relative, of a step's time. The built-in profiles are sums of measured operators or rescaled from
 # others' measurements; how far off a whole engine is, their source does not say: a round figure.

@@ -26,19 +26,18 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
-from hetero_gateway.planner.goodput import system_goodput
 from hetero_gateway.planner.layouts import group_machines, machine_names
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.plan import (
     Candidate,
-    Figures,
     InstanceType,
+    Key,
     Layout,
     Machine,
     MemoryEstimate,
 )
-from hetero_gateway.planner.question import Key, Question
-from hetero_gateway.sim.alone import Alone, Mix, run_alone
+from hetero_gateway.planner.question import Question
+from hetero_gateway.sim.alone import Alone, Mix
 
 # Below it a gain is the simulator's noise: one in twenty choices is off by up to this much.
 NOISE = 0.02
@@ -287,14 +286,10 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
     machines = {machine.id: machine for machine in question.machines}
     keys = Counter((machines[i].accelerator, t) for i, of in layouts.items() for t in of)
     counts = {question.types[key].profile: n for key, n in sorted(keys.items())}
+    taken = sum(map(sum, layouts.values()))
     alone: dict[Profile, Alone] = {}
     for profile in counts:
-        of_it = run_alone(profile, mix, question.engines)
-        if of_it is not None and question.in_order:
-            share = profile.tensor_parallel / sum(map(sum, layouts.values()))
-            of_it = trials.alone_in_order(
-                profile, of_it, share, mix, question.engines, question.requests
-            )
+        of_it = question.alone(profile, mix, profile.tensor_parallel / taken)
         if of_it is None:
             return None
         alone[profile] = of_it
@@ -303,38 +298,27 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
     figures = question.saturate(system, mix, most)
     if figures is None:
         return None
+    goals, goodput, at_rate = question.goals, None, None
+    if goals.name == "goodput":
+        goodput = question.goodput(system, mix, figures)
+    if goals.rate_per_s is not None:
+        # None where it is too much.
+        if figures.tokens_per_s >= (1 + HEADROOM) * goals.rate_per_s * mix.mean_tokens:
+            at_rate = question.hold(system, mix, goals.rate_per_s)
     return Candidate(
-        goodput_per_s=_goodput(question, system, mix, figures),
+        goodput_per_s=None if goodput is None else goodput.rate_per_s,
         layouts=layouts,
         estimate_paper_tokens_per_s=math.nan,
         estimate_tokens_per_s=math.nan,
         simulated=figures,
-        accelerators=sum(map(sum, layouts.values())),
+        accelerators=taken,
         idle_accelerators=sum(machines[i].count - sum(of) for i, of in layouts.items() if of),
         usd_per_million_tokens=usd_per_million_tokens(
             question.machines, layouts, figures.tokens_per_s
         ),
         alone_tokens_per_s=most,
-        at_rate=_at_rate(question, system, mix, figures),
+        at_rate=at_rate,
     )
-
-
-def _at_rate(question: Question, system: trials.System, mix: Mix, full: Figures) -> Figures | None:
-    """None where no rate is asked for, or where it is too much."""
-    rate_per_s = question.goals.rate_per_s
-    if rate_per_s is None:
-        return None
-    if full.tokens_per_s < (1 + HEADROOM) * rate_per_s * mix.mean_tokens:
-        return None
-    return question.hold(system, mix, rate_per_s)
-
-
-def _goodput(question: Question, system: trials.System, mix: Mix, full: Figures) -> float | None:
-    """Requests/s that are held within the limits, where that is the goal; None: no rate is."""
-    if question.goals.name != "goodput":
-        return None
-    found = system_goodput(question, system, mix, full)
-    return None if found is None else found.rate_per_s
 
 
 def aligned(
