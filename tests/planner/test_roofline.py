@@ -42,7 +42,7 @@ def ratios(device, tensor_parallel):
 @pytest.mark.parametrize(
     ("device", "tensor_parallel", "prefill", "decode"),
     [
-        # The table in the module's docstring.
+        # The table in docs/evidence/planner.md.
         (A100, 1, 1.03, 0.94),
         (A100, 4, 0.89, 0.90),
         (H100, 1, 0.98, 1.04),

@@ -132,7 +132,7 @@ def _with_context(
     """The context that is asked for, the file's, or that of ``plan``'s own mix of requests."""
     import dataclasses
 
-    from hetero_gateway.files.plan_lengths import DEFAULT_CONTEXT
+    from hetero_gateway.files.plan_request import DEFAULT_CONTEXT
 
     asked = args.max_model_len or (file.max_model_len if file is not None else None)
     if asked is not None and most and asked > most:

@@ -26,8 +26,8 @@ USABLE_SHARE = 0.985
 # the built-in profiles of measured operators by benchmarks/planner/roofline.py.
 COMPUTE_EFFICIENCY = 0.72
 MEMORY_EFFICIENCY = 0.78
-# Relative error of a roofline's step times: of one that was held against measured operators (the
-# table in roofline.py), of a card of the same make as one that was, and of one never seen.
+# Relative error of a roofline's step times: of one that was held against measured operators
+# (docs/evidence/planner.md), of a card of the same make as one that was, and of one never seen.
 CHECKED, RELATED, UNCHECKED = 0.15, 0.25, 0.4
 
 

@@ -25,7 +25,7 @@ from hetero_gateway.planner.plan import Candidate, Figures, Layout, Machine
 from hetero_gateway.sim.held import held_loads
 
 GoalName = Literal["throughput", "goodput", "cost", "fewest"]
-GOAL_NAMES: tuple[GoalName, ...] = ("throughput", "goodput", "cost", "fewest")
+
 
 # Of the requests that are to be within ``slo``, where nothing is said.
 DEFAULT_SHARE = 0.95

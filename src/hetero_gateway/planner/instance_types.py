@@ -2,8 +2,7 @@
 
 A type has its memory (``memory``) and its times: a profile measured on such hardware where the
 caller has one, else a derived one, else a roofline of the data sheet. What cannot be deployed is
-listed with the reason, what is missing, and what would help. Files of profiles are the caller's
-business.
+listed with the reason, what is missing, and what would help.
 """
 
 from __future__ import annotations

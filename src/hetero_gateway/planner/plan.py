@@ -114,13 +114,13 @@ class Figures:
 
     tokens_per_s: float
     output_tokens_per_s: float
-    latency_mean_s: float
-    latency_p99_s: float
-    ttft_mean_s: float
-    ttft_p99_s: float
-    tpot_mean_s: float
-    tpot_p99_s: float
-    batch: float
+    latency_mean_s: float = math.nan
+    latency_p99_s: float = math.nan
+    ttft_mean_s: float = math.nan
+    ttft_p99_s: float = math.nan
+    tpot_mean_s: float = math.nan
+    tpot_p99_s: float = math.nan
+    batch: float = math.nan
     slo_share: float = math.nan
     cached_share: float = math.nan
 

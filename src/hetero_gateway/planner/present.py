@@ -1,14 +1,9 @@
 """What runs behind a gateway now, as a layout of the plan's machines, and what it can do.
 
-An instance is put on a machine by its profile's accelerator and tensor parallelism; a machine of
-the same name comes first. What cannot be put anywhere is listed with the reason.
-
 Two biases are kept out of the comparison with a new plan. The gateway knows the times of what runs,
 not those of another tensor parallelism on the same accelerator: these are scaled by what it knows
 differs from what was believed, or whatever was not tried would look better on every slow machine.
 And both deployments are simulated with the same profiles and requests.
-
-Values only; ``profiler.seen`` asks the gateway.
 """
 
 from __future__ import annotations

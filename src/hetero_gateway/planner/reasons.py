@@ -1,9 +1,9 @@
 """Why a candidate loses, or all of them: lines from figures, never a rule of thumb.
 
-Per accelerator, an instance type makes (batch / t) / step tokens per second. So against another
-type on the same accelerators it loses by fewer sequences on each accelerator, or by longer steps;
-and each of the two has a reason that can be read off: what keeps the batch from growing, how often
-the weights are held, and the part of a step that more accelerators do not make shorter.
+Per accelerator, an instance type makes (batch / t) / step tokens per second: against another on the
+same accelerators it loses by fewer sequences on each, or by longer steps. What keeps the batch from
+growing, how often the weights are held, and the part of a step that more accelerators do not make
+shorter can be read off.
 """
 
 from __future__ import annotations

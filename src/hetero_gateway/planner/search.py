@@ -1,20 +1,9 @@
 """The search for a deployment configuration (section 3.2): estimates prune, the simulator ranks.
 
-    1  equal machines are one case; the layouts of each kind are listed (``layouts``)
-    2  Algorithm 1 estimates every instance type on sampled requests, and drops the layouts that
-       it puts too far below its best for that kind of machine (``shortlist``)
-    3  every type that is left is simulated alone, with always enough to do (``sim.alone``)
-    4  throughput is nearly additive: layouts, and combinations of them, are ranked by what their
-       instances do alone (``allocation``)
-    5  the best few are simulated as whole systems (``systems``), all machines behind one gateway
-       with the chosen policy: everything at once for throughput, and at a rate for latencies; or,
-       where each is judged by its goodput, at the highest rate that it holds (``goodput``); or, for
-       a rate that is to cost little, from the least on that may hold it (``least_resource``)
-
-Differs from the paper, which ranks by Algorithm 1: with grouped-query attention counted right that
-names the best configuration in 72 % of cases. benchmarks/planner/search.py compares the two.
-
-One seed gives one answer, whatever the order of the machines.
+docs/design/search.md has its steps: ``layouts``, ``shortlist``, ``allocation``, ``systems``, and
+``least_resource`` for a rate that is to cost little. The paper ranks by Algorithm 1, which with
+grouped-query attention counted right names the best configuration in 72 % of cases
+(benchmarks/planner/search.py). One seed gives one answer, whatever the order of the machines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is left before whole systems are simulated: layouts, by what their instances do alone.
 
-Steps 2 and 3 of ``search``: Algorithm 1 of the paper estimates each instance type and drops
-layouts; the types that are left are simulated alone.
+Algorithm 1 of the paper estimates each instance type and drops layouts; the types that are left are
+simulated alone.
 """
 
 from __future__ import annotations
