@@ -33,15 +33,12 @@ from hetero_gateway.sim.alone import Engines, Mix
 from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.prefixes import KnownText, Run
-from hetero_gateway.sim.workload import Lengths, LogNormal, LogNormalLengths, TraceLengths
+from hetero_gateway.sim.workload import Lengths, LogNormalLengths, TraceLengths
 
-# The default workload.
-_CHAT_PROMPT = LogNormal(CHAT_MIX.input_median, CHAT_MIX.input_sigma, CHAT_MIX.input_max)
-_CHAT_OUTPUT = LogNormal(CHAT_MIX.output_median, CHAT_MIX.output_sigma, CHAT_MIX.output_max)
 # Where the file has no max_model_len, the longest request is rounded up to a multiple of this.
 _CONTEXT_STEP = 1024
 # That of the default workload.
-DEFAULT_CONTEXT = CHAT_MIX.input_max + CHAT_MIX.output_max
+DEFAULT_CONTEXT = CHAT_MIX.prompt.maximum + CHAT_MIX.output.maximum
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -345,8 +342,8 @@ def _ordered_trace(rows: Sequence[TraceRequest]) -> OrderedTrace:
 def _mix_lengths(config: PlanConfig, source: str, notes: list[str]) -> tuple[Lengths, int]:
     """The file's distributions, or ours cut to the context; and the longest request of them."""
     context, asked = config.max_model_len, config.workload
-    prompt = asked.prompt.to_core() if asked.prompt else _CHAT_PROMPT
-    output = asked.output.to_core() if asked.output else _CHAT_OUTPUT
+    prompt = asked.prompt.to_core() if asked.prompt else CHAT_MIX.prompt
+    output = asked.output.to_core() if asked.output else CHAT_MIX.output
     if context is not None and prompt.maximum + output.maximum > context:
         # What is ours may be cut: the output to a quarter, the prompt to what is left.
         if not asked.output:

@@ -198,9 +198,7 @@ def _mean_profile(key: Key, members: Sequence[Placed], model: ModelShape) -> Pro
     source = dict(first.source)
     if observed := [p.instance.id for p in members if p.instance.observed]:
         source |= {"how": "measured", "note": f"observed by the gateway on {', '.join(observed)}"}
-    return dataclasses.replace(
-        first, gpu=key[0], model=model.name, constants=constants, source=_stored(source, model)
-    )
+    return _planned(first, key[0], model, constants, source)
 
 
 def _ratio(
@@ -222,9 +220,7 @@ def _scaled(
     constants = profile.constants.scaled(prefill, decode)
     note = f"prefill × {prefill:.2f}, decode × {decode:.2f}, as at the sizes that run"
     source = dict(profile.source) | {"note": note}
-    return dataclasses.replace(
-        profile, gpu=name, model=model.name, constants=constants, source=_stored(source, model)
-    )
+    return _planned(profile, name, model, constants, source)
 
 
 def _geometric_mean(values: Sequence[float]) -> float:
@@ -234,11 +230,15 @@ def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(math.log(value) for value in positive) / len(positive))
 
 
-def _stored(source: dict[str, object], model: ModelShape) -> dict[str, object]:
-    """What runs is stored as the plan's model is: the gateway's profiles do not say."""
+def _planned(
+    profile: Profile, gpu: str, model: ModelShape, constants: Constants, source: dict[str, object]
+) -> Profile:
+    """Under the plan's names; stored as its model is, which the gateway's profiles do not say."""
     if model.quantization is not None:
         source["quantization"] = model.quantization.method
-    return source
+    return dataclasses.replace(
+        profile, gpu=gpu, model=model.name, constants=constants, source=source
+    )
 
 
 def with_running_types(question: Question, present: Present, model: ModelShape) -> Question:
