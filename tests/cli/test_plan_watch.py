@@ -12,6 +12,7 @@ from hetero_gateway.cli import main
 from hetero_gateway.cli.plan_again import Again
 from hetero_gateway.cli.plan_watch import Watch
 from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import TraceRequest
@@ -78,9 +79,8 @@ class Gateway:
             "http://x", "finish-time", self.instances, rows, self.queued, (*self.arrived,)
         )
         question = self._request.question
-        return Again(
-            seen, self._request, place(self.instances, question.machines, self._request.model)
-        )
+        present = place(self.instances, question.machines, self._request.model, accelerator)
+        return Again(seen, self._request, present)
 
 
 def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_path):

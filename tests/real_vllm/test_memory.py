@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from real_vllm.cluster import Cluster
 
-from hetero_gateway.planner.models import model_from_config
+from hetero_gateway.files.checkpoints.shape import model_from_config
 
 pytestmark = pytest.mark.real_vllm
 

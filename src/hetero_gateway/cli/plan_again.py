@@ -54,6 +54,7 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
         ConfigError: the URL, the key or the file is wrong, or nothing that runs is in the file.
         HeteroGatewayError: the gateway does not answer, or refuses.
     """
+    from hetero_gateway.files.accelerator_catalogue import accelerator
     from hetero_gateway.lab.load.admin import printable
     from hetero_gateway.lab.profiler.seen import ask
     from hetero_gateway.planner.present import (
@@ -68,7 +69,7 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
     own = _Asked(args, overrides, seen)
     first = own.request([], lengths=False)
     model = first.model
-    present = place(seen.running, first.question.machines, model)
+    present = place(seen.running, first.question.machines, model, accelerator)
     if not present.placed:
         reasons = "; ".join(f"{name}: {why}" for name, why in present.left_out) or "it has none"
         raise ConfigError(

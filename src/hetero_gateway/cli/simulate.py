@@ -359,7 +359,7 @@ def _lengths(rows: list[TraceRequest], cluster: Cluster, *, in_order: bool) -> L
     import numpy as np
 
     from hetero_gateway.files.trace import CHAT_MIX
-    from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, TraceLengths
+    from hetero_gateway.sim.workload import LogNormalLengths, TraceLengths
 
     if rows:
         return TraceLengths(
@@ -367,14 +367,10 @@ def _lengths(rows: list[TraceRequest], cluster: Cluster, *, in_order: bool) -> L
             np.array([row.output_tokens for row in rows], np.int64),
             in_order,
         )
-    mix, wanted = CHAT_MIX, cluster.workload
+    wanted = cluster.workload
     return LogNormalLengths(
-        wanted.prompt.to_core()
-        if wanted.prompt
-        else LogNormal(mix.input_median, mix.input_sigma, mix.input_max),
-        wanted.output.to_core()
-        if wanted.output
-        else LogNormal(mix.output_median, mix.output_sigma, mix.output_max),
+        wanted.prompt.to_core() if wanted.prompt else CHAT_MIX.prompt,
+        wanted.output.to_core() if wanted.output else CHAT_MIX.output,
     )
 
 

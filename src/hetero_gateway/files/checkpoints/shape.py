@@ -14,35 +14,32 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.checkpoints.fields import Fields
-from hetero_gateway.planner.checkpoints.layer_kinds import (
-    ALL_EXPERTS,
+from hetero_gateway.files.checkpoints.families import ALL_EXPERTS, FOURFOLD, KNOWN, REFUSED, UNGATED
+from hetero_gateway.files.checkpoints.fields import Fields
+from hetero_gateway.files.checkpoints.layer_kinds import (
     BOTH,
     FULL,
     MLP,
     MOE,
     STATE,
-    STATE_ONLY,
     WINDOW,
     experts_of,
     layer_kinds,
     window_of,
 )
-from hetero_gateway.planner.checkpoints.mixers import (
+from hetero_gateway.files.checkpoints.mixers import (
     full_attention,
     head_sizes,
     index_cache,
     state_space,
     window_attention,
 )
-from hetero_gateway.planner.checkpoints.nas_blocks import with_blocks
-from hetero_gateway.planner.checkpoints.quantizations import (
+from hetero_gateway.files.checkpoints.quantizations import (
     kv_dtype_of,
     left_wide,
     mean_bits,
     quantization_of,
 )
-from hetero_gateway.planner.checkpoints.vision import vision_weights
 from hetero_gateway.planner.model_shape import DTYPE_BYTES, Cache, Doubt, ModelShape
 
 # How far the KV memory may be off, relative, where the size is counted but vLLM's packing is not:
@@ -51,46 +48,16 @@ WINDOWS_ERROR, STATES_ERROR, LATENT_ERROR, VISION_ERROR = 0.07, 0.1, 0.07, 0.07
 # Of a family that nobody has held against published figures.
 UNKNOWN_ERROR = 0.3
 
-# Families whose MLP has two matrices.
-_UNGATED: Final = {
-    "phi", "gpt_neox", "starcoder2", "nemotron", "nemotron_h", "falcon", "bloom", "gpt2", "gptj",
-    "gpt_bigcode", "codegen", "opt", "mpt", "persimmon", "arcee", "apertus",
-}  # fmt: skip
-# Whose MLP is four times the hidden size where the file does not say.
-_FOURFOLD: Final = {"falcon", "bloom", "gpt2", "gptj", "gpt_bigcode", "codegen", "mpt"}
-# Decoders that are like Llama's in all that counts here.
-_PLAIN: Final = {
-    "", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "granite", "olmo", "olmo2",
-    "olmo3", "internlm2", "internlm3", "exaone", "exaone4", "glm", "glm4", "cohere", "cohere2",
-    "stablelm", "baichuan", "minicpm", "smollm3", "seed_oss", "ernie4_5", "hunyuan_v1_dense",
-    "mimo", "chatglm", "aquila", "yi", "orion", "solar", "deepseek", "apertus", "arcee", "helium",
-    "ministral", "ministral3", "mistral3", "falcon3", "teleflm", "hyperclovax",
-}  # fmt: skip
-_KNOWN: Final = _PLAIN | _UNGATED | ALL_EXPERTS | STATE_ONLY | {
-    "gemma3", "gemma3_text", "gemma4", "gemma4_text", "llama4", "llama4_text", "qwen2_moe",
-    "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text",
-    "qwen3_vl_moe", "qwen3_vl_moe_text", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2",
-    "kimi_linear", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "ernie4_5_moe", "lfm2", "lfm2_moe",
-    "falcon_h1", "bamba", "mimo_v2_flash", "hunyuan_v1_moe", "afmoe", "step3p5", "step3p7",
-    "dots1", "bailing_moe", "nemotron-nas", "exaone_moe", "flex_olmo", "olmo_hybrid",
-}  # fmt: skip
-# Known to be of another build than what is counted here, and why.
-_REFUSED: Final = {
-    "deepseek_v4": "its attention compresses the cache of most layers",
-    "kimi_k3": "its residuals and experts are of a build of their own",
-    "gemma3n": "its layers share caches and carry tables of their own",
-    "gemma3n_text": "its layers share caches and carry tables of their own",
-    "zamba2": "its attention blocks are shared between layers",
-    "rwkv": "it has no attention",
-    "minicpm3": "vLLM pads its latent attention",
-}
 # Parts that a plain decoder has not.
 _UNUSUAL: Final = re.compile(
     r"expert|moe|mamba|ssm|linear_attn|linear_num|lora_rank|recurrent|rwkv|conv_kernel|conv_l_|"
     r"compress|kv_shared|per_layer|block_configs|index_head|lightning|retention|sparse_attention",
     re.IGNORECASE,
 )
+# The MLP's width is two thirds of the multiple, rounded up to this (vllm/.../nemotron_nas.py).
+_WIDTH_STEP = 256
+# model_types whose encoder's MLP has a gate.
+_GATED: Final = {"qwen2_5_vl", "pixtral", "glm4v", "glm4v_moe"}
 _DTYPES: Final = {"half": "float16", "float": "float32"}
 
 
@@ -150,7 +117,7 @@ def _shape(fields: Fields, dtype: str) -> ModelShape:
         vocabulary=fields.count("vocab_size", "padded_vocab_size"),
         intermediate=_intermediate(fields, hidden, feeds),
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        gated=fields.family not in _UNGATED,
+        gated=fields.family not in UNGATED,
         other_weights=_positions(fields, hidden) + _per_layer_tables(fields, hidden, layers),
         max_position=fields.optional(
             "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
@@ -160,7 +127,7 @@ def _shape(fields: Fields, dtype: str) -> ModelShape:
         family=fields.family,
     )
     if fields.get("block_configs") is not None:
-        return with_blocks(shape, fields)
+        return _with_blocks(shape, fields)
     shape = _with_mixers(shape, fields, mixers, dtype)
     shape = _with_experts(shape, fields, feeds)
     return _with_vision(shape, fields)
@@ -184,7 +151,7 @@ def _intermediate(fields: Fields, hidden: int, feeds: list[str]) -> int:
         keys = ("intermediate_size_mlp", *keys)
     if fields.family == "granitemoehybrid":
         keys = ("shared_intermediate_size", *keys)
-    if not fields.optional(*keys) and fields.family in _FOURFOLD:
+    if not fields.optional(*keys) and fields.family in FOURFOLD:
         return 4 * hidden
     width = fields.count(*keys)
     if fields.get("block_auto_adjust_ff_dim"):  # LFM2: two thirds, rounded up
@@ -322,7 +289,7 @@ def _with_vision(shape: ModelShape, fields: Fields) -> ModelShape:
     parts = [key for key in ("vision_config", "audio_config") if fields.part(key) is not None]
     if not parts and not any(fields.config.get(key) is not None for key in ("vision_config",)):
         return shape
-    found = vision_weights(fields, shape.hidden)
+    found = _vision_weights(fields, shape.hidden)
     error = VISION_ERROR if found is not None else UNKNOWN_ERROR
     doubt = Doubt("the vision or audio part", error)
     return dataclasses.replace(
@@ -330,6 +297,74 @@ def _with_vision(shape: ModelShape, fields: Fields) -> ModelShape:
         other_weights=shape.other_weights + (found or 0),
         unmodelled=(*shape.unmodelled, doubt),
     )
+
+
+def _vision_weights(fields: Fields, hidden: int) -> int | None:
+    """Of encoder and projector; None where the configuration does not say enough.
+
+    A layer has 4·width² + 2·width·intermediate (3 with a gate), beside what embeds patches. A
+    merger takes m×m patches together: (m²·width)² + m²·width·hidden of the decoder.
+    """
+    part = fields.part("vision_config")
+    if part is None:
+        return None
+    width = part.optional("embed_dim") or part.optional("hidden_size", "width")
+    layers = part.optional("depth", "num_hidden_layers", "layers")
+    if not width or not layers:
+        return None
+    ratio = part.get("mlp_ratio", 4)
+    intermediate = part.optional("intermediate_size") or int(width * ratio)
+    outer = str(fields.config.get("model_type", ""))
+    gated = outer in _GATED or str(part.get("model_type", "")) in _GATED
+    encoder = layers * (4 * width * width + (3 if gated else 2) * width * intermediate)
+    patch = part.optional("patch_size") or 14
+    frames = part.optional("temporal_patch_size") or 1
+    encoder += 3 * frames * patch * patch * width
+    encoder += width * part.optional("num_position_embeddings")
+    merge = part.optional("spatial_merge_size") or 1
+    taken = merge * merge * width
+    mergers = 1 + len(part.items("deepstack_visual_indexes"))
+    projector = taken * hidden + (taken * taken if merge > 1 else 0)
+    return encoder + mergers * projector
+
+
+def _with_blocks(shape: ModelShape, fields: Fields) -> ModelShape:
+    """The shape with layers that were chosen one by one (Llama-Nemotron).
+
+    Each block says how many query heads share a KV head, and how wide its MLP is as a multiple of
+    the hidden size; either may be left out of a block, or be one square matrix.
+    """
+    attention = mlp = 0
+    kept: dict[int, int] = {}  # layers by KV heads
+    widths: set[int] = set()
+    for block in fields.items("block_configs"):
+        part: Mapping[str, Any] = block.get("attention", {})
+        if part.get("replace_with_linear"):
+            attention += shape.hidden * shape.hidden
+        elif not part.get("no_op"):
+            kv_heads = shape.heads // int(part.get("n_heads_in_group") or 1)
+            kept[kv_heads] = kept.get(kv_heads, 0) + 1
+            attention += 2 * shape.hidden * shape.head_dim * (shape.heads + kv_heads)
+        part = block.get("ffn", {})
+        if part.get("replace_with_linear"):
+            mlp += shape.hidden * shape.hidden
+        elif not part.get("no_op"):
+            width = _width(float(part.get("ffn_mult") or 0), shape.hidden)
+            widths.add(width)
+            mlp += 3 * shape.hidden * width
+    return dataclasses.replace(
+        shape,
+        kv_heads=min(kept, default=shape.heads),
+        intermediate=max(widths, default=0),
+        attention_weights=attention,
+        dense_weights=mlp,
+        caches=tuple(Cache(n, heads, 2 * shape.head_dim) for heads, n in sorted(kept.items())),
+    )
+
+
+def _width(multiple: float, hidden: int) -> int:
+    plain = int(2 * multiple * hidden / 3)
+    return -(-plain // _WIDTH_STEP) * _WIDTH_STEP
 
 
 def _matrices(fields: Fields, shape: ModelShape) -> dict[str, tuple[list[int], int]]:
@@ -361,11 +396,11 @@ def _check_family(fields: Fields) -> None:
     """Raise for what would be counted wrong."""
     outer = str(fields.config.get("model_type", ""))
     for family in (fields.family, outer):
-        if family in _REFUSED:
-            raise fields.error(f"model_type {family!r} is not modelled: {_REFUSED[family]}")
+        if family in REFUSED:
+            raise fields.error(f"model_type {family!r} is not modelled: {REFUSED[family]}")
     if fields.text.get("is_encoder_decoder"):
         raise fields.error("an encoder with a decoder is not modelled")
-    if fields.family in _KNOWN:
+    if fields.family in KNOWN:
         return
     unusual = sorted(key for key, value in fields.text.items() if value and _UNUSUAL.search(key))
     if unusual:
@@ -378,7 +413,7 @@ def _check_family(fields: Fields) -> None:
 def _doubts(fields: Fields, mixers: list[str]) -> tuple[Doubt, ...]:
     """What the memory estimate is uncertain by, in words."""
     found = []
-    if fields.family not in _KNOWN:
+    if fields.family not in KNOWN:
         what = f"model_type {fields.family!r}, counted as a plain decoder,"
         found.append(Doubt(what, UNKNOWN_ERROR))
     if WINDOW in mixers:
@@ -395,7 +430,7 @@ def own_dtype(asked: str | None, fields: Fields) -> str:
     own = fields.get("torch_dtype", fields.get("dtype"))
     own = own or fields.config.get("torch_dtype", fields.config.get("dtype"))
     # Without one, vLLM looks into the weights: bfloat16 in nearly all.
-    own = "bfloat16" if own is None and fields.family in _KNOWN - {""} else own
+    own = "bfloat16" if own is None and fields.family in KNOWN - {""} else own
     return dtype_name(asked, "float16" if own in (None, "float32") else str(own))
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero_gateway.planner.checkpoints.fields import Fields
+from hetero_gateway.files.checkpoints.fields import Fields
 from hetero_gateway.planner.model_shape import DTYPE_BYTES, Cache
 
 # Families whose attention multiplies its output by a gate of the queries' width.

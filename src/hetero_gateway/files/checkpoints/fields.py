@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.checkpoints.defaults import FAMILY_DEFAULTS, NESTED_DEFAULTS
+from hetero_gateway.files.checkpoints.families import defaults_of
 
 # Where multimodal files keep their decoder.
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -31,9 +31,7 @@ class Fields:
         self.name = name
         self.config = config
         self.family = str(text.get("model_type") or config.get("model_type") or "")
-        defaults = dict(FAMILY_DEFAULTS.get(self.family, {}))
-        if text is not config:
-            defaults = {**NESTED_DEFAULTS.get(self.family, {}), **defaults}
+        defaults = defaults_of(self.family, nested=text is not config)
         # What the outer file says of the whole counts more than the family's default.
         if "tie_word_embeddings" in config:
             defaults["tie_word_embeddings"] = config["tie_word_embeddings"]

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from hetero_gateway.planner.checkpoints.fields import Fields
+from hetero_gateway.files.checkpoints.families import STATE_ONLY
+from hetero_gateway.files.checkpoints.fields import Fields
 
 FULL, WINDOW, STATE, BOTH, NONE = "full", "window", "state", "both", "none"
 MLP, MOE = "mlp", "moe"
@@ -32,12 +33,6 @@ _FULL_NAMES: Final = {
 _INTERVALS: Final = {"gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 # gemma-2's windows get the same blocks as its other layers in vLLM's logs.
 _WINDOWS_AS_FULL: Final = {"gemma2"}
-STATE_ONLY: Final = {"mamba", "mamba2", "falcon_mamba"}
-# Where intermediate_size is that of one expert.
-ALL_EXPERTS: Final = {
-    "mixtral", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "phimoe",
-    "minimax_m2", "minimax", "olmoe", "llama4", "llama4_text", "jamba", "dbrx",
-}  # fmt: skip
 
 
 def layer_kinds(fields: Fields, layers: int) -> tuple[list[str], list[str]]:

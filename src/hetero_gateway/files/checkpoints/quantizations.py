@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hetero_gateway.errors import ConfigError
@@ -105,15 +105,18 @@ def quantization_of(stored: str | Mapping[str, Any]) -> Quantization | None:
     return _named(method)
 
 
+def _inner(stored: object) -> Mapping[str, Any]:
+    """A quantization_config, or what hf_quant_config.json holds; empty where there is neither."""
+    inner = stored.get("quantization", stored) if isinstance(stored, Mapping) else None
+    return inner if isinstance(inner, Mapping) else {}
+
+
 def kv_dtype_of(stored: str | Mapping[str, Any] | None) -> str:
     """What the checkpoint wants its KV cache in; "auto": it does not say."""
-    if not isinstance(stored, Mapping):
-        return "auto"
-    inner = stored.get("quantization", stored)
-    algorithm = inner.get("kv_cache_quant_algo") if isinstance(inner, Mapping) else None
-    scheme = stored.get("kv_cache_scheme")
+    scheme = stored.get("kv_cache_scheme") if isinstance(stored, Mapping) else None
     if isinstance(scheme, Mapping) and scheme.get("num_bits") == 8:
         return "fp8"
+    algorithm = _inner(stored).get("kv_cache_quant_algo")
     return "fp8" if str(algorithm).upper() == "FP8" else "auto"
 
 
@@ -123,11 +126,7 @@ def left_wide(stored: object, kind: str, layers: Iterable[int]) -> int:
     Args:
         kind: "attention", "state", "mlp", "moe", "moe beside" (an MLP, gemma-4) or "shared".
     """
-    if not isinstance(stored, Mapping):
-        return 0
-    inner = stored.get("quantization", stored)
-    if not isinstance(inner, Mapping):
-        return 0
+    inner = _inner(stored)
     named = inner.get("quantized_layers")
     if isinstance(named, Mapping):  # what is not named is wide
         return sum(_first_match(named, kind, layer) is None for layer in layers)
@@ -148,33 +147,32 @@ def mean_bits(stored: object, kinds: Mapping[str, tuple[Sequence[int], int]]) ->
     Args:
         kinds: the layers that have such a module, and its weights in one of them.
     """
-    inner = stored.get("quantization", stored) if isinstance(stored, Mapping) else None
-    named = inner.get("quantized_layers") if isinstance(inner, Mapping) else None
+    named = _inner(stored).get("quantized_layers")
     if not isinstance(named, Mapping):
         return None
     total = weights = 0.0
     for kind, (layers, each) in kinds.items():
         for layer in layers:
             name = _first_match(named, kind, layer)
-            if name is None:
-                continue
-            of = named[name]
-            algorithm = str(of.get("quant_algo")).upper() if isinstance(of, Mapping) else ""
-            known = _ALGORITHMS.get(algorithm)
-            if known is not None:
-                total += each * known.bits
+            algorithm = None if name is None else _ALGORITHMS.get(_algorithm(named[name]))
+            if algorithm is not None:
+                total += each * algorithm.bits
                 weights += each
     return total / weights if weights else None
 
 
+def _algorithm(module: object) -> str:
+    return str(module.get("quant_algo")).upper() if isinstance(module, Mapping) else ""
+
+
+def _names(kind: str, layer: int) -> Iterator[str]:
+    """Of modules of that kind in that layer."""
+    return (f"{root}.{layer}.{module}" for root in _ROOTS for module in _MODULES[kind])
+
+
 def _first_match(named: Mapping[str, Any], kind: str, layer: int) -> str | None:
     """A module of that kind in that layer, by its own name or that of one inside."""
-    for root in _ROOTS:
-        for module in _MODULES[kind]:
-            name = f"{root}.{layer}.{module}"
-            if name in named:
-                return name
-    return None
+    return next((name for name in _names(kind, layer) if name in named), None)
 
 
 def _targets(stored: Mapping[str, Any]) -> list[str]:
@@ -196,15 +194,14 @@ def _matched(patterns: Sequence[str], kind: str, layer: int) -> bool:
     if not patterns:
         return False
     plain, opened = _compiled(tuple(patterns))
-    for root in _ROOTS:
-        for module in _MODULES[kind]:
-            name = f"{root}.{layer}.{module}"
-            if opened is not None and opened.match(name):
-                return True
-            parts = name.split(".")
-            heads = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
-            if not plain.isdisjoint(heads) or not plain.isdisjoint((module, parts[-2], parts[-1])):
-                return True
+    for name in _names(kind, layer):
+        if opened is not None and opened.match(name):
+            return True
+        parts = name.split(".")
+        heads = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+        module = name.partition(f".{layer}.")[2]
+        if not plain.isdisjoint(heads) or not plain.isdisjoint((module, parts[-2], parts[-1])):
+            return True
     return False
 
 
@@ -235,18 +232,14 @@ def _modelopt(stored: Mapping[str, Any]) -> Quantization | None:
     name = str(algorithm).upper()
     if name == "MIXED_PRECISION":
         layers = stored.get("quantized_layers")
-        algorithms = {
-            str(of.get("quant_algo")).upper()
-            for of in (layers.values() if isinstance(layers, Mapping) else ())
-            if isinstance(of, Mapping)
-        }
+        algorithms = set(map(_algorithm, layers.values() if isinstance(layers, Mapping) else ()))
         # The widest of them: what is stored in fewer bits takes less.
-        known = [_ALGORITHMS[a] for a in algorithms if a in _ALGORITHMS]
-        if known:
-            return max(known, key=lambda q: q.bits)
+        found = [_ALGORITHMS[a] for a in algorithms if a in _ALGORITHMS]
+        if found:
+            return max(found, key=lambda q: q.bits)
     if name not in _ALGORITHMS:
-        known_names = ", ".join(sorted(_ALGORITHMS))
-        raise ConfigError(f"quantization: modelopt's {name!r} is not known; one of {known_names}")
+        names = ", ".join(sorted(_ALGORITHMS))
+        raise ConfigError(f"quantization: modelopt's {name!r} is not known; one of {names}")
     return _ALGORITHMS[name]
 
 
