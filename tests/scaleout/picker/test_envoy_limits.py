@@ -120,4 +120,4 @@ async def test_long_bodies_arrive_and_hold_nothing_afterwards(tmp_path, changes,
         await eventually(picker.settled)
         server = server_of(picker)
         assert server.limits.buffered_bytes == 0
-        assert server.pool.held_bytes < HELD_BYTES / 100
+        assert server.held_bytes < HELD_BYTES / 100

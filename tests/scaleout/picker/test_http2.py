@@ -34,7 +34,7 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     Status,
     frame,
 )
-from hetero_gateway.scaleout.picker.http2.server import Server
+from hetero_gateway.scaleout.picker.http2.server import GrpcServer
 from tests.fakes.peers import Peer, header_block, peer_at
 from tests.fakes.running import eventually
 
@@ -73,7 +73,7 @@ class Running:
         self.seen: list[object] = []
         self.bugs: list[None] = []
         self.limits = BodyLimits(MAX_BYTES, 4 * MAX_BYTES)
-        self.server = Server(
+        self.server = GrpcServer(
             {"/test.Test/Echo": lambda call: Echo(call, self.seen)},
             self.limits,
             MARGIN_BYTES,

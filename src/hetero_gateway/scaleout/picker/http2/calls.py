@@ -27,12 +27,12 @@ Times are counted in the server's ticks, a second each, so that a call reads no 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, TypeAlias
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import too_large
-from hetero_gateway.scaleout.picker.http2.backlog import Backlog
 from hetero_gateway.scaleout.picker.http2.carrier import CREDITS, Carrier
 from hetero_gateway.scaleout.picker.http2.frames import (
     DATA,
@@ -92,6 +92,64 @@ class Receiver(Protocol):
         """The call is over, and not by ``finish``."""
 
 
+class Unsent:
+    """What a call has to send, while there is no window for it.
+
+    Attributes:
+        piece, at: the message that is being sent, and how much of it was.
+        unread_bytes: of the messages that wait, as they are counted.
+        unread_tick: when the peer will have read nothing for too long.
+        when_made: to be called when nothing more is made; once.
+    """
+
+    __slots__ = ("_waiting", "at", "piece", "unread_bytes", "unread_tick", "when_made")
+
+    def __init__(self, unread_tick: int) -> None:
+        self._waiting: deque[bytes | Iterator[bytes]] = deque()
+        self.piece = b""
+        self.at = 0
+        self.unread_bytes = 0
+        self.unread_tick = unread_tick
+        self.when_made: Callable[[], None] | None = None
+
+    def add(self, message: bytes) -> None:
+        self._waiting.append(message)
+        self.unread_bytes += len(message)
+
+    def add_each(self, messages: Iterator[bytes], when_made: Callable[[], None]) -> None:
+        self._waiting.append(messages)
+        self.when_made = when_made
+
+    def take(self) -> int:
+        """Take up the next message, in ``piece``; how much of what was counted has been sent."""
+        sent_bytes = 0
+        self.at, waiting = 0, self._waiting
+        while waiting:
+            first = waiting[0]
+            if not isinstance(first, bytes):
+                self.piece = next(first, b"")
+                if self.piece:
+                    break
+                self.end_making()
+            elif self.piece is first:
+                sent_bytes = len(first)
+                self.unread_bytes -= sent_bytes
+                self.piece = b""
+            else:
+                self.piece = first
+                break
+            waiting.popleft()
+        else:
+            self.piece = b""
+        return sent_bytes
+
+    def end_making(self) -> None:
+        """Whoever gave what makes messages need not keep it any more."""
+        if self.when_made is not None:
+            when_made, self.when_made = self.when_made, None
+            when_made()
+
+
 class Call:
     """A stream. ``receiver`` is to be set by who opens it."""
 
@@ -129,7 +187,7 @@ class Call:
         self._partial_bytes = 0  # of it, as counted; of these beyond what is small:
         self._long_bytes = 0
         self._held_bytes = 0  # counted for the receiver
-        self._backlog: Backlog | None = None  # what waits to be sent
+        self._backlog: Unsent | None = None  # what waits to be sent
         self._ending: bytes | None = None  # the trailers, while something is pending
         # When the message that is coming must be here, and what the receiver expects.
         self._message_tick = connection.server.tick + 1 + FIRST_MESSAGE_S
@@ -367,10 +425,9 @@ class Call:
         backlog = self._backlog
         if backlog is not None:
             backlog.add(message)
-            return
-        backlog = self._begin_backlog()
-        backlog.add(message)
-        self.push()
+        else:
+            self._begin_backlog().add(message)
+            self.push()
 
     def send_each(self, messages: Iterator[bytes], when_made: Callable[[], None]) -> None:
         """Send messages that are made when there is a window for them, and so are never kept.
@@ -388,8 +445,8 @@ class Call:
             self._begin_backlog().add_each(messages, when_made)
             self.push()
 
-    def _begin_backlog(self) -> Backlog:
-        backlog = self._backlog = Backlog(self._in(UNREAD_S))
+    def _begin_backlog(self) -> Unsent:
+        backlog = self._backlog = Unsent(self._in(UNREAD_S))
         return backlog
 
     def finish(self, status: Status = Status.OK, detail: str = "") -> None:
@@ -434,7 +491,7 @@ class Call:
                     self._end_sending()
                 return
 
-    def _push_piece(self, backlog: Backlog) -> bool:
+    def _push_piece(self, backlog: Unsent) -> bool:
         """Send what is left of one message; False: it has to wait."""
         connection, piece, at = self._connection, backlog.piece, backlog.at
         while at < len(piece):
