@@ -70,12 +70,17 @@ class Picker:
         resources = self.resources = Resources(self._gateway, config, self.endpoints)
         await self.endpoints.look()
         self._following = asyncio.get_running_loop().create_task(self.endpoints.follow())
+
+        def process(call: Call) -> Stream:
+            resources.open += 1
+            return Stream(resources, call)
+
         health: Methods = {
             f"/{HEALTH}/Check": lambda call: HealthCall(self, call, watches=False),
             f"/{HEALTH}/Watch": lambda call: HealthCall(self, call, watches=True),
         }
         requests: Methods = {
-            f"/{EXT_PROC}/Process": lambda call: Stream(resources, call),
+            f"/{EXT_PROC}/Process": process,
             f"/{REPORTS}/Report": lambda call: ReportCall(resources.tickets, call),
         }
         main = self._server({**requests, **health})

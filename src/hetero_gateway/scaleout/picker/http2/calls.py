@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from hetero_gateway.errors import Refusal
@@ -92,6 +93,7 @@ class Receiver(Protocol):
         """The call is over, and not by ``finish``."""
 
 
+@dataclass(slots=True, eq=False)
 class Unsent:
     """What a call has to send, while there is no window for it.
 
@@ -102,15 +104,12 @@ class Unsent:
         when_made: to be called when nothing more is made; once.
     """
 
-    __slots__ = ("_waiting", "at", "piece", "unread_bytes", "unread_tick", "when_made")
-
-    def __init__(self, unread_tick: int) -> None:
-        self._waiting: deque[bytes | Iterator[bytes]] = deque()
-        self.piece = b""
-        self.at = 0
-        self.unread_bytes = 0
-        self.unread_tick = unread_tick
-        self.when_made: Callable[[], None] | None = None
+    unread_tick: int
+    piece: bytes = b""
+    at: int = 0
+    unread_bytes: int = 0
+    when_made: Callable[[], None] | None = None
+    _waiting: deque[bytes | Iterator[bytes]] = field(default_factory=deque)
 
     def add(self, message: bytes) -> None:
         self._waiting.append(message)
@@ -150,54 +149,32 @@ class Unsent:
             when_made()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
     """A stream. ``receiver`` is to be set by who opens it."""
 
-    __slots__ = (
-        "_backlog",
-        "_connection",
-        "_dropping",
-        "_due_tick",
-        "_ending",
-        "_head_sent",
-        "_held_bytes",
-        "_id",
-        "_long_bytes",
-        "_message_tick",
-        "_offset",
-        "_partial",
-        "_partial_bytes",
-        "at_work",
-        "finished",
-        "half_closed",
-        "receiver",
-        "room",
-    )
-
-    receiver: Receiver
-
-    def __init__(self, connection: Carrier, stream_id: int) -> None:
-        self._connection = connection
-        self._id = stream_id
-        # The peer's window, for what is sent: so much more than its initial window for all calls,
-        # which may change while this one is open.
-        self._offset = 0
-        self.room = STREAM_WINDOW_BYTES  # ours: what the peer may send
-        self._partial: bytearray | None = None
-        self._partial_bytes = 0  # of it, as counted; of these beyond what is small:
-        self._long_bytes = 0
-        self._held_bytes = 0  # counted for the receiver
-        self._backlog: Unsent | None = None  # what waits to be sent
-        self._ending: bytes | None = None  # the trailers, while something is pending
-        # When the message that is coming must be here, and what the receiver expects.
-        self._message_tick = connection.server.tick + 1 + FIRST_MESSAGE_S
-        self._due_tick = _NEVER
-        self._head_sent = False
-        self._dropping = False
-        # Whether somebody waits for what it does: then its connection is not closed for others.
-        self.at_work = False
-        self.half_closed = False
-        self.finished = False
+    _connection: Carrier
+    _id: int
+    # When the message that is coming must be here, and what the receiver expects.
+    _message_tick: int
+    _due_tick: int = _NEVER
+    # The peer's window, for what is sent: so much more than its initial window for all calls, which
+    # may change while this one is open.
+    _offset: int = 0
+    room: int = STREAM_WINDOW_BYTES  # ours: what the peer may send
+    _partial: bytearray | None = None
+    _partial_bytes: int = 0  # of it, as counted; of these beyond what is small:
+    _long_bytes: int = 0
+    _held_bytes: int = 0  # counted for the receiver
+    _backlog: Unsent | None = None
+    _ending: bytes | None = None  # the trailers, while something is pending
+    _head_sent: bool = False
+    _dropping: bool = False
+    # Whether somebody waits for what it does: then its connection is not closed for others.
+    at_work: bool = False
+    half_closed: bool = False
+    finished: bool = False
+    receiver: Receiver = field(init=False)
 
     def __repr__(self) -> str:
         state = "finished" if self.finished else "half-closed" if self.half_closed else "open"

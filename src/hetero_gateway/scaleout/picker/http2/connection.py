@@ -46,7 +46,13 @@ from collections.abc import Callable
 from typing import cast
 
 from hetero_gateway.scaleout.picker.http2.blocks import MAX_BLOCK_BYTES, HeaderBlocks
-from hetero_gateway.scaleout.picker.http2.calls import STREAM_WINDOW_BYTES, Call, Methods, route
+from hetero_gateway.scaleout.picker.http2.calls import (
+    FIRST_MESSAGE_S,
+    STREAM_WINDOW_BYTES,
+    Call,
+    Methods,
+    route,
+)
 from hetero_gateway.scaleout.picker.http2.carrier import (
     CREDITS,
     DEFAULT_WINDOW_BYTES,
@@ -347,7 +353,7 @@ class DataPlaneConnection(Carrier):
             self.write(reset(stream_id, ErrorCode.REFUSED_STREAM))
             return
         self._last_id = stream_id
-        call = self.calls[stream_id] = Call(self, stream_id)
+        call = self.calls[stream_id] = Call(self, stream_id, server.tick + 1 + FIRST_MESSAGE_S)
         server.open_calls += 1
         route(self._methods, path, call)
         if flags & END_STREAM:
