@@ -25,7 +25,7 @@ from hetero_gateway.http.cycle import Service
 from hetero_gateway.scaleout.workers.hub import SECRET_ENV, listen
 from hetero_gateway.serve.app import App, create_app
 from hetero_gateway.serve.processes.worker import Worker
-from hetero_gateway.serve.server import BACKLOG, GatewayServer, Served
+from hetero_gateway.serve.server import BACKLOG, GatewayServer, ServedGateway
 from hetero_gateway.serve.wiring.gateway import Gateway
 from tests.fakes.admin_key import kept
 from tests.fakes.vllm import FakeInstance
@@ -164,7 +164,7 @@ async def running_gateway(
 
 @contextlib.asynccontextmanager
 async def serving(
-    service: Service, gateway: Served, listener: socket.socket | None = None
+    service: Service, gateway: ServedGateway, listener: socket.socket | None = None
 ) -> AsyncIterator[tuple[GatewayServer, str]]:
     """One server until the block ends, and its URL."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
