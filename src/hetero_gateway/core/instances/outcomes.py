@@ -130,11 +130,11 @@ class OutcomeRing:
         self._place = self._part % WINDOW_PARTS
         self._part_ends_s = self._part + 1.0
 
-    def add_good(self, now_s: float) -> None:
+    def add_good(self, now_s: float, count: int = 1) -> None:
         if now_s >= self._part_ends_s:
             self.advance(now_s)
-        self._good[self._place] += 1
-        self.good += 1
+        self._good[self._place] += count
+        self.good += count
 
     def add_failed(self, now_s: float) -> None:
         self.advance(now_s)
@@ -243,6 +243,12 @@ class Outcomes:
             return False
         self._recover(now_s)
         return True
+
+    def answered(self, last_s: float, count: int) -> None:
+        """So many were answered well within a moment, up to ``last_s``, none of them a trial."""
+        self.ring.add_good(last_s, count)
+        self._good_s = max(self._good_s, last_s)
+        self._run = self._busy_run = 0
 
     def failed(self, now_s: float, request: Sent | None = None) -> bool:
         """One failed, and it is the instance's fault. Returns whether this is one too many."""

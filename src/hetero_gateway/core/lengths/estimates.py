@@ -8,7 +8,7 @@ entry, which is also what is known of a model that was never seen.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -77,6 +77,11 @@ class ResidualLives:
             finished.table = residuals(lengths, self._prior_tokens, self._prior_requests)
             finished.plain = finished.table.tolist()
         return finished
+
+    def observe_many(self, finished: Iterable[tuple[str, float]]) -> None:
+        """Learn from finished sequences: (model, output tokens) of each."""
+        for model, output_tokens in finished:
+            self.observe(model, output_tokens)
 
     def observe(self, model: str, output_tokens: float) -> None:
         """Learn from one finished sequence."""
@@ -155,6 +160,11 @@ class BytesPerToken:
     def tokens(self, model: str, text_bytes: int) -> int:
         """Estimated tokens of ``text_bytes`` bytes of prompt, at least 1."""
         return max(1, round(text_bytes / self._ratios.get(model, self._ratio_of_others)))
+
+    def observe_many(self, prompts: Iterable[tuple[str, int, int]]) -> None:
+        """``observe`` some (model, text bytes, prompt tokens)."""
+        for prompt in prompts:
+            self.observe(*prompt)
 
     def observe(self, model: str, text_bytes: int, prompt_tokens: int) -> None:
         """Learn from one finished request whose prompt length the engine told."""

@@ -35,15 +35,28 @@ class LoggedDecision(NamedTuple):
 
 
 class DecisionLog:
-    """Keeps the last ``size`` decisions."""
+    """Keeps the last ``size`` decisions.
+
+    ``noted``: decisions that are kept by the next ``keep_noted``, as arguments of ``append``; some
+    at a time, since a decision by itself would find none of this in the processor's caches.
+    """
 
     def __init__(self, size: int) -> None:
         self._rows: deque[tuple[Any, ...]] = deque(maxlen=size)
+        self.noted: list[tuple[float, bytes, Decision, float]] = []
 
     def __len__(self) -> int:
+        self.keep_noted()
         return len(self._rows)
 
+    def keep_noted(self) -> None:
+        """Keep the decisions that were noted."""
+        noted, self.noted = self.noted, []
+        for decided in noted:
+            self.append(*decided)
+
     def append(self, unix_s: float, request_id: bytes, decision: Decision, waited_s: float) -> None:
+        """Keep one. ``unix_s``, ``waited_s``: as of a ``LoggedDecision``."""
         request, choice = decision.request, decision.choice
         numbers = array(
             "d",
@@ -82,6 +95,7 @@ class DecisionLog:
         )
 
     def newest_first(self) -> Iterator[LoggedDecision]:
+        self.keep_noted()
         for row in reversed(self._rows):
             yield _unpacked(*row)
 
