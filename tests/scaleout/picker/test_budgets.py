@@ -325,8 +325,8 @@ async def test_what_a_connection_holds_is_given_back_and_others_have_room():
         server = server_of(picker)
         peer.send(NO_WINDOW)
         sent = b"".join(opened(range(n, n + 1), *DUPLEX) for n in numbers(200))
-        peer.send(sent, frame(PING, 0, 0, bytes(8)))
-        await peer.until(PING)
+        peer.send(sent)
+        await peer.pong()
         (member,) = server.register
         assert isinstance(member, DataPlaneConnection)
         assert 0 < member.share.held_bytes <= HELD_BYTES
@@ -336,8 +336,7 @@ async def test_what_a_connection_holds_is_given_back_and_others_have_room():
             await other.until(DATA, 1)
             other.send(frames.reset(1, ErrorCode.CANCEL))
         peer.send(*[frames.reset(n, ErrorCode.CANCEL) for n in numbers(200)])
-        peer.send(frame(PING, 0, 0, bytes(8)))
-        await peer.until(PING)
+        await peer.pong()
         await eventually(picker.settled)
         assert server.held_bytes == 0
         assert server.limits.buffered_bytes == 0
@@ -349,8 +348,7 @@ async def test_a_connection_holds_no_more_than_it_leaves_to_others(monkeypatch):
         body_bytes = asking.body_bytes(asking.body(50_000), ends=False)
         for number in numbers(10):
             peer.send(opened(range(number, number + 1), DUPLEX[0], body_bytes))
-        peer.send(frame(PING, 0, 0, bytes(8)))
-        await peer.until(PING)
+        await peer.pong()
         held_bytes = server_of(picker).held_bytes
         assert 100_000 < held_bytes <= 200_000
         async with peer_at(port_of(picker), path=PROCESS) as other:
@@ -371,8 +369,7 @@ async def test_a_body_that_goes_back_is_held_once_and_only_while_it_does():
             piece = sent[at : at + 60_000]
             peer.send(in_data(1, asking.body_bytes(piece, ends=at + 60_000 >= len(sent))))
             await peer.writer.drain()
-        peer.send(frame(PING, 0, 0, bytes(8)))
-        await peer.until(PING)
+        await peer.pong()
         assert limits.buffered_bytes == len(sent)
         assert server_of(picker).held_bytes < 65536
         peer.send(frames.window_update(1, 2**24))
