@@ -40,8 +40,9 @@ class Histogram:
 
     def count_noted(self) -> None:
         """Count the values that were noted."""
-        self.observe_many(self._noted)
-        self._noted.clear()
+        if self._noted:
+            self.observe_many(self._noted)
+            self._noted.clear()
 
     def take(self) -> tuple[list[int], float]:
         """The count in each bin and the sum, which begin at 0 again."""

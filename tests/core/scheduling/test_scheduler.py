@@ -17,8 +17,8 @@ from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, View
 from hetero_gateway.core.policies.base import Choice
 from hetero_gateway.core.policies.rotation import RoundRobin
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import (
     InstanceId,
     InstanceSpec,
@@ -182,7 +182,7 @@ def test_unknown_names_are_not_remembered() -> None:
     s = scheduler(spec("a"))
     for i in range(1000):
         s.choose(request(model=f"x{i}"))
-    assert len(s._members.pools) == 0
+    assert len(s.members.pools) == 0
 
 
 def test_a_context_that_is_too_short_excludes_the_instance() -> None:

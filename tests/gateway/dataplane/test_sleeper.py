@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import Outcome, Reject, Request
 from hetero_gateway.gateway.dataplane.dispatcher import Placed
 from hetero_gateway.gateway.dataplane.placement import Placement, SleeperGone

@@ -57,6 +57,8 @@ class ResidualLives:
         self._prior_tokens = prior_tokens
         self._prior_requests = prior_requests
         self._models: dict[str, _Finished] = {}
+        # What ``of`` has as ``plain`` for models that need not be made anew.
+        self.plain: dict[str, list[float]] = {}
         self._unknown = _Finished(np.full(len(STAGE_TOKENS), prior_tokens))
 
     def __len__(self) -> int:
@@ -76,6 +78,8 @@ class ResidualLives:
             lengths = np.array(finished.lengths)
             finished.table = residuals(lengths, self._prior_tokens, self._prior_requests)
             finished.plain = finished.table.tolist()
+        if model in self._models:
+            self.plain[model] = finished.plain
         return finished
 
     def observe_many(self, finished: Iterable[tuple[str, float]]) -> None:
@@ -96,6 +100,8 @@ class ResidualLives:
             lengths[finished.oldest] = output_tokens
             finished.oldest = (finished.oldest + 1) % HISTORY
         finished.unseen += 1
+        if finished.unseen == REFRESH_EVERY:
+            self.plain.pop(model, None)
 
 
 def residuals(lengths: FloatArray, prior_tokens: float, prior_requests: float) -> FloatArray:
@@ -215,23 +221,6 @@ _TEMPLATE_TOKENS = 4096
 def can_hold(text_bytes: int, prompt_tokens: int) -> bool:
     """Whether this many bytes of text can be this many tokens: no token is shorter than a byte."""
     return prompt_tokens <= text_bytes + _TEMPLATE_TOKENS
-
-
-def capped_output_tokens(
-    predicted_tokens: float,
-    max_output_tokens: int | None,
-    context_tokens: int | None,
-    prompt_tokens: int,
-) -> float:
-    """A prediction capped by the client's limit and by what the context window leaves; at least 1.
-
-    vLLM clamps the output silently when prompt + max_tokens is more than the context.
-    """
-    if max_output_tokens is not None:
-        predicted_tokens = min(predicted_tokens, max_output_tokens)
-    if context_tokens is not None:
-        predicted_tokens = min(predicted_tokens, context_tokens - prompt_tokens)
-    return max(1.0, predicted_tokens)
 
 
 def bounded_model(model: str, known: Mapping[str, object]) -> str:

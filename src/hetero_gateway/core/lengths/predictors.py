@@ -98,6 +98,23 @@ class OutputLengthPredictor(Protocol):
         ...
 
 
+def capped_output_tokens(
+    predicted_tokens: float,
+    max_output_tokens: int | None,
+    context_tokens: int | None,
+    prompt_tokens: int,
+) -> float:
+    """A prediction capped by the client's limit and by what the context window leaves; at least 1.
+
+    vLLM clamps the output silently when prompt + max_tokens is more than the context.
+    """
+    if max_output_tokens is not None:
+        predicted_tokens = min(predicted_tokens, max_output_tokens)
+    if context_tokens is not None:
+        predicted_tokens = min(predicted_tokens, context_tokens - prompt_tokens)
+    return max(1.0, predicted_tokens)
+
+
 def learn(
     predictor: OutputLengthPredictor, finished: Sequence[tuple[LengthFeatures, float]]
 ) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
-from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import (
     COMPLETED,
     InstanceId,
@@ -63,7 +63,7 @@ _MOST_CONTEXT_TOKENS = 1 << 24
 # libuv's timers count whole milliseconds: one more, so that a pump never comes too early.
 _TIMER_GRAIN_S = 0.001
 # Decisions that are kept together.
-_MOST_NOTED = 32
+_MOST_NOTED = 64
 _UNAVAILABLE = RejectReason.NO_AVAILABLE_INSTANCE
 
 

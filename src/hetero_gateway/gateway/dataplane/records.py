@@ -143,7 +143,7 @@ class Recorder:
         if outputs:
             if self._fleet.queues:
                 residual = self._fleet.scheduler.residual
-                residual.observe_many((features.model, tokens) for features, tokens in outputs)
+                residual.observe_many([(features.model, tokens) for features, tokens in outputs])
             learn(self.predictor, outputs)
 
     def record(

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request, Usage
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
