@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from hetero_gateway.core.types import InstanceId, PrefixKeys, Request
-from hetero_gateway.gateway.request.folding import LEAST_BYTES
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 

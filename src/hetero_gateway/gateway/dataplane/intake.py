@@ -34,7 +34,6 @@ from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.routes import ModelRoutes
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.request.body_fields import BodyReaders
-from hetero_gateway.gateway.request.folding import Steps, advance
 from hetero_gateway.gateway.request.forms import check_one_type
 from hetero_gateway.gateway.request.openai import (
     ParsedRequest,
@@ -45,6 +44,7 @@ from hetero_gateway.gateway.request.openai import (
     with_model,
 )
 from hetero_gateway.gateway.request.tokenizer import Tokenizer
+from hetero_gateway.gateway.turns import Steps, advance
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.inbound import Inbound
 
