@@ -41,8 +41,6 @@ async def test_the_same_requests_take_as_long_as_simulated(
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER)
     cluster = load_cluster(path)
-    assert cluster.workload.prompt is not None
-    assert cluster.workload.output is not None
     lengths = LogNormalLengths(cluster.workload.prompt.to_core(), cluster.workload.output.to_core())
     experiment = Experiment(
         cluster.instances, lengths, count=40, slo=Slo(2.0, 0.2), faults=cluster.faults
@@ -74,8 +72,6 @@ async def test_two_classes_are_two_clients_whose_shares_are_the_simulators(
     path = tmp_path / "cluster.yaml"
     path.write_text(re.sub(r"(profile: \S+)}", r"\1, max_num_seqs: 4}", CLUSTER))
     cluster = load_cluster(path)
-    assert cluster.workload.prompt is not None
-    assert cluster.workload.output is not None
     lengths = LogNormalLengths(cluster.workload.prompt.to_core(), cluster.workload.output.to_core())
     experiment = Experiment(
         cluster.instances, lengths, 60, Slo(2.0, 0.2), faults=cluster.faults, batch_share=0.5

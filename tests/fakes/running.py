@@ -10,10 +10,10 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 from unittest.mock import patch
 
 import httpx
@@ -99,8 +99,15 @@ class RunningGateway:
             return (await client.get(f"{self.url}/metrics")).text
 
 
+class Addressed(Protocol):
+    """An instance, or what stands for one."""
+
+    @property
+    def url(self) -> str: ...
+
+
 def config_for(
-    fakes: list[FakeInstance], *, profiles: tuple[str | None, ...] = (FAST, SLOW), **sections: Any
+    fakes: Sequence[Addressed], *, profiles: tuple[str | None, ...] = (FAST, SLOW), **sections: Any
 ) -> GatewayConfig:
     """A configuration over fakes named i0, i1, …; sections are merged over quick defaults."""
     data: dict[str, Any] = {
@@ -212,6 +219,37 @@ async def dealt(servers: list[GatewayServer], port: int) -> AsyncIterator[str]:
 
 def _port_of(url: str) -> int:
     return int(url.rsplit(":", 1)[1])
+
+
+class Rig(NamedTuple):
+    running: RunningGateway
+    client: httpx.AsyncClient
+    fakes: list[Any]
+
+
+@contextlib.asynccontextmanager
+async def rig(
+    fakes: int | Sequence[Any] = 1, *, workers: int = 1, **sections: Any
+) -> AsyncIterator[Rig]:
+    """A gateway over so many fakes, or over these, and a client of it (of its first worker).
+
+    At the end every load is 0. Fakes that do not run yet are started; all are closed.
+    """
+    there: list[Any] = (
+        [FakeInstance() for _ in range(fakes)] if isinstance(fakes, int) else [*fakes]
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        for fake in there:
+            if not fake.port:
+                await fake.start()
+            stack.push_async_callback(fake.close)
+        config = config_for(there, **sections)
+        running = await stack.enter_async_context(running_gateway(config, workers=workers))
+        url = f"http://127.0.0.1:{running.port}"
+        many = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=many) as client:
+            yield Rig(running, client, there)
+        await eventually(running.settled)
 
 
 async def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:

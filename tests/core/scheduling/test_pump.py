@@ -93,7 +93,6 @@ def test_what_breaks_the_pump_fails_alone_and_leaves_nothing(name: str, break_by
     assert loads(s) == [0.0, 0.0]
     # The next is placed as if nothing had been.
     after = s.place(request(), 2.0)
-    assert isinstance(after, Ticket)
     assert after.dispatch is not None
 
 
@@ -102,7 +101,6 @@ def test_one_that_fails_when_it_is_placed_at_once_leaves_the_queue(name: str) ->
     s = Scheduler(breaking(name, raises), np.random.default_rng(0))
     s.add(spec("a"))
     ticket = s.place(request(13), 0.0)
-    assert isinstance(ticket, Ticket)
     assert isinstance(ticket.failed, Bug)
     assert s.queued == 0
     assert not s.cancel(ticket)
@@ -240,7 +238,6 @@ def test_the_passed_one_is_not_starved_by_those_that_pass() -> None:
         submitted(s, SHORT, now_s)
         for ticket in s.pump(now_s):
             assert where(ticket) == "small"
-            assert ticket.dispatch is not None
             s.settle(ticket.dispatch, Outcome.COMPLETED, now_s)
     s.settle(there[0], Outcome.COMPLETED, 3.0)
     submitted(s, SHORT, 3.0)
@@ -253,7 +250,6 @@ def test_who_passes_is_told_what_it_was_kept_from() -> None:
     submitted(s, LONG)
     short = submitted(s, SHORT)
     s.pump(0.0)
-    assert short.decision is not None
     (row,) = [c for c in short.decision.explain() if c.instance_id == "large"]
     assert row.excluded == "kept for who waits longer"
 

@@ -61,7 +61,6 @@ class Overload:
         while came_s or ends:
             if ends and (not came_s or ends[0][0] < came_s[0]):
                 now_s, _, ended = heapq.heappop(ends)
-                assert ended.dispatch is not None
                 s.settle(ended.dispatch, Outcome.COMPLETED, now_s)
             else:
                 now_s = came_s.pop(0)
