@@ -88,8 +88,7 @@ def test_a_first_token_makes_room_for_one() -> None:
 def test_no_more_are_in_flight_than_the_engine_runs_and_a_few(
     seats: int, more: int, small_pool: int
 ) -> None:
-    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), small_pool=small_pool)
-    s.add(spec("a", profile(max_num_seqs=seats)))
+    s = finish_time(spec("a", profile(max_num_seqs=seats)), small_pool=small_pool)
     for _ in range(seats + 20):
         submitted(s, prompt_tokens=8)
     for _ in range(seats):
@@ -101,8 +100,7 @@ def test_no_more_are_in_flight_than_the_engine_runs_and_a_few(
 
 @pytest.mark.parametrize("small_pool", [0, 16])
 def test_prompts_that_a_cache_has_no_room_for_wait_in_the_gateway(small_pool: int) -> None:
-    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), small_pool=small_pool)
-    s.add(spec("a", profile(kv_capacity_tokens=10_000)))
+    s = finish_time(spec("a", profile(kv_capacity_tokens=10_000)), small_pool=small_pool)
     for _ in range(4):
         submitted(s, prompt_tokens=3000)
     placed = s.pump(0.0)
@@ -165,8 +163,7 @@ def test_a_cancelled_ticket_leaves_the_queue_once() -> None:
 
 
 def test_a_full_queue_refuses() -> None:
-    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), max_queued=3)
-    s.add(spec("a"))
+    s = finish_time(spec("a"), max_queued=3)
     for _ in range(DEPTH + 3):
         place(s, 1)
     result = s.submit(request(), 0.0)
@@ -176,9 +173,7 @@ def test_a_full_queue_refuses() -> None:
 
 
 def test_a_retry_keeps_its_place_in_a_full_queue() -> None:
-    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), max_queued=3)
-    for name in "ab":
-        s.add(spec(name))
+    s = finish_time(spec("a"), spec("b"), max_queued=3)
     first = place(s, 1)[0]
     for _ in range(2 * DEPTH + 2):
         place(s, 1)
@@ -487,10 +482,8 @@ def test_estimates_equal_the_pseudo_code_by_walking_every_request(
         waiting = [d.request for d in outstanding if not d.streaming]
         streaming = [d.request for d in outstanding if d.streaming]
         n = len(outstanding)
-        ui, up = (
-            sum(r.prompt_tokens for r in waiting),
-            sum(r.predicted_output_tokens for r in waiting),
-        )
+        ui = sum(r.prompt_tokens for r in waiting)
+        up = sum(r.predicted_output_tokens for r in waiting)
         ctx = sum(r.prompt_tokens + 1 for r in streaming)
         rem = residual * len(streaming)
         tok = ctx + 0.5 * rem + ui + 0.5 * up + 200 + 50
@@ -520,10 +513,8 @@ def test_estimates_equal_the_pseudo_code_by_walking_every_request(
 def test_what_is_cached_changes_the_terms_of_the_prefill_and_weighs_the_first_token(
     small_pool: int,
 ) -> None:
-    policy = FinishTime(PolicyOptions(first_token_weight=2.5))
-    s = Scheduler(policy, np.random.default_rng(0), small_pool=small_pool)
-    s.add(spec("a"))
-    s.add(spec("b", SLOW))
+    options = PolicyOptions(first_token_weight=2.5)
+    s = finish_time(spec("a"), spec("b", SLOW), options=options, small_pool=small_pool)
     keys = PrefixKeys((1, 2, 3, 4), (1000, 2000, 3000, 4000), 4000)
     beginning = PrefixKeys(keys.hashes[:3], keys.ends[:3], 3000)
     first = s.place(request(750, 10.0)._replace(prefix=beginning, only=InstanceId("a")), 0.0)
@@ -533,11 +524,8 @@ def test_what_is_cached_changes_the_terms_of_the_prefill_and_weighs_the_first_to
     ticket = s.place(request(1000, 100.0)._replace(prefix=keys), 0.0)
     assert ticket.decision is not None
     decision = ticket.decision
-    typical_s = {
-        name: request_time_s(p, *lengths)
-        for name, p in (("a", FAST), ("b", SLOW))
-        for lengths in [((750 + 5 * 512) / 6, (10 + 5 * 256) / 6)]
-    }
+    lengths = (750 + 5 * 512) / 6, (10 + 5 * 256) / 6
+    typical_s = {name: request_time_s(p, *lengths) for name, p in (("a", FAST), ("b", SLOW))}
     rows = decision.explain()
     soonest_s = min(row.estimates["latency_s"] for row in rows)
     for row, machine, new in zip(rows, (FAST, SLOW), (250.0, 1000.0), strict=True):
@@ -567,9 +555,7 @@ def test_what_is_cached_changes_the_terms_of_the_prefill_and_weighs_the_first_to
 
 @pytest.mark.parametrize("small_pool", [0, 16])
 def test_prompts_that_keep_coming_make_an_answer_longer(small_pool: int) -> None:
-    s = Scheduler(FinishTime(PolicyOptions()), np.random.default_rng(0), small_pool=small_pool)
-    for name in "ab":
-        s.add(spec(name))
+    s = finish_time(spec("a"), spec("b"), small_pool=small_pool)
     one = s.place(request(8000, 10.0)._replace(only=InstanceId("a")), 0.0)
     s.settle(one.dispatch, Outcome.COMPLETED, 0.5)
 
@@ -678,13 +664,9 @@ EVENTS = st.lists(
 def test_plain_floats_and_arrays_decide_the_same(
     machines: list[Profile | None], events: list[tuple[str, int, int, int, int, float]], goal: str
 ) -> None:
-    both = []
-    for small_pool in (0, 16):
-        policy = FinishTime(PolicyOptions(objective=goal))  # type: ignore[arg-type]
-        s = Scheduler(policy, np.random.default_rng(0), small_pool=small_pool)
-        for i, machine in enumerate(machines):
-            s.add(spec(f"i{i}", machine, max_model_len=None))
-        both.append(s)
+    specs = [spec(f"i{i}", machine, max_model_len=None) for i, machine in enumerate(machines)]
+    options = PolicyOptions(objective=goal)  # type: ignore[arg-type]
+    both = [finish_time(*specs, options=options, small_pool=size) for size in (0, 16)]
     placed: list[tuple[Ticket, Ticket]] = []
     now_s = 0.0
     for kind, pick, prompt, output, sequences, wait_s in events:

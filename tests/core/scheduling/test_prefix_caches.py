@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -228,17 +227,10 @@ def test_the_index_is_as_large_as_the_caches_by_the_bytes_of_a_token() -> None:
     assert 0.9 * room < used <= room
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", sorted({*POLICY_NAMES} - {"finish-time", "prefix-affinity"}))
 def test_other_policies_choose_as_they_did(policy: str) -> None:
-    if policy in ("finish-time", "prefix-affinity"):
-        return
-    aware, blind = (
-        Scheduler(make_policy(policy), np.random.default_rng(0), prefix_cache=on)
-        for on in (True, False)
-    )
-    for s in (aware, blind):
-        s.add(spec("a"))
-        s.add(spec("b", SLOW))
+    specs = (spec("a"), spec("b", SLOW))
+    aware, blind = (scheduler(*specs, policy=policy, prefix_cache=on) for on in (True, False))
     for i in range(60):
         one, other = (placed(s, asking(i % 5, 4 + i % 7), 0.1 * i) for s in (aware, blind))
         assert one.decision.instance_id == other.decision.instance_id
@@ -254,14 +246,12 @@ def test_without_keys_or_without_the_index_all_is_as_before(
     bodies: list[tuple[int, int, int]], small_pool: int
 ) -> None:
     policy = make_policy("finish-time", PolicyOptions(first_token_weight=7.0))
-    no_index, no_keys, no_match = (
-        Scheduler(policy, np.random.default_rng(0), small_pool=small_pool, prefix_cache=on)
+    specs = (spec("a"), spec("b", SLOW))
+    # Without the index, without keys, and without a match.
+    every = [
+        scheduler(*specs, policy=policy, small_pool=small_pool, prefix_cache=on)
         for on in (False, True, True)
-    )
-    every = (no_index, no_keys, no_match)
-    for s in every:
-        s.add(spec("a"))
-        s.add(spec("b", SLOW))
+    ]
     for i, (name, pieces, output) in enumerate(bodies):
         body = asking(name, pieces, output)
         fresh = body._replace(prefix=text(1000 + i, pieces))
@@ -373,9 +363,8 @@ def test_a_cache_that_many_share_is_not_full() -> None:
 
 @pytest.mark.parametrize("small_pool", [0, 16])
 def test_who_is_cached_somewhere_may_wait_there_beyond_its_room(small_pool: int) -> None:
-    policy = make_policy("finish-time")
-    s = Scheduler(policy, np.random.default_rng(0), small_pool=small_pool)
-    s.add(spec("a", profile(max_num_seqs=64, kv_capacity_tokens=1_000_000)))
+    large = spec("a", profile(max_num_seqs=64, kv_capacity_tokens=1_000_000))
+    s = scheduler(large, policy="finish-time", small_pool=small_pool)
 
     def go(name: int) -> bool:
         """Whether it is sent; if so, it has its first token at once."""

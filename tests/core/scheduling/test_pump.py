@@ -71,9 +71,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "break_by"), CASES)
 def test_what_breaks_the_pump_fails_alone_and_leaves_nothing(name: str, break_by: str) -> None:
-    s = Scheduler(breaking(name, BREAKS[break_by]), np.random.default_rng(0))
-    s.add(spec("a"))
-    s.add(spec("b", SLOW))
+    s = scheduler(spec("a"), spec("b", SLOW), policy=breaking(name, BREAKS[break_by]))
     lengths = (512, 13, 100, 13, 700)
     tickets = [submitted(s, request(tokens)) for tokens in lengths]
     done = s.pump(0.0)
@@ -98,8 +96,7 @@ def test_what_breaks_the_pump_fails_alone_and_leaves_nothing(name: str, break_by
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_one_that_fails_when_it_is_placed_at_once_leaves_the_queue(name: str) -> None:
-    s = Scheduler(breaking(name, raises), np.random.default_rng(0))
-    s.add(spec("a"))
+    s = scheduler(spec("a"), policy=breaking(name, raises))
     ticket = s.place(request(13), 0.0)
     assert isinstance(ticket.failed, Bug)
     assert s.queued == 0
@@ -148,9 +145,8 @@ bodies = st.builds(
 def test_whatever_fails_in_between_every_sum_ends_at_zero(
     name: str, break_by: str, events: list[tuple[str, Request]]
 ) -> None:
-    s = Scheduler(breaking(name, BREAKS[break_by]), np.random.default_rng(0))
-    s.add(spec("a", profile(max_num_seqs=4)))
-    s.add(spec("b", SLOW))
+    specs = spec("a", profile(max_num_seqs=4)), spec("b", SLOW)
+    s = scheduler(*specs, policy=breaking(name, BREAKS[break_by]))
     tickets: list[Ticket] = []
     now_s = 0.0
     for event, body in events:
@@ -212,9 +208,7 @@ def where(ticket: Ticket) -> str | None:
 def test_a_long_request_that_waits_for_the_large_instance_holds_no_short_one_up(
     small_pool: int,
 ) -> None:
-    s = Scheduler(make_policy("finish-time"), np.random.default_rng(0), small_pool=small_pool)
-    s.add(LARGE)
-    s.add(SMALL)
+    s = scheduler(LARGE, SMALL, policy="finish-time", small_pool=small_pool)
     there = fill(s, "large", 2)
     long = submitted(s, LONG, 1.0)
     assert s.pump(1.0) == []
