@@ -16,8 +16,8 @@ from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.policies import Policy, PolicyOptions, View, make_policy
 from hetero_gateway.core.policies.base import Backlog, Demand, Outlook
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, Request
 
 # Two unequal machines: SLOW needs three to five times as long and holds an eighth of the tokens.
@@ -81,7 +81,7 @@ def rejected(result: Decision | Reject) -> Reject:
 
 
 def state(s: Scheduler, instance_id: str) -> InstanceState:
-    return s._members.table[InstanceId(instance_id)]
+    return s.members.table[InstanceId(instance_id)]
 
 
 def loads(s: Scheduler) -> list[float]:
@@ -90,7 +90,7 @@ def loads(s: Scheduler) -> list[float]:
 
 def view_of(s: Scheduler, body: Request, now_s: float = 0.0) -> View:
     """What the policy would see of a request now."""
-    eligible = s._members.eligible(body, ())
+    eligible = s.members.eligible(body, ())
     assert not isinstance(eligible, Reject)
     return s._decider.views.wide(body, eligible, now_s, s._queues.get(body.model), keep=False)
 

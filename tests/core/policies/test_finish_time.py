@@ -16,8 +16,8 @@ from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime, _part, idle_before_drain_s
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, PrefixKeys, Reject, RejectReason, Request
 from tests.core.builders import (
     FAST,
@@ -749,7 +749,7 @@ def test_asking_gives_no_stand_in() -> None:
     s = finish_time(spec("new", None), spec("slow", SLOW), spec("fast", FAST))
     s.explain(request())
     assert s.knows("m")
-    assert s.context_tokens("m")
+    assert s.members.pool("m").context_tokens
     s.remove(InstanceId("slow"))
     place(s, 3)
     # The middle of those that are there when it is used, not of those that somebody looked at.

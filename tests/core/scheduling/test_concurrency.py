@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hetero_gateway.core.instances.concurrency import Concurrency
-from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Request
 from tests.core.builders import scheduler, spec
 
