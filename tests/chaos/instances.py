@@ -11,7 +11,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +23,7 @@ from hetero_gateway.lab.emulator.app import EmulatedVLLM
 from hetero_gateway.lab.emulator.server import EmulatedServer
 from hetero_gateway.lab.emulator.settings import Settings
 from tests.chaos.faults import Faults, faulty
+from tests.fakes.vllm import bound
 
 MODEL = "chaos"
 # A decode step of the fastest; the others take these times as long.
@@ -125,15 +125,6 @@ class Instance:
     def close(self) -> None:
         self.kill()
         self._held.close()
-
-
-def bound(port: int) -> socket.socket:
-    """A socket on a loopback port that does not listen yet."""
-    # Named as TCP, or asyncio would not turn off Nagle's algorithm on its connections.
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", port))
-    return held
 
 
 def make_instances(count: int, seed: int) -> list[Instance]:
