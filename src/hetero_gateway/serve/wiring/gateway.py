@@ -11,8 +11,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_gateway.core.lengths.estimates import BytesPerToken
-from hetero_gateway.core.lengths.predictors import LengthFeatures, capped_output_tokens
+from hetero_gateway.core.lengths.predictors import (
+    BytesPerToken,
+    LengthFeatures,
+    capped_output_tokens,
+)
 from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.files.admin_key import made_admin_key
 from hetero_gateway.files.client_keys import changes, read_clients
