@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import (
     InstanceId,
     InstanceSpec,

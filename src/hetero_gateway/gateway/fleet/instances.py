@@ -23,7 +23,8 @@ from hetero_gateway.core.instances.ejections import Ejections
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.policies import Policy, PolicyOptions, make_policy
 from hetero_gateway.core.policies.slo import Slo, Slos
-from hetero_gateway.core.scheduling.disciplines import ClassRule, QueueDiscipline, make_discipline
+from hetero_gateway.core.scheduling.disciplines import ClassRule, make_discipline
+from hetero_gateway.core.scheduling.queue import QueueDiscipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.scheduling.shedding import WaitLimits
 from hetero_gateway.core.types import InstanceId, InstanceSpec
