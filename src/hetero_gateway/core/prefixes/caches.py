@@ -353,18 +353,6 @@ class PrefixIndex:
         mask = self._masks.get(hashes[last], 0) & here
         return (last + 1, 0) if mask == here else (last, mask)
 
-    def lookup(self, keys: PrefixKeys) -> dict[InstanceId, int]:
-        """Matched bytes of each instance that has any of the text. For many, see ``by_slot``."""
-        levels = self.levels(keys)
-        if not levels:
-            return {}
-        return {
-            instance_id: matched
-            for instance_id, member in self._members.items()
-            for mask, matched in levels
-            if mask & member.bit
-        }
-
     def by_slot(self, keys: PrefixKeys, slots: int) -> FloatArray:
         """Matched bytes by slot, for the first this many; 0 where there is nothing."""
         result = np.zeros(slots)
