@@ -12,7 +12,7 @@ import pytest
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Constants
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.emulated import emulated
 from tests.lab.emulator.conftest import profile
@@ -46,7 +46,7 @@ async def test_ttft_and_tpot_of_a_solo_request_are_those_of_the_profile():
     ttft_s, decode_s = prefill_time_s(c, 1, prompt), decode_time_s(c, 1, prompt, output - 1)
     assert ttft_s == pytest.approx(0.16)
     asked = {"prompt": [7] * prompt, "max_tokens": output, "ignore_eos": True, "stream": True}
-    async with emulated(Settings(profile(c))) as (url, _), httpx.AsyncClient() as client:
+    async with emulated(EmulatorSettings(profile(c))) as (url, _), httpx.AsyncClient() as client:
         started_s = time.perf_counter()
         async with client.stream("POST", f"{url}/v1/completions", json=asked) as response:
             times = [time.perf_counter() async for line in response.aiter_lines() if "text" in line]

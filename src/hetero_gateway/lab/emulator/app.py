@@ -37,7 +37,7 @@ from hetero_gateway.lab.emulator.other_apis import MessagesReply, ResponsesReply
 from hetero_gateway.lab.emulator.pooling import EmbeddingsReply, RerankReply, ScoreReply
 from hetero_gateway.lab.emulator.prefixes import answer_tokens, block_keys, chat_tokens
 from hetero_gateway.lab.emulator.reply import DOCUMENTS, JSON, EmulatedReply, ReplyHead, Send
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, Json, token_text, tokenize
 
 VERSION = "0.32.0+emulated"  # the vLLM whose behaviour is emulated
@@ -52,7 +52,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 class EmulatedVLLM:
     """One emulated instance; serve it with any ASGI server that has a lifespan."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EmulatorSettings) -> None:
         self.settings = settings
         self.loop = EngineLoop(settings)
         self._store = ResponseStore(keeps=settings.store_responses)
