@@ -60,7 +60,7 @@ from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
 from hetero_gateway.gateway.dataplane.understanding import Understanding
 from hetero_gateway.gateway.fleet.instances import Instance
-from hetero_gateway.gateway.request.folding import LEAST_BYTES
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.request.openai import ParsedRequest, with_model
 from hetero_gateway.http.downstream import Downstream
 from hetero_gateway.http.failures import Failure, InstanceError

@@ -20,7 +20,7 @@ from hetero_gateway.core.lengths.predictors import (
     OutputLengthPredictor,
     capped_output_tokens,
 )
-from hetero_gateway.core.limits.accounts import Charge, Standing
+from hetero_gateway.core.limits.accounts import Charge, LimitStanding
 from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.engines.vllm import RESPONSES, Work, asked_at, starts_with_a_token
@@ -34,7 +34,6 @@ from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.routes import ModelRoutes
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.request.body_fields import BodyReaders
-from hetero_gateway.gateway.request.folding import Steps, advance
 from hetero_gateway.gateway.request.forms import check_one_type
 from hetero_gateway.gateway.request.openai import (
     ParsedRequest,
@@ -45,6 +44,7 @@ from hetero_gateway.gateway.request.openai import (
     with_model,
 )
 from hetero_gateway.gateway.request.tokenizer import Tokenizer
+from hetero_gateway.gateway.turns import Steps, advance
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.inbound import Inbound
 
@@ -101,7 +101,7 @@ class Job:
         self.features = features
         self.response: Response | None = None
         self.charge: Charge | None = None
-        self.standing: Standing | None = None
+        self.standing: LimitStanding | None = None
         self.fell_back = False
         self.waits = inbound.work is not _LIGHT
 

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
-from hetero_gateway.gateway.request.folding import LEAST_BYTES, Steps
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.request.openai import ParsedRequest
+from hetero_gateway.gateway.turns import Steps
 from hetero_gateway.http.inbound import Inbound
 
 

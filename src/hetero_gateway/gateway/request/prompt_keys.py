@@ -10,14 +10,13 @@ In the order of chat templates: tools come first, and with other tools nothing m
 an engine read or cache equal text differently begins the keys: the model's name (a LoRA adapter
 has its own), ``cache_salt``, template arguments. Images count as the text of their data.
 
-Cost: benchmarks/dataplane/prefix_keys.py. A long body is walked through only once, by ``folding``,
-which knows where its messages end; of one that is hostile this many ends are minded and no more.
+Cost: benchmarks/dataplane/prefix_keys.py. Of a hostile body this many messages are parts of their
+own and no more.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Protocol, cast
@@ -30,7 +29,8 @@ from hetero_gateway.core.prefixes.keys import (
     namespace,
 )
 from hetero_gateway.core.types import PrefixKeys
-from hetero_gateway.gateway.request.folding import MOST_ITEMS, Extent, Spans, Steps, items_of
+from hetero_gateway.gateway.request.body_fields import Extent
+from hetero_gateway.gateway.request.items import items_of, places_of
 
 # Of one field; what follows is one part.
 _MOST_PARTS = 1024
@@ -38,9 +38,6 @@ _MOST_PARTS = 1024
 _MOST_COMMAS = 2048
 # Of each end of what begins the keys.
 _LOOKED_AT = 2048
-# Between two pauses: bytes, and what a call costs beside them.
-_STEP_BYTES = 1 << 18
-_CALL_BYTES = 1 << 13
 
 _QUOTE, _OPENING = b'"['
 _ITEMS = re.compile(rb"\[[ \t\r\n]*+[\[{]")
@@ -113,14 +110,10 @@ def keys_of_fields(fields: PromptFields, seed: int) -> PrefixKeys:
     return chain.keys()
 
 
-def keys_in_steps(
-    fields: PromptFields,
-    extent: Callable[[msgspec.Raw], Extent],
-    items: Spans,
-    seed: int,
-    previous: bytes = b"",
-) -> Steps[PrefixKeys]:
-    """Of a long body. ``extent``: where a field stands in it; ``items``: as ``fold`` found them.
+def keys_of_long(
+    fields: PromptFields, extent: Callable[[msgspec.Raw], Extent], seed: int, previous: bytes = b""
+) -> PrefixKeys:
+    """Of a long body. ``extent``: where a field stands in it.
 
     ``previous``: the response that it continues; then of what it adds alone.
     """
@@ -133,22 +126,11 @@ def keys_in_steps(
         for place, raw in enumerate(_identity(fields)):
             if raw:
                 start = namespace(start, *_excerpt(place, *extent(raw)))
-    chain, done = KeyChain(start), 0
+    chain = KeyChain(start)
     for raw in text:
-        if not raw:
-            continue
-        data, low, high = extent(raw)
-        with memoryview(data) as view:
-            for begin, end in _long_parts(data, low, high, items):
-                at = 0
-                with view[begin:end] as part:
-                    while at < end - begin:
-                        before, at = at, chain.take(part, at, _STEP_BYTES - done)
-                        done += at - before + _CALL_BYTES
-                        if done >= _STEP_BYTES:
-                            done = 0
-                            yield
-                chain.end_part()
+        if raw:
+            data, low, high = extent(raw)
+            chain.extend(_long_parts(raw, memoryview(data)[low:high]))
     return chain.keys()
 
 
@@ -169,19 +151,16 @@ def _short_parts(raw: msgspec.Raw) -> Sequence[Buffer]:
             items = _decode_items(data)
             if len(items) <= _MOST_PARTS:
                 return cast(Sequence[Buffer], items)  # they are buffers: no copies are made
-        # As it is in a long body.
-        return [data[a:b] for a, b in _long_parts(data, 0, len(data), items_of(data))]
+        return _long_parts(raw, data)
     return [data[1:-1] if first in (_QUOTE, _OPENING) else data]
 
 
-def _long_parts(data: bytes | bytearray, start: int, end: int, items: Spans) -> Spans:
-    """(start, end) of the parts of the field that stands there."""
-    first = data[start]
-    if first == _OPENING and _ITEMS.match(data, start, end):
-        low = bisect_left(items, (start, 0))
-        high = bisect_left(items, (end, 0))
-        parts = items[low : min(high, low + _MOST_PARTS)]
-        if high - low > _MOST_PARTS or len(items) == MOST_ITEMS:
-            parts.append((parts[-1][1] if parts else start + 1, end - 1))
-        return parts
-    return [(start + 1, end - 1) if first in (_QUOTE, _OPENING) else (start, end)]
+def _long_parts(raw: msgspec.Raw, data: bytes | memoryview) -> Sequence[Buffer]:
+    """The parts of one field; ``data``: what is written in its place."""
+    first = data[0]
+    if first == _OPENING and _ITEMS.match(data):
+        places = places_of(raw, items_of(raw)[: _MOST_PARTS + 1])
+        if len(places) > _MOST_PARTS:
+            places[_MOST_PARTS] = (places[_MOST_PARTS - 1][1], len(data) - 1)
+        return [data[start:end] for start, end in places]
+    return [data[1:-1] if first in (_QUOTE, _OPENING) else data]

@@ -9,28 +9,31 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 
-from hetero_gateway.gateway.request.folding import (
-    LEAST_BYTES,
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
+from hetero_gateway.gateway.request.byte_counts import (
     Buffer,
     count,
     count_below,
     count_byte,
     highest,
-    positions,
+    places,
 )
 
 _SPACE = rb"[ \t\r\n]*+"
+_TYPE = b'"type"'
 _MEDIA_PART = re.compile(
-    rb'"type"%b:%b"(?:image_url|image|input_image|input_audio|audio_url|video_url)"'
-    % (_SPACE, _SPACE)
+    rb'%b%b:%b"(?:image_url|image|input_image|input_audio|audio_url|video_url)"'
+    % (_TYPE, _SPACE, _SPACE)
 )
 _BASE64_MARK = b";base64,"
 _JSON_NUMBERS = re.compile(rb"\[%b[\d-]" % _SPACE)
 _JSON_LIST_OF_NUMBERS = re.compile(rb"\[%b\[" % _SPACE)
 _JSON_STRINGS = re.compile(rb'\[%b"' % _SPACE)
 _ABOVE_NUMBERS = b":"[0]
-_QUOTE, _COMMA, _OPENING, _CLOSING = b'",[]'
+_ABOVE_SPACES = b"!"[0]
+_QUOTE, _COMMA, _OPENING = b'",['
 # Of this many parts the types are looked at, and what follows is taken to be alike.
 _MOST_PARTS = 4096
 
@@ -62,13 +65,17 @@ def _commas(data: bytes | bytearray, start: int, end: int) -> int:
 def _measure_lists(data: bytes | bytearray, start: int, end: int) -> tuple[int, int] | None:
     """(tokens, prompts) of lists of numbers; None: there is something else in them."""
     view = memoryview(data)[start:end]
-    if any(count(view, pair) for pair in (b"[ ", b"[\n", b"[\r", b"[\t")):
-        data = bytes(data[start:end]).translate(None, b" \t\r\n")
+    spaces = count_below(view, _ABOVE_SPACES)
+    if spaces and any(count(view, pair) for pair in (b"[ ", b"[\n", b"[\r", b"[\t")):
+        data = bytes(view).translate(None, b" \t\r\n")
         start, end = 0, len(data)
-    view = memoryview(data)[start:end]
-    lists, brackets = count_byte(view, _OPENING), count_byte(view, _CLOSING)
-    others = len(view) - count_below(view, _ABOVE_NUMBERS)
-    if others != lists + brackets or data.find(b'"', start, end) >= 0:
+        view = memoryview(data)
+    lists = count_byte(view, _OPENING)
+    # As many brackets close: it is JSON, and has no strings.
+    if (
+        data.find(b'"', start, end) >= 0
+        or len(view) - count_below(view, _ABOVE_NUMBERS) != 2 * lists
+    ):
         return None
     # A list has one number more than it has commas, if any; one comma stands between two lists.
     return count_byte(view, _COMMA) + 1 - count(view, b"[]"), max(1, lists - 1)
@@ -87,11 +94,10 @@ def measure(data: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
     if end - start < LEAST_BYTES:
         found = len(_MEDIA_PART.findall(data, start, end))
     else:
-        places, looked_to = positions(data, start, end, b'"type"', _MOST_PARTS)
-        match = _MEDIA_PART.match
-        found = sum(match(data, at, end) is not None for at in places)
-        if looked_to < end:
-            found = found * (end - start) // (looked_to - start)
+        parts = list(islice(places(data, start, end, _TYPE), _MOST_PARTS))
+        found = sum(_MEDIA_PART.match(data, at, end) is not None for at in parts)
+        if len(parts) == _MOST_PARTS:
+            found = found * (end - start) // (parts[-1] + len(_TYPE) - start)
     text_bytes = _text_bytes(data, start, end)
     if found:
         text_bytes -= _base64_bytes(data, start, end)

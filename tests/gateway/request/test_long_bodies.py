@@ -1,4 +1,4 @@
-"""A long body without its long runs is read as the whole one is."""
+"""A long body is read as a short one is, and whatever it is made of takes little."""
 
 import contextlib
 import functools
@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks.dataplane.parse_body import hostile_bodies, memory_bytes
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.request import folding, openai
-from hetero_gateway.gateway.request.folding import advance, finish, fold
+from hetero_gateway.gateway.request import openai
 from hetero_gateway.gateway.request.openai import ParsedRequest, parse_body, prompt_field
 
 WORDS = [
@@ -29,8 +28,8 @@ WORDS = [
 ]
 
 
-def whole(body: bytes, monkeypatch: pytest.MonkeyPatch) -> ParsedRequest:
-    """What a body says when nothing is left out."""
+def at_once(body: bytes, monkeypatch: pytest.MonkeyPatch) -> ParsedRequest:
+    """What a body says that is read as if it were short."""
     with monkeypatch.context() as patch:
         patch.setattr(openai, "LEAST_BYTES", 1 << 60)
         return parse_body(body, b"")
@@ -66,9 +65,7 @@ def field(rng: random.Random) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_folded_body_says_what_the_whole_one_says(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_body_says_what_a_short_one_says(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     names = ["prompt", "messages", "input", "system", "tools", "metadata", "unknown"]
     document: dict[str, Any] = {name: field(rng) for name in rng.sample(names, 4)}
@@ -77,92 +74,7 @@ def test_a_folded_body_says_what_the_whole_one_says(
     rng.shuffle(items)
     style = rng.choice([{}, {"ensure_ascii": False}, {"indent": 2}, {"separators": (",", ":")}])
     body = json.dumps(dict(items), **style).encode()
-    assert parse_body(body, b"") == whole(body, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "share"),
-    [("words " * 40_000, 0.1), ("漢字" * 40_000, 0.1), (list(range(40_000)), 0.2)],
-)
-def test_long_runs_are_left_out(prompt: object, share: float) -> None:
-    body = json.dumps({"model": "m", "prompt": prompt}).encode()
-    short, cuts, _ = finish(fold(body))
-    assert cuts
-    assert len(short) < share * len(body)
-    assert len(short) + sum(cut.end - cut.start for cut in cuts) == len(body)
-
-
-def insides(body: bytes) -> list[tuple[int, int]]:
-    """What can be left out of a body, found byte by byte."""
-    spans, depth, in_string, escaped = [], 0, False, False
-    inside_from = string_from = 0
-    for at, byte in enumerate(body):
-        if in_string:
-            if escaped:
-                escaped = False
-            elif byte == b"\\"[0]:
-                escaped = True
-            elif byte == b'"'[0]:
-                in_string = False
-                if depth == 1:
-                    spans.append((string_from, at))
-        elif byte == b'"'[0]:
-            in_string, string_from = True, at + 1
-        elif byte in b"[{":
-            depth += 1
-            if depth == 2:
-                inside_from = at + 1
-        elif byte in b"]}":
-            depth -= 1
-            if depth == 1:
-                spans.append((inside_from, at))
-    return [(start, end) for start, end in spans if end - start >= 512]
-
-
-PIECES = [
-    "\\", "\\\\", '"', '\\"', "{", "}", "[", "]", ",", "x", "漢", "{}[]", "\\" * 63, '""', "7, ",
-]  # fmt: skip
-
-
-def nested(rng: random.Random, depth: int) -> str:
-    if depth == 0:
-        text = "".join(rng.choice(PIECES) * rng.randrange(1, 90) for _ in range(rng.randrange(9)))
-        return json.dumps(text, ensure_ascii=rng.random() < 0.5)
-    parts = [nested(rng, rng.randrange(depth)) for _ in range(rng.randrange(6))]
-    if rng.random() < 0.5:
-        return "[" + ", ".join(parts) + "]"
-    return "{" + ",".join(f"{json.dumps(rng.choice(PIECES))}:{part}" for part in parts) + "}"
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("block_bytes", [300, 1 << 10, 1 << 16])
-def test_the_insides_are_found_wherever_the_blocks_end(
-    seed: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folding, "_BLOCK_BYTES", block_bytes)
-    rng = random.Random(seed)
-    fields = [f"{json.dumps(rng.choice(PIECES))}:{nested(rng, 5)}" for _ in range(20)]
-    body = ("{" + ",".join(fields) + "}").encode()
-    _, cuts, _ = finish(fold(body))
-    assert [(cut.start, cut.end) for cut in cuts] == insides(body)
-
-
-@pytest.mark.parametrize(
-    "body", [b"]" * 900 + b'{"a":' * 200, b'"' * 5000, b"\\" * 5000, b"}{" * 999]
-)
-def test_what_is_no_json_folds_to_something(body: bytes) -> None:
-    short, _, _ = finish(fold(body))
-    assert len(short) <= len(body)
-
-
-def test_reading_can_stop_after_each_block() -> None:
-    body = b'{"model":"m","n":[' + b"[]," * 500_000 + b"0]}"
-    steps = fold(body)
-    count = 0
-    while (result := advance(steps, 0.0)) is None:
-        count += 1
-    assert count > len(body) / (1 << 17)
-    assert len(result[0]) < 100
+    assert parse_body(body, b"") == at_once(body, monkeypatch)
 
 
 def test_a_body_of_nothing_but_fields_is_refused() -> None:

@@ -14,24 +14,24 @@ from hetero_gateway.scaleout.workers import messages
 _log = logging.getLogger(__name__)
 
 
-class Members:
+class FleetMirror:
     """Keeps ``fleet`` as the scheduler process has its own."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         # By configuration, as they were said last.
-        self._known: dict[bytes, tuple[InstanceId, messages.Member]] = {}
-        self.served = messages.Served(False, {})
+        self._known: dict[bytes, tuple[InstanceId, messages.InstanceNow]] = {}
+        self.listed = messages.Listed(False, {})
 
     def ready(self) -> bool:
         """Whether any instance can take requests."""
-        return self.served.ready
+        return self.listed.ready
 
     def models(self) -> dict[str, ModelCard]:
         """Names that live instances serve, each with a card."""
-        return self.served.models
+        return self.listed.models
 
-    def take(self, said: messages.Members) -> None:
+    def take(self, said: messages.Instances) -> None:
         """These are all there are."""
         fleet = self._fleet
         # Of hundreds, a few have changed: the others are not even read.
@@ -47,7 +47,7 @@ class Members:
         for instance_id in [i for i in fleet.instances if i not in wanted]:
             fleet.remove(instance_id)
 
-    def _take(self, config: InstanceConfig, member: messages.Member) -> None:
+    def _take(self, config: InstanceConfig, member: messages.InstanceNow) -> None:
         fleet = self._fleet
         config = config.model_copy(update={"weight": member.weight})
         instance = fleet.instances.get(InstanceId(config.id))

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from benchmarks.scheduling.several_gateways import Assumed, Replicas, ReplicaScheduler, Shards
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.predictors import ConstantPredictor
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
-from hetero_gateway.sim.replicas import Assumed, Replicas, ReplicaScheduler, Shards
 from hetero_gateway.sim.workload import Workload
 from tests.core.builders import FAST, SLOW
 
