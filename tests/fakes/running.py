@@ -28,7 +28,7 @@ from hetero_gateway.serve.processes.worker import Worker
 from hetero_gateway.serve.server import BACKLOG, GatewayServer
 from hetero_gateway.serve.wiring.gateway import Gateway, Parts
 from tests.fakes.admin_key import kept
-from tests.fakes.vllm import FakeInstance
+from tests.fakes.vllm import FakeInstance, bound
 
 FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"
 SLOW = "V100-32GB-NVLink2/Llama-3-8B/tp1"
@@ -63,10 +63,7 @@ class RunningGateway:
         return [self.gateway, *self.workers]
 
     def loads(self) -> list[tuple[float, int, int]]:
-        """(load, KV tokens, in flight) of every instance."""
-        scheduler = self.gateway.fleet.scheduler
-        seen = [scheduler.snapshot(i) for i in self.gateway.fleet.instances]
-        return [(each.load_s, each.kv_tokens, each.in_flight) for each in seen]
+        return loads_of(self.gateway)
 
     def progress(self) -> list[list[float]]:
         """Each instance's sums of sequences and tokens, as the queue's policy sees them."""
@@ -97,6 +94,12 @@ class RunningGateway:
     async def metrics(self) -> str:
         async with httpx.AsyncClient() as client:
             return (await client.get(f"{self.url}/metrics")).text
+
+
+def loads_of(gateway: Gateway) -> list[tuple[float, int, int]]:
+    """(load, KV tokens, in flight) of every instance."""
+    seen = [gateway.fleet.scheduler.snapshot(i) for i in gateway.fleet.instances]
+    return [(each.load_s, each.kv_tokens, each.in_flight) for each in seen]
 
 
 class Addressed(Protocol):
@@ -203,10 +206,7 @@ async def dealt(servers: list[GatewayServer], port: int) -> AsyncIterator[str]:
             connection, _ = await loop.sock_accept(listener)
             await loop.connect_accepted_socket(server._connections({}), connection)
 
-    # asyncio switches Nagle's algorithm off for sockets that say that they are TCP's.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
+    with bound(port) as listener:
         listener.listen(BACKLOG)
         listener.setblocking(False)
         dealing = asyncio.create_task(deal())

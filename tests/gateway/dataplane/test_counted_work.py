@@ -24,7 +24,8 @@ from hetero_gateway.engines.vllm import WORK_BY_PATH, Work
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.admission.clients import EVERYBODY
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
-from hetero_gateway.gateway.request.folding import LEAST_BYTES, finish
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
+from hetero_gateway.gateway.turns import finish
 from hetero_gateway.http.inbound import Inbound
 from hetero_gateway.lab.emulator.settings import Settings
 from hetero_gateway.lab.emulator.text import ANSWER_HEADER_TOKENS, MESSAGE_TOKENS, count_tokens

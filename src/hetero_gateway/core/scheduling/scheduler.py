@@ -35,7 +35,7 @@ from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.instances.drift import Drift
 from hetero_gateway.core.instances.observation import Observations, seconds
-from hetero_gateway.core.instances.outcomes import Outcomes, Standing
+from hetero_gateway.core.instances.outcomes import BreakerState, Outcomes
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.core.policies.base import Jit
@@ -234,7 +234,7 @@ class Scheduler:
 
     def restrain(self, instance_id: InstanceId, outcomes: Outcomes) -> None:
         """Heed where an instance's outcomes have it stand, until it is open again."""
-        if outcomes.standing is Standing.OPEN:
+        if outcomes.breaker is BreakerState.CLOSED:
             self._restraints.by_id.pop(instance_id, None)
         else:
             self._restraints.by_id[instance_id] = outcomes

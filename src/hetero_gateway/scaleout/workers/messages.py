@@ -38,7 +38,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import msgspec
 
 from hetero_gateway.core.instances.dispatch import PeerLoad
-from hetero_gateway.core.limits.accounts import Standing
+from hetero_gateway.core.limits.accounts import LimitStanding
 from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.errors import Refusal
@@ -309,7 +309,7 @@ class PlacedAt(_FromScheduler, tag=103):
     lengths: PlacedLengths
     placed_s: float
     waited_s: float
-    standing: Standing | None = None  # of its client
+    standing: LimitStanding | None = None  # of its client
 
 
 class Rejected(_FromScheduler, tag=104):
