@@ -34,15 +34,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.planner.search import drawn_rows
 from benchmarks.tables import Column, report
 from hetero_gateway.core.policies.slo import Slo
+from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner import trials
-from hetero_gateway.planner.accelerators import ACCELERATORS
-from hetero_gateway.planner.buying import Counts, is_part_of
 from hetero_gateway.planner.goals import HEADROOM, Goals, price_per_hour_usd, usd_per_hour
 from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.layouts import Group, group_machines, machine_layouts
+from hetero_gateway.planner.least_resource import Counts, is_part_of
 from hetero_gateway.planner.memory import EngineOptions
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Figures, Layout, Machine, Plan
 from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.search import search
@@ -108,7 +108,7 @@ def draw_setting(seed: int) -> Setting:
         options = EngineOptions(max_model_len=CONTEXT, max_num_seqs=128)
         types, _ = instance_types(
             model_card(MODEL), machines, list(builtin_profiles().values()), options,
-            needed_tokens=CONTEXT,
+            needed_tokens=CONTEXT, find=accelerator,
         )  # fmt: skip
         if len({accelerator for accelerator, _ in types}) < KINDS - 1:
             continue

@@ -53,7 +53,8 @@ from hetero_gateway.core.types import (
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.planner.following import Arrivals, Follower, Rules, Sample, ScaledType
 from hetero_gateway.planner.goals import Goals
-from hetero_gateway.planner.held_rates import HeldRates, Key, RateQuestion, find_held_rates
+from hetero_gateway.planner.held_rates import HeldRates, RateQuestion, find_held_rates
+from hetero_gateway.planner.plan import Key
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.figures import request_times
 from hetero_gateway.sim.fleet import can_compile

@@ -17,6 +17,7 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     END_STREAM,
     GOAWAY,
     HEADERS,
+    PING,
     PREFACE,
     SETTINGS,
     ErrorCode,
@@ -76,6 +77,11 @@ class Peer:
                 if seen == kind and stream_id in (None, number):
                     return flags, payload
                 assert seen != GOAWAY, payload
+
+    async def pong(self) -> None:
+        """What was sent has been read."""
+        self.send(frame(PING, 0, 0, b"12345678"))
+        await self.until(PING)
 
     async def until_goaway(self) -> tuple[int, bytes]:
         async with asyncio.timeout(20):

@@ -20,7 +20,7 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 
 from hetero_gateway.engines.vllm import Work
-from hetero_gateway.engines.vllm.prompts import Prompts, prompts_at
+from hetero_gateway.engines.vllm.paths import Prompts, prompts_at
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import KeysFile
 from hetero_gateway.gateway.admission.clients import Admission

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator, taken_for
 from hetero_gateway.files.profile_file import builtin_profiles
-from hetero_gateway.planner.accelerators import ACCELERATORS, GIB, accelerator, taken_for
+from hetero_gateway.planner.accelerators import GIB
 
 
 def test_every_built_in_profile_is_of_an_accelerator_in_the_catalogue():

@@ -14,15 +14,14 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.plan_request import PlanRequest, load_request
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.bound import lower_bound
-from hetero_gateway.planner.buying import cheaper_sets, is_part_of
 from hetero_gateway.planner.goals import HEADROOM, Goals, usd_per_hour
 from hetero_gateway.planner.layouts import group_machines
+from hetero_gateway.planner.least_resource import cheaper_sets, is_part_of
 from hetero_gateway.planner.plan import Machine, Plan
 from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.search import search
-from hetero_gateway.sim import alone
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
-from tests.fakes.planning import LENGTHS, instance_type
+from tests.fakes.planning import LENGTHS, instance_type, short_runs  # noqa: F401 - a fixture
 
 SLO = Slo(2.0, 0.045)
 TYPES = {
@@ -31,13 +30,6 @@ TYPES = {
 }
 PRICES = {"big": 2.1, "small": 1.0}
 MOST = {"big": 2, "small": 3}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_runs():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alone, "_REQUESTS", 1000)
-        yield
 
 
 def machines(counts: dict[str, int]) -> tuple[Machine, ...]:

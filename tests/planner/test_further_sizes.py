@@ -9,14 +9,15 @@ import pytest
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.plan_request import load_request
-from hetero_gateway.planner.accelerators import GIB, accelerator
+from hetero_gateway.planner.accelerators import GIB
 from hetero_gateway.planner.allocation import best_sums
 from hetero_gateway.planner.expert_parallel import expert_parallel_times
 from hetero_gateway.planner.further_sizes import across, within
 from hetero_gateway.planner.layouts import group_machines, machine_layouts
 from hetero_gateway.planner.memory import EngineOptions, estimate_memory
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.parallelism import refusal
 from hetero_gateway.planner.pipelines import Network, pipelined_profile
 from hetero_gateway.planner.plan import Machine, Plan

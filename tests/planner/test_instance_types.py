@@ -6,11 +6,11 @@ import pytest
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import builtin_profiles
-from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.instance_types import instance_types
 from hetero_gateway.planner.memory import EngineOptions, estimate_memory, is_feasible
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Machine
 
 BUILT_IN = list(builtin_profiles().values())
@@ -23,7 +23,8 @@ def machine(name, count=8):
 
 
 def found(machines, profiles=BUILT_IN, model=LLAMA, told=TOLD, **more):
-    return instance_types(model, machines, profiles, told, needed_tokens=4096, **more)
+    told_of = {"needed_tokens": 4096, "find": accelerator} | more
+    return instance_types(model, machines, profiles, told, **told_of)
 
 
 def measured(**changes):
@@ -127,10 +128,8 @@ def test_times_of_another_storage_are_not_taken():
 
 def test_nothing_deployable_is_below_what_a_request_needs():
     told = EngineOptions(max_model_len=32_768)
-    types, unfit = instance_types(
-        LLAMA, [machine(n) for n in ("L4", "T4", "A10", "RTX4090")], BUILT_IN, told,
-        needed_tokens=1000,
-    )  # fmt: skip
+    machines = [machine(n) for n in ("L4", "T4", "A10", "RTX4090")]
+    types, unfit = found(machines, told=told, needed_tokens=1000)
     assert types
     assert all(kind.memory.kv_capacity_tokens >= 32_768 for kind in types.values())
     (l4,) = [u for u in unfit if (u.accelerator, u.tensor_parallel) == ("L4", 1)]

@@ -8,18 +8,17 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.cost_model import kv_capacity_bytes
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.accelerators import ACCELERATORS, GIB, accelerator
+from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
+from hetero_gateway.files.checkpoints.shape import model_from_config
+from hetero_gateway.files.model_cards import MODEL_CARDS, model_card
+from hetero_gateway.planner.accelerators import GIB
 from hetero_gateway.planner.memory import (
     EngineOptions,
-    activation_bytes,
+    StartUp,
     estimate_memory,
     is_feasible,
-    remedies,
-    shortfall_bytes,
-    spread_bytes,
 )
 from hetero_gateway.planner.model_shape import Doubt
-from hetero_gateway.planner.models import MODEL_CARDS, model_card, model_from_config
 from hetero_gateway.planner.parallelism import refusal
 
 LLAMA = model_card("Llama-3.1-8B")
@@ -76,9 +75,9 @@ def test_start_ups_that_no_fit_has_seen_are_within_two_standard_deviations(
 ):
     # The table in docs/evidence/planner.md.
     options = EngineOptions(**told)
-    found = estimate_memory(model_card(name), accelerator(card), t, options)
-    spread_gib = spread_bytes(accelerator(card), t, options) / t / GIB
-    assert abs(found.kv_bytes / t / GIB - kv_gib) < 2 * spread_gib
+    start = StartUp(model_card(name), accelerator(card), t, options)
+    spread_gib = start.spread_bytes / t / GIB
+    assert abs(start.memory().kv_bytes / t / GIB - kv_gib) < 2 * spread_gib
 
 
 # vLLM 0.26 on an H100, measured: docs/evidence/h100.md.
@@ -183,7 +182,7 @@ def test_the_sampler_of_a_version_is_what_it_logged(version, gib):
         vllm_version=version, max_num_seqs=sequences, max_num_batched_tokens=8192,
         max_model_len=8192,
     )  # fmt: skip
-    assert activation_bytes(LLAMA, H100, 1, told) / GIB == pytest.approx(gib, rel=0.05)
+    assert StartUp(LLAMA, H100, 1, told).activation_bytes() / GIB == pytest.approx(gib, rel=0.05)
 
 
 def test_cuda_graphs_are_taken_off_since_0_21_unless_there_are_none():
@@ -245,8 +244,9 @@ def test_more_accelerators_never_lower_the_kv_bytes_of_an_instance(model, device
 
 @given(models, devices, st.integers(1, 8), options, methods, st.integers(1, 2 * 10**6))
 def test_feasible_has_room_and_unfit_has_a_shortfall(model, device, t, told, method, needed):
-    found = estimate_memory(model, device, t, told, method, needed_tokens=needed)
-    missing = shortfall_bytes(found, model, device, t, told, needed)
+    start = StartUp(model, device, t, told)
+    found = start.memory(method, needed)
+    missing = start.shortfall_bytes(found, needed)
     if is_feasible(found, needed):
         assert found.kv_capacity_tokens >= needed
         assert missing == 0
@@ -288,7 +288,7 @@ def test_what_would_help_does_help():
     told = EngineOptions()
 
     def found(t, needed):
-        return remedies(model, card, t, told, needed_tokens=needed, largest=8)
+        return StartUp(model, card, t, told).remedies("fitted", needed, largest=8)
 
     assert found(1, 8192) == ("tensor_parallel 4", "int4 (AWQ or GPTQ) weights")
     assert found(2, 8192)[0] == "tensor_parallel 4"
@@ -297,8 +297,8 @@ def test_what_would_help_does_help():
     assert is_feasible(estimate_memory(model, card, 4, told), length)
     assert not is_feasible(estimate_memory(model, card, 4, told), length + 64)
     # No fp8 on a V100.
-    old = remedies(LLAMA, accelerator("V100-16GB-PCIe"), 1, told, needed_tokens=8192, largest=1)
-    assert not any("fp8" in remedy for remedy in old)
+    old = StartUp(LLAMA, accelerator("V100-16GB-PCIe"), 1, told)
+    assert not any("fp8" in remedy for remedy in old.remedies("fitted", 8192, largest=1))
 
 
 def test_what_is_not_modelled_makes_the_estimate_uncertain():

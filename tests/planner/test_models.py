@@ -3,7 +3,8 @@
 import pytest
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.models import MODEL_CARDS, model_card, model_from_config
+from hetero_gateway.files.checkpoints.shape import model_from_config
+from hetero_gateway.files.model_cards import MODEL_CARDS, model_card
 
 GIB = 2**30
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.models import model_card, model_from_config
+from hetero_gateway.files.checkpoints.shape import model_from_config
+from hetero_gateway.files.model_cards import model_card
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text())
 LOADED = {name: fact for name, fact in PUBLISHED.items() if "refused" not in fact}

@@ -14,9 +14,9 @@ from benchmarks.planner.measured_operators import (
     expert_ratios,
 )
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import builtin_profiles, load_profile
-from hetero_gateway.planner.accelerators import accelerator
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.roofline import all_reduce_s, grid, roofline_profile, step_times
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def ratios(device, tensor_parallel):
 @pytest.mark.parametrize(
     ("device", "tensor_parallel", "prefill", "decode"),
     [
-        # The table in the module's docstring.
+        # The table in docs/evidence/planner.md.
         (A100, 1, 1.03, 0.94),
         (A100, 4, 0.89, 0.90),
         (H100, 1, 0.98, 1.04),

@@ -66,13 +66,10 @@ async def test_the_slower_instance_gets_what_the_faster_has_no_slot_for(
 def test_the_books_agree_with_what_was_asked(cluster: Cluster) -> None:
     before = cluster.gateway_values("hetero_gateway_output_tokens_total")
     cluster.post("/v1/chat/completions", chat(17, "tiny-fast"))
-    with cluster.stream("/v1/chat/completions", chat(23, "tiny-fast", stream=True)) as response:
-        response.read()
-    with cluster.stream(
-        "/v1/chat/completions",
-        chat(31, "tiny-fast", stream=True, stream_options={"include_usage": True}),
-    ) as response:
-        response.read()
+    for tokens, more in ((23, {}), (31, {"stream_options": {"include_usage": True}})):
+        body = chat(tokens, "tiny-fast", stream=True, **more)
+        with cluster.stream("/v1/chat/completions", body) as response:
+            response.read()
     after = cluster.gateway_values("hetero_gateway_output_tokens_total")
     counted = after.get("small", 0) - before.get("small", 0)
     # Without usage the events are counted, and vLLM merges some tokens into one event.

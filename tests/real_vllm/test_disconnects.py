@@ -59,9 +59,7 @@ async def assert_aborted(
 
 
 def disconnects_of(cluster: Cluster) -> float:
-    text = cluster.http.get(f"{cluster.url}/metrics").text
-    name = "hetero_gateway_client_disconnects_total"
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+    return cluster.total("hetero_gateway_client_disconnects_total")
 
 
 @pytest.mark.parametrize("instance", ALIASES)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from real_vllm.cluster import PATIENCE_S, Cluster, chat, samples, send_raw
+from real_vllm.cluster import PATIENCE_S, Cluster, chat, send_raw
 from real_vllm.servers import ALIASES, SERVED_NAME, session_members, wait_until
 
 pytestmark = pytest.mark.real_vllm
@@ -31,15 +31,7 @@ def engine_core(cluster: Cluster, instance: str) -> int:
 
 def upstream_errors(cluster: Cluster) -> float:
     """Requests that ended in an error of the instance, whatever their HTTP status."""
-    return sum(
-        value
-        for name, labels, value in samples(cluster.http.get(f"{cluster.url}/metrics").text)
-        if name == "hetero_gateway_requests_total" and labels["outcome"] == "upstream_error"
-    )
-
-
-async def events_until_the_end(reader: asyncio.StreamReader) -> bytes:
-    return await asyncio.wait_for(reader.read(), PATIENCE_S)
+    return cluster.total("hetero_gateway_requests_total", outcome="upstream_error")
 
 
 async def test_a_server_killed_in_mid_stream(cluster: Cluster) -> None:
@@ -49,7 +41,7 @@ async def test_a_server_killed_in_mid_stream(cluster: Cluster) -> None:
     for _ in range(5):
         await asyncio.wait_for(reader.readuntil(b'"delta":{"content"'), PATIENCE_S)
     victim.signal(signal.SIGKILL)
-    rest = await events_until_the_end(reader)
+    rest = await asyncio.wait_for(reader.read(), PATIENCE_S)
     writer.close()
     assert b'"error"' in rest, "the client was not told"
     assert b"[DONE]" not in rest, "a stream that was cut must not look complete"

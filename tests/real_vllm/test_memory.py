@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_vllm.cluster import Cluster, samples
+from real_vllm.cluster import Cluster
 
-from hetero_gateway.planner.models import model_from_config
+from hetero_gateway.files.checkpoints.shape import model_from_config
 
 pytestmark = pytest.mark.real_vllm
 
@@ -30,10 +30,8 @@ def test_the_planner_fills_the_pool_with_as_many_blocks_as_the_engine(
     config = json.loads((directory / "config.json").read_text())
     model = model_from_config(config, name=name, dtype=dtype)
 
-    text = servers.http.get(f"{engine.base_url}/metrics").text
-    labels = next(
-        labels for metric, labels, _ in samples(text) if metric == "vllm:cache_config_info"
-    )
+    shown = servers.samples(engine.base_url)
+    labels = next(labels for metric, labels, _ in shown if metric == "vllm:cache_config_info")
     blocks, block_tokens = int(labels["num_gpu_blocks"]), int(labels["block_size"])
 
     pool_bytes = int(engine.env["VLLM_CPU_KVCACHE_SPACE"]) * GIB

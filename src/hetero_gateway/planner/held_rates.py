@@ -17,13 +17,10 @@ import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.planner import trials
-from hetero_gateway.planner.goals import HEADROOM, Goals
-from hetero_gateway.planner.goodput import find_goodput
-from hetero_gateway.planner.plan import Figures
+from hetero_gateway.planner.goals import HEADROOM, Goals, find_goodput
+from hetero_gateway.planner.plan import Figures, Key
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.workload import TraceLengths
-
-Key = tuple[str, int]  # accelerator and tensor parallelism
 
 
 def key_of(profile: Profile) -> Key:

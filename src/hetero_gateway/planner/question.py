@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.batch_estimate import Estimator
-from hetero_gateway.planner.goals import Goals
-from hetero_gateway.planner.plan import Figures, InstanceType, Machine, Unfit
-from hetero_gateway.sim.alone import Engines, Mix
+from hetero_gateway.planner.goals import HEADROOM, Goals, Goodput, find_goodput
+from hetero_gateway.planner.plan import Figures, InstanceType, Key, Machine, Unfit
+from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.workload import Lengths
-
-Key = tuple[str, int]  # accelerator, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,27 @@ class Question:
             system, self.policy, mix, self.engines, rate_per_s, times * self.requests,
             self.compiled, self.goals.slo,
         )  # fmt: skip
+
+    def goodput(
+        self, system: trials.System, mix: Mix, full: Figures, likely_per_s: float | None = None
+    ) -> Goodput | None:
+        """What a system holds within the limits; ``full``: what it does with everything at once."""
+        most_per_s = full.tokens_per_s / (1 + HEADROOM) / mix.mean_tokens
+        if not most_per_s:
+            return None
+        return find_goodput(
+            lambda rate_per_s: self.hold(system, mix, rate_per_s),
+            self.goals,
+            most_per_s,
+            likely_per_s=likely_per_s,
+        )
+
+    def alone(self, profile: Profile, mix: Mix, share: float) -> Alone | None:
+        """One instance with always enough to do, and of a trace in order with a share of it."""
+        found = run_alone(profile, mix, self.engines)
+        if found is None or not self.in_order:
+            return found
+        return trials.alone_in_order(profile, found, share, mix, self.engines, self.requests)
 
 
 class NoPlan(HeteroGatewayError):

@@ -1,15 +1,10 @@
 """What the simulator says of whole systems under a policy, and of an instance at a rate.
 
-Throughput is what engines do in their stride; ``sim.alone`` says how the start and the end of a
-run are kept out of it, and gives all systems the same requests.
-
-A system of many instances is simulated by a smaller one with as many of each type in proportion,
-and a rate to match: instances behind one queue do not know how many they are. Queues of a smaller
-system are a little longer, so its latencies are on the safe side.
-
-A trace that says which prompts begin alike is run in its order, with prefix caches in the engines
-and a scheduler that knows of them, and by sessions where a system stands for a larger one
-(``sim.ordered_trace``). Its runs begin with empty caches.
+Throughput is what engines do in their stride (``sim.alone``, which gives all systems the same
+requests). A system of many instances is simulated by fewer in proportion, with a rate to match:
+its queues are a little longer, so its latencies are on the safe side. A trace that says which
+prompts begin alike is run in its order, by sessions where a system stands for a larger one
+(``sim.ordered_trace``), beginning with empty caches.
 """
 
 from __future__ import annotations
@@ -23,7 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, NormalPredictor
+from hetero_gateway.core.lengths.predictors import (
+    BucketMeanPredictor,
+    NormalPredictor,
+    OutputLengthPredictor,
+)
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.scheduling.scheduler import Scheduler
@@ -157,21 +156,12 @@ def saturate(
     if window is None:
         return None
     output_tokens_per_s = _tokens_per_s(workload, records, window)
+    counted = (records.first_token_s >= window[0]) & (records.first_token_s <= window[1])
     return Figures(
         tokens_per_s=output_tokens_per_s * per_output_token / system.share,
         output_tokens_per_s=output_tokens_per_s / system.share,
-        latency_mean_s=math.nan,
-        latency_p99_s=math.nan,
-        ttft_mean_s=math.nan,
-        ttft_p99_s=math.nan,
-        tpot_mean_s=math.nan,
-        tpot_p99_s=math.nan,
         batch=mean_running(records, *window) / len(instances),
-        cached_share=_cached_share(
-            workload,
-            records,
-            (records.first_token_s >= window[0]) & (records.first_token_s <= window[1]),
-        ),
+        cached_share=_cached_share(workload, records, counted),
     )
 
 
@@ -240,14 +230,15 @@ def _simulate(
         reference=(mix.mean_prompt, mix.mean_output),
         prefix_cache=workload.prefixes is not None,
     )
-    rng = np.random.default_rng((mix.seed, _PREDICTOR))
+    predictor: OutputLengthPredictor = BucketMeanPredictor(mix.mean_output)
+    if policy == "paper":
+        rng = np.random.default_rng((mix.seed, _PREDICTOR))
+        predictor = NormalPredictor(mix.mean_output, mix.sd_output, rng)
     return simulate(
         instances,
         workload,
         scheduler,
-        NormalPredictor(mix.mean_output, mix.sd_output, rng)
-        if policy == "paper"
-        else BucketMeanPredictor(mix.mean_output),
+        predictor,
         scheduling=engines.scheduling,
         max_batched_tokens=max(
             engines.max_batched_tokens, max(i.profile.max_num_seqs for i in instances)
@@ -280,6 +271,9 @@ def _figures_at_rate(
     times = request_times(workload, records, counted)
     latency, ttft = Distribution.of(times.latency_s), Distribution.of(times.ttft_s)
     tpot = Distribution.of(times.tpot_s) if times.tpot_s.size else Distribution(mean=0.0, p99=0.0)
+    slo_share = math.nan
+    if slo is not None:
+        slo_share = float(within_slo(workload, records, slo)[came].mean())
     output_tokens_per_s = _tokens_per_s(workload, records, window) / share
     per_output_token = mix.tokens_per_output_token
     if workload.prefixes is not None:  # these rows are not drawn from the mix
@@ -294,9 +288,7 @@ def _figures_at_rate(
         tpot_mean_s=tpot.mean,
         tpot_p99_s=tpot.p99,
         batch=mean_running(records, *window) / instances,
-        slo_share=math.nan
-        if slo is None
-        else float(within_slo(workload, records, slo)[came].mean()),
+        slo_share=slo_share,
         cached_share=_cached_share(workload, records, counted),
     )
 

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 BACKLOG = 4096
 
 
-class Served(Protocol):
+class ServedGateway(Protocol):
     """Whose server it is: a ``Gateway``, or a ``Worker``."""
 
     draining: bool
@@ -64,34 +64,50 @@ class Served(Protocol):
         """It was asked to read its configuration again."""
 
 
-class DrainingServer(uvicorn.Server):
-    """uvicorn as the gateway's processes run it: unready as soon as it is asked to stop.
+class ProtocolServer(uvicorn.Server):
+    """uvicorn with our protocol, its limits for clients, and a long listen backlog.
+
+    It is unready as soon as it is asked to stop.
 
     Args:
-        app: what is served.
+        service: serves the engine's paths, and is an ASGI application for all others.
         gateway: whose it is; its configuration says where to listen.
         listener: already bound; None: to the address of the configuration.
-        options: further ones of ``uvicorn.Config``.
     """
 
     def __init__(
-        self, app: Any, gateway: Served, listener: socket.socket | None = None, **options: Any
+        self, service: Service, gateway: ServedGateway, listener: socket.socket | None = None
     ) -> None:
         self.gateway = gateway
         self._listener = listener
         self._takes_signals = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = asyncio.Event()
-        config = gateway.config.server
-        self._tls = gateway.tls
-        if self._tls is not None:
-            gateway.settings.add((), self._prepare_certificates, always=True)
-            gateway.settings.files.append(lambda _: self._tls.files if self._tls else [])
+        # What accepts at the listeners of others, by their numbers.
+        self._covering: dict[int, asyncio.Task[asyncio.Server | None]] = {}
+        self.admin_url = ""  # of its listener, where it has one
+        metrics, settings, config = gateway.metrics, gateway.settings, gateway.config.server
+        self.watch = Watch(
+            client_limits(gateway.config), metrics.client_timeouts, metrics.client_refusals
+        )
+        metrics.client_connections = self.watch.__len__
+        limits = ("server.max_connections", "server.drain_s", "server.shutdown_timeout_s")
+        settings.add((*limits, "timeouts"), self._prepare)
+        tls = self._tls = gateway.tls
+        if tls is not None:
+
+            def renewed(_: GatewayConfig) -> Prepared:
+                tls.check()
+                return Prepared(tls.renew)
+
+            settings.add((), renewed, always=True)
+            settings.files.append(lambda _: tls.files)
         super().__init__(
             uvicorn.Config(
-                app,
+                cast(Any, service),
                 host=config.host,
                 port=config.port,
+                http=engine_protocol(service, self.watch),
                 loop="uvloop",
                 ws=ClientWebSocket,
                 ws_max_size=MOST_MESSAGE_BYTES,
@@ -103,7 +119,7 @@ class DrainingServer(uvicorn.Server):
                 proxy_headers=False,
                 log_config=None,
                 timeout_graceful_shutdown=round(config.shutdown_timeout_s),
-                **options,
+                backlog=BACKLOG,
             )
         )
 
@@ -118,24 +134,10 @@ class DrainingServer(uvicorn.Server):
         """It serves the gateway's own workers, over a Unix socket."""
         return self._listener is not None and self._listener.family == socket.AF_UNIX
 
-    def _prepare_certificates(self, _: GatewayConfig) -> Prepared | None:
-        if self._tls is None:
-            return None
-        self._tls.check()
-        return Prepared(self._tls.renew)
-
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         if self._listener is not None:
             sockets = [self._listener]
         await super().serve(sockets)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._tls is not None and not self._is_local:
-            self.config.ssl = self._tls.context
-        await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
-        if self._takes_signals and self.started:
-            self._loop.add_signal_handler(signal.SIGHUP, self.gateway.reload_soon, "SIGHUP")
 
     async def main_loop(self) -> None:
         """Until it is to end. (uvicorn's looks ten times a second whether it is.)"""
@@ -181,39 +183,6 @@ class DrainingServer(uvicorn.Server):
                 f"cannot listen on {config.host}:{config.port} (is the port taken?)"
             ) from error
 
-
-class ProtocolServer(DrainingServer):
-    """With our protocol, its limits for clients, and a long listen backlog.
-
-    Args:
-        service: serves the engine's paths, and is an ASGI application for all others.
-        gateway: whose it is.
-        listener: already bound; None: to the address of the configuration.
-    """
-
-    def __init__(
-        self, service: Service, gateway: Served, listener: socket.socket | None = None
-    ) -> None:
-        metrics = gateway.metrics
-        # What accepts at the listeners of others, by their numbers.
-        self._covering: dict[int, asyncio.Task[asyncio.Server | None]] = {}
-        self.admin_url = ""  # of its listener, where it has one
-        self.watch = Watch(
-            client_limits(gateway.config), metrics.client_timeouts, metrics.client_refusals
-        )
-        metrics.client_connections = self.watch.__len__
-        gateway.settings.add(
-            (
-                "server.max_connections",
-                "server.drain_s",
-                "server.shutdown_timeout_s",
-                "timeouts",
-            ),
-            self._prepare,
-        )
-        protocol = engine_protocol(service, self.watch)
-        super().__init__(service, gateway, listener, http=protocol, backlog=BACKLOG)
-
     def _prepare(self, fresh: GatewayConfig) -> Prepared:
         def apply() -> None:
             self.watch.set_limits(client_limits(fresh))
@@ -225,10 +194,14 @@ class ProtocolServer(DrainingServer):
         where = self.gateway.config.server.admin_listen
         # Taken first: an address that cannot be is reported before anything serves.
         admin = _bound(where) if where is not None and self.gateway.has_admin else None
+        if self._tls is not None and not self._is_local:
+            self.config.ssl = self._tls.context
         await super().startup(sockets)
+        loop = self._loop = asyncio.get_running_loop()
+        if self._takes_signals and self.started:
+            loop.add_signal_handler(signal.SIGHUP, self.gateway.reload_soon, "SIGHUP")
         if admin is None:
             return
-        loop = asyncio.get_running_loop()
         kind = UNIX if admin.family == socket.AF_UNIX else ADDRESS
         connection = self._connections({ADMIN_LISTENER: kind})
         create = loop.create_unix_server if admin.family == socket.AF_UNIX else loop.create_server
@@ -238,16 +211,12 @@ class ProtocolServer(DrainingServer):
 
     def _connections(self, state: dict[str, Any]) -> Callable[[], asyncio.Protocol]:
         """Makes connections as uvicorn does for its own listener."""
-        app_state = {**self.lifespan.state, **state}
-
-        def connection() -> asyncio.Protocol:
-            make: Any = self.config.http_protocol_class
-            protocol: asyncio.Protocol = make(
-                config=self.config, server_state=self.server_state, app_state=app_state
-            )
-            return protocol
-
-        return connection
+        return functools.partial(
+            cast(Any, self.config.http_protocol_class),
+            config=self.config,
+            server_state=self.server_state,
+            app_state={**self.lifespan.state, **state},
+        )
 
     def cover(self, number: int, listener: socket.socket) -> None:
         """Accept what comes in at another process's listener as well, until ``leave``."""
@@ -287,15 +256,18 @@ class ProtocolServer(DrainingServer):
 
 
 class GatewayServer(ProtocolServer):
-    """The gateway's; ``on_ready`` is called with its URL once it serves.
+    """The gateway's.
 
-    ``heartbeat``: of a process that has a supervisor.
+    Args:
+        service, gateway, listener: see ``ProtocolServer``.
+        on_ready: called with its URL once it serves.
+        heartbeat: of a process that has a supervisor.
     """
 
     def __init__(
         self,
         service: Service,
-        gateway: Served,
+        gateway: ServedGateway,
         on_ready: Callable[[str], None],
         listener: socket.socket | None = None,
         heartbeat: Heartbeat | None = None,
@@ -389,7 +361,7 @@ def freeze_what_start_made() -> None:
 
 def run(
     service: Service,
-    gateway: Served,
+    gateway: ServedGateway,
     on_ready: Callable[[str], None],
     listener: socket.socket | None = None,
     heartbeat: Heartbeat | None = None,

@@ -90,11 +90,7 @@ async def test_an_envoy_opens_another_connection_for_more_calls(tmp_path, monkey
         (options,) = options.values()
         options["explicit_http_config"]["http2_protocol_options"]["max_concurrent_streams"] = 4
 
-    async with (
-        fake_instances(2) as fakes,
-        behind_envoy(tmp_path, fakes, four) as (envoy, picker),
-        httpx.AsyncClient(base_url=envoy.url, timeout=60) as client,
-    ):
+    async with behind_envoy(tmp_path, 2, four) as (_, picker, client, _):
         body = chat(fake={"events": 5, "delay_s": 0.1})
         answers = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(40)))
         assert {answer.status_code for answer in answers} == {200}
@@ -107,11 +103,7 @@ async def test_an_envoy_opens_another_connection_for_more_calls(tmp_path, monkey
 # 60 MB through Envoy, the picker and an instance, and read as JSON: 2 s of CPU.
 @pytest.mark.parametrize(("changes", "size_bytes"), [(None, 60 * 2**20), (full_duplex, 8 * 2**20)])
 async def test_long_bodies_arrive_and_hold_nothing_afterwards(tmp_path, changes, size_bytes):
-    async with (
-        fake_instances(1) as fakes,
-        behind_envoy(tmp_path, fakes, changes) as (envoy, picker),
-        httpx.AsyncClient(base_url=envoy.url, timeout=60) as client,
-    ):
+    async with behind_envoy(tmp_path, 1, changes) as (_, picker, client, fakes):
         body = json.dumps(chat(metadata=random.Random(1).randbytes(size_bytes // 2).hex()))
         answer = await client.post(CHAT, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 200, answer.text
@@ -120,4 +112,4 @@ async def test_long_bodies_arrive_and_hold_nothing_afterwards(tmp_path, changes,
         await eventually(picker.settled)
         server = server_of(picker)
         assert server.limits.buffered_bytes == 0
-        assert server.pool.held_bytes < HELD_BYTES / 100
+        assert server.held_bytes < HELD_BYTES / 100

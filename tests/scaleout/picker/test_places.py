@@ -15,7 +15,7 @@ import grpc
 import pytest
 import trustme
 
-from hetero_gateway.scaleout.picker.http2 import frames, handshakes, register
+from hetero_gateway.scaleout.picker.http2 import commons, frames, server
 from hetero_gateway.scaleout.picker.http2.frames import (
     ACK,
     DATA,
@@ -99,8 +99,8 @@ class Someone:
 
 
 def test_the_one_that_would_be_missed_least_makes_room(monkeypatch):
-    monkeypatch.setattr(register, "MAX_CONNECTIONS", 4)
-    connected: register.Register[Someone] = register.Register()
+    monkeypatch.setattr(commons, "MAX_CONNECTIONS", 4)
+    connected: commons.Register[Someone] = commons.Register()
     works = Someone("a", at_work=True)
     early = Someone("b", has_spoken=True, spoke_tick=3)
     late = Someone("c", has_spoken=True, spoke_tick=9)
@@ -117,9 +117,9 @@ def test_the_one_that_would_be_missed_least_makes_room(monkeypatch):
 
 
 def test_a_crowd_at_one_address_pushes_out_only_its_own(monkeypatch):
-    monkeypatch.setattr(register, "MAX_CONNECTIONS", 6)
-    monkeypatch.setattr(register, "MAX_PER_ADDRESS", 4)
-    connected: register.Register[Someone] = register.Register()
+    monkeypatch.setattr(commons, "MAX_CONNECTIONS", 6)
+    monkeypatch.setattr(commons, "MAX_PER_ADDRESS", 4)
+    connected: commons.Register[Someone] = commons.Register()
     good = Someone("good")
     assert connected.add(good)
     crowd = [Someone("crowd", has_spoken=True, spoke_tick=9) for _ in range(20)]
@@ -133,7 +133,7 @@ def test_a_crowd_at_one_address_pushes_out_only_its_own(monkeypatch):
 
 
 def test_who_has_a_network_of_ipv6_has_one_address():
-    network = register.network_of
+    network = commons.network_of
     assert network("2001:db8::1") == network("2001:db8::ffff:2") != network("2001:db8:0:1::1")
     assert network("::ffff:10.0.0.1") == network("10.0.0.1") != network("10.0.0.2")
     assert network("fe80::1%eth0") == network("fe80::2")
@@ -243,13 +243,13 @@ async def test_without_a_certificate_of_the_right_authority_no_data_plane_is_ans
 
 
 async def test_handshakes_that_stall_hold_no_place_for_long(issued, monkeypatch):
-    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.2)
     async with one_picker(picker=secured(issued)) as picker:
         with silent(port_of(picker), 20, b"\x16\x03\x01"):
             await eventually(lambda: len(server_of(picker).register) == 20)
             await eventually(lambda: not len(server_of(picker).register))
-        monkeypatch.setattr(handshakes, "HANDSHAKE_S", 60)
-        monkeypatch.setattr(register, "MAX_CONNECTIONS", 8)
+        monkeypatch.setattr(server, "HANDSHAKE_S", 60)
+        monkeypatch.setattr(commons, "MAX_CONNECTIONS", 8)
         with silent(port_of(picker), 20):
             assert await asked_as(picker, issued, "envoy")
             assert len(server_of(picker).register) <= 8

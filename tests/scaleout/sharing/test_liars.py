@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import httpx
 import numpy as np
@@ -13,7 +13,7 @@ import redis
 
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.sharing.message import FIELDS, Message, instance_key, pack
-from tests.fakes.redis import RedisServer, redis_server
+from tests.fakes.redis import RedisServer
 from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
@@ -42,12 +42,6 @@ def body(number: int) -> dict[str, object]:
     message = {"role": "user", "content": f"{number} " * 100}
     fake = {"events": 5, "delay_s": 0.02}
     return {"model": "m", "messages": [message], "stream": True, "fake": fake}
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
-        yield running
 
 
 @contextlib.asynccontextmanager

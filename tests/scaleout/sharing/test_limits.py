@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 import yaml
 
-from tests.fakes.redis import RedisServer, redis_server
+from tests.fakes.redis import RedisServer
 from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
@@ -23,12 +23,6 @@ KEY = "hg-two-gateways-0123456789"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 CHAT = "/v1/chat/completions"
 SHARING = {"interval_s": 0.02, "ttl_s": 2.0, "timeout_s": 1.0}
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
-        yield running
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
 from hetero_gateway.files.gateway_config import GatewayConfig
 from tests.fakes.running import (
     FAST,
-    SLOW,
     RunningGateway,
     config_for,
     eventually,
@@ -54,6 +53,10 @@ async def admin(
         httpx.AsyncClient(base_url=running.url) as client,
     ):
         yield running, client
+
+
+async def decided(client: httpx.AsyncClient, **query: Any) -> Any:
+    return (await client.get("/admin/explain", params=query)).json()
 
 
 def error_of(response: httpx.Response) -> tuple[int, str]:
@@ -145,30 +148,24 @@ async def test_draining_and_weight_are_changed() -> None:
         assert (await client.post(CHAT, json=chat())).headers["x-hetero-gateway-instance"] == "i0"
 
 
-BAD_CHANGES = [
-    '{"drain": true}',
-    '{"weight": -1}',
-    '{"weight": "Infinity"}',
-    "{",
-    "[]",
-    '{"draining": 7}',
-]
-
-
 async def test_a_bad_change_is_refused() -> None:
+    bad = (
+        '{"drain": true}',
+        '{"weight": -1}',
+        '{"weight": "Infinity"}',
+        "{",
+        "[]",
+        '{"draining": 7}',
+    )
     async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
-        for body in BAD_CHANGES:
+        for body in bad:
             response = await client.patch("/admin/instances/i0", content=body)
             assert error_of(response)[0] == 400, body
         row = (await client.get("/admin/instances")).json()["instances"][0]
         assert (row["draining"], row["weight"]) == (False, 1.0)
-
-
-@pytest.mark.parametrize("method", ["PATCH", "DELETE"])
-async def test_an_unknown_instance_is_not_found(method: str) -> None:
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
-        response = await client.request(method, "/admin/instances/nobody", json={})
-        assert error_of(response) == (404, "instance_not_found")
+        for method in ("PATCH", "DELETE"):
+            response = await client.request(method, "/admin/instances/nobody", json={})
+            assert error_of(response) == (404, "instance_not_found")
 
 
 async def test_a_removed_instance_leaves_no_series_and_its_stream_ends_well() -> None:
@@ -197,8 +194,7 @@ async def test_explain_says_what_would_be_chosen_and_sends_nothing() -> None:
         admin(config_for(fakes, scheduler=scheduler)) as (running, client),
     ):
         await client.patch("/admin/instances/i2", json={"draining": True})
-        query = {"prompt_tokens": 800, "max_tokens": 200, "model": "m"}
-        document = (await client.get("/admin/explain", params=query)).json()
+        document = await decided(client, prompt_tokens=800, max_tokens=200, model="m")
         assert (document["chosen"], document["policy"]) == ("i0", "min-max")
         assert document["predicted_output_tokens"] == 200
         assert document["waits"] is False
@@ -218,37 +214,31 @@ async def test_explain_says_what_would_be_chosen_and_sends_nothing() -> None:
 
 async def test_explain_tells_why_nobody_can_take_a_request() -> None:
     async with fake_instances(2) as fakes, admin(config_for(fakes)) as (_, client):
-        too_long = (await client.get("/admin/explain?prompt_tokens=5000&model=m")).json()
+        too_long = await decided(client, prompt_tokens=5000, model="m")
         assert too_long["chosen"] is None
         assert "4096" in too_long["reason"]
         assert {row["excluded"] for row in too_long["candidates"]} == {"the request does not fit"}
-        unknown = (await client.get("/admin/explain?prompt_tokens=5&model=zz")).json()
+        unknown = await decided(client, prompt_tokens=5, model="zz")
         assert (unknown["chosen"], unknown["candidates"]) == (None, [])
         for i in range(2):
             await client.patch(f"/admin/instances/i{i}", json={"draining": True})
-        drained = (await client.get("/admin/explain?prompt_tokens=5&model=m")).json()
+        drained = await decided(client, prompt_tokens=5, model="m")
         assert {row["excluded"] for row in drained["candidates"]} == {"draining"}
 
 
-BAD_QUESTIONS = [
-    ("", "prompt_tokens"),
-    ("prompt_tokens=0", "prompt_tokens"),
-    ("prompt_tokens=many", "prompt_tokens"),
-    (f"prompt_tokens={'9' * 400}", "prompt_tokens"),
-    ("prompt_tokens=5&max_tokens=-1", "max_tokens"),
-]
-
-
-async def test_a_bad_question_is_refused() -> None:
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
-        for query, param in BAD_QUESTIONS:
-            response = await client.get(f"/admin/explain?{query}")
+async def test_a_bad_question_is_refused_and_one_without_a_model_where_there_are_several() -> None:
+    bad = (
+        ("", "prompt_tokens"),
+        ("prompt_tokens=0", "prompt_tokens"),
+        ("prompt_tokens=many", "prompt_tokens"),
+        (f"prompt_tokens={'9' * 400}", "prompt_tokens"),
+        ("prompt_tokens=5&max_tokens=-1", "max_tokens"),
+    )
+    async with fake_instances(1, models=("a", "b")) as fakes, admin(config_for(fakes)) as (_, c):
+        for query, param in bad:
+            response = await c.get(f"/admin/explain?{query}")
             assert error_of(response) == (400, "invalid_parameter"), query
             assert response.json()["error"]["param"] == param
-
-
-async def test_explain_wants_the_model_where_there_are_several() -> None:
-    async with fake_instances(1, models=("a", "b")) as fakes, admin(config_for(fakes)) as (_, c):
         response = await c.get("/admin/explain?prompt_tokens=5")
         assert error_of(response) == (400, "missing_model")
         assert "a, b" in response.json()["error"]["message"]
@@ -331,89 +321,6 @@ def test_numbers_are_short_and_without_exponent(value: float, text: str) -> None
     assert number(value) == text
 
 
-# Reloading
-
-
-def write(path: Path, config: GatewayConfig, change: Callable[[dict[str, Any]], Any]) -> None:
-    data = config.model_dump(mode="json", exclude_unset=True)
-    change(data)
-    path.write_text(yaml.safe_dump(data))
-
-
-async def test_a_reload_brings_the_instances_in_line_with_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(3) as fakes:
-        config = config_for(fakes[:2])
-        write(path, config, lambda _: None)
-        async with admin(config, path) as (running, client):
-            new = {"id": "i2", "base_url": fakes[2].url, "profile": SLOW}
-            write(path, config, lambda data: data.update(instances=[data["instances"][0], new]))
-            document = (await client.post("/admin/reload")).json()
-            assert (document["added"], document["removed"]) == (["i2"], ["i1"])
-            assert document["changed"] == []
-            assert list(running.gateway.fleet.instances) == ["i0", "i2"]
-            assert 'backend="i1"' not in await running.metrics()
-            assert (await client.post(CHAT, json=chat())).status_code == 200
-
-
-def _break_yaml(path: Path, config: GatewayConfig) -> None:
-    path.write_text("instances: [")
-
-
-def _unknown_key(path: Path, config: GatewayConfig) -> None:
-    write(path, config, lambda data: data["instances"][0].update(profil="x"))
-
-
-def _unset_key_variable(path: Path, config: GatewayConfig) -> None:
-    # The first instance is gone and the second one new: neither may happen by half.
-    entry = {"id": "new", "base_url": "http://127.0.0.1:1", "api_key_env": "UNSET_VARIABLE_9"}
-    write(path, config, lambda data: data.update(instances=[data["instances"][1], entry]))
-
-
-def _missing_ca_file(path: Path, config: GatewayConfig) -> None:
-    entry = {"id": "new", "base_url": "https://127.0.0.1:1", "ca_file": "/nonexistent/ca.pem"}
-    write(path, config, lambda data: data.update(instances=[entry]))
-
-
-def _no_file(path: Path, config: GatewayConfig) -> None:
-    path.unlink()
-
-
-@pytest.mark.parametrize(
-    "break_it", [_break_yaml, _unknown_key, _unset_key_variable, _missing_ca_file, _no_file]
-)
-async def test_a_reload_of_a_broken_file_changes_nothing(
-    tmp_path: Path, break_it: Callable[[Path, GatewayConfig], None]
-) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(2) as fakes:
-        config = config_for(fakes)
-        write(path, config, lambda _: None)
-        async with admin(config, path) as (running, client):
-            before = dict(running.gateway.fleet.instances)
-            break_it(path, config)
-            assert error_of(await client.post("/admin/reload")) == (400, "invalid_configuration")
-            assert dict(running.gateway.fleet.instances) == before
-            assert (await client.post(CHAT, json=chat())).status_code == 200
-
-
-async def test_a_reload_that_only_changes_a_weight_keeps_the_instance_serving(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes)
-        write(path, config, lambda _: None)
-        async with admin(config, path) as (running, client):
-            before = dict(running.gateway.fleet.instances)
-            write(path, config, lambda data: data["instances"][0].update(weight=3.0))
-            assert (await client.post("/admin/reload")).json()["changed"] == ["i0"]
-            assert dict(running.gateway.fleet.instances) == before
-            [instance] = before.values()
-            assert instance.up
-            assert running.gateway.fleet.scheduler.spec(instance.id).weight == 3
-
-
 async def test_a_new_instance_cannot_name_a_secret_that_the_file_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -421,12 +328,9 @@ async def test_a_new_instance_cannot_name_a_secret_that_the_file_does_not(
     async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
         entry = {"id": "evil", "base_url": fakes[0].url, "api_key_env": "SOME_SECRET"}
         assert error_of(await client.post("/admin/instances", json=entry))[0] == 400
-    assert b"value" not in b"".join(fakes[0].heads)
-
-
-async def test_a_gateway_without_a_file_cannot_reload() -> None:
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
+        # Nor is there a file to read again.
         assert error_of(await client.post("/admin/reload")) == (409, "no_file")
+    assert b"value" not in b"".join(fakes[0].heads)
 
 
 # Who may ask
@@ -483,7 +387,9 @@ async def test_no_answer_ever_holds_a_key(tmp_path: Path, monkeypatch: pytest.Mo
     async with fake_instances(2) as fakes:
         config = config_for(fakes, server={"admin_key_env": "TEST_ADMIN_KEY"})
         keyed = {"api_key_env": "TEST_INSTANCE_KEY"}
-        write(path, config, lambda data: [entry.update(keyed) for entry in data["instances"]])
+        data = config.model_dump(mode="json", exclude_unset=True)
+        data["instances"] = [entry | keyed for entry in data["instances"]]
+        path.write_text(yaml.safe_dump(data))
         async with admin(config, path) as (running, client):
             reloaded = await client.post("/admin/reload", headers=headers)
             assert reloaded.json()["changed"] == ["i0", "i1"]

@@ -23,7 +23,6 @@ capacities, whatever comes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
@@ -312,11 +311,3 @@ class PrefixIndex:
 
 def _units(capacity_bytes: float) -> int:
     return max(0, int(min(capacity_bytes, 2.0**60)) // _UNIT_BYTES)
-
-
-def slots_of(mask: int) -> Iterator[int]:
-    """The slots in a mask, lowest first."""
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest

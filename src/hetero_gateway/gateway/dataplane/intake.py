@@ -20,7 +20,7 @@ from hetero_gateway.core.lengths.predictors import (
     OutputLengthPredictor,
     capped_output_tokens,
 )
-from hetero_gateway.core.limits.accounts import Charge, Standing
+from hetero_gateway.core.limits.accounts import Charge, LimitStanding
 from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.engines.vllm import RESPONSES, Work, asked_at, starts_with_a_token
@@ -101,7 +101,7 @@ class Job:
         self.features = features
         self.response: Response | None = None
         self.charge: Charge | None = None
-        self.standing: Standing | None = None
+        self.standing: LimitStanding | None = None
         self.fell_back = False
         self.waits = inbound.work is not _LIGHT
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import (
     EngineMetrics,
-    Sample,
+    MetricSample,
     metrics_of,
     paths,
     read_listing,
@@ -435,7 +435,7 @@ async def _read_metrics(body: bytes) -> EngineMetrics:
     """Read metrics without holding the event loop: part by part, each of whole lines."""
     # Every byte is a character of latin-1, and what we read of it is ASCII.
     text = body.decode("latin-1")
-    samples: list[Sample] = []
+    samples: list[MetricSample] = []
     start, size = 0, len(text)
     while start < size:
         end = start + _PART_BYTES

@@ -1,6 +1,6 @@
 """How much an engine computes for a request, by the fields of its body: tokens, prompts, media.
 
-``engines/vllm/prompts`` says where the prompts are on each path; ``prompt_length`` how long a
+``engines/vllm/paths`` says where the prompts are on each path; ``prompt_length`` how long a
 field's raw JSON is. Here the two meet: what is computed several times counts as often (a query
 with each of its documents, a state with each of its questions), and lists are so many prompts.
 """

@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from hetero_gateway.lab.emulator.errors import ApiError, bad_value, validate
+from hetero_gateway.lab.emulator.errors import ApiError, bad_value, too_small, validate
 from hetero_gateway.lab.emulator.logprobs import MOST_LOGPROBS
 from hetero_gateway.lab.emulator.prefixes import chat_tokens, id_tokens, text_tokens
-from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, Json, SchemaError, sample_json
+from hetero_gateway.lab.emulator.text import (
+    BYTES_PER_TOKEN,
+    Json,
+    Messages,
+    SchemaError,
+    sample_json,
+)
 
 MAX_N = 16384  # vllm.envs.VLLM_MAX_N_SEQUENCES
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, which vLLM keeps for /v1/completions only
@@ -54,10 +60,9 @@ class Ask:
         return tuple(len(prompt) // BYTES_PER_TOKEN for prompt in self.prompts)
 
 
-class Body(BaseModel):
+class EngineBody(BaseModel):
     """What every body may have; unknown fields are ignored."""
 
-    model_config = ConfigDict(extra="ignore")
     model: str | None = None
     cache_salt: str | None = None
 
@@ -67,7 +72,7 @@ class _StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class _Sampling(Body):
+class _Sampling(EngineBody):
     n: int | None = 1
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -89,21 +94,14 @@ class _Sampling(Body):
                 f"n must be at most {MAX_N}, got {n}. To increase this limit, set the "
                 "VLLM_MAX_N_SEQUENCES environment variable."
             )
-        if self.temperature is not None and not 0 <= self.temperature <= 2:
-            rule = "non-negative" if self.temperature < 0 else "in [0, 2]"
-            raise bad_value(
-                f"temperature must be {rule}, got {self.temperature}.",
-                "temperature",
-                self.temperature,
-            )
+        heat = self.temperature
+        if heat is not None and not 0 <= heat <= 2:
+            rule = "non-negative" if heat < 0 else "in [0, 2]"
+            raise bad_value(f"temperature must be {rule}, got {heat}.", "temperature", heat)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise bad_value(f"top_p must be in (0, 1], got {self.top_p}.", "top_p", self.top_p)
         if max_tokens is not None and max_tokens < 1:
-            raise bad_value(
-                f"{max_tokens_name} must be at least 1, got {max_tokens}.",
-                max_tokens_name,
-                max_tokens,
-            )
+            raise too_small(max_tokens_name, max_tokens)
         if self.min_tokens < 0:
             raise ApiError(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.")
         if max_tokens is not None and self.min_tokens > max_tokens:
@@ -148,7 +146,7 @@ class _CompletionBody(_Sampling):
     logprobs: int | None = None
 
 
-class _ResponsesBody(Body):
+class _ResponsesBody(EngineBody):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -159,7 +157,7 @@ class _ResponsesBody(Body):
     ignore_eos: bool = False
 
 
-class _MessagesBody(Body):
+class _MessagesBody(EngineBody):
     messages: list[dict[str, Any]]
     max_tokens: int
     system: str | list[dict[str, Any]] | None = None
@@ -169,47 +167,29 @@ class _MessagesBody(Body):
     ignore_eos: bool = False
 
 
-class _CountBody(Body):
+class _CountBody(EngineBody):
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class PoolingBody(Body):
-    """``truncate_prompt_tokens``: each prompt is cut to so many; -1: to the context."""
-
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
-
-    def cut(self, prompts: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """Its prompts as they are computed."""
-        most = self.truncate_prompt_tokens
-        if most is None or most < 0:
-            return prompts
-        return tuple(prompt[: most * BYTES_PER_TOKEN] for prompt in prompts)
-
-
-class _EmbeddingBody(PoolingBody):
-    input: str | list[int] | list[str] | list[list[int]]
-    encoding_format: Literal["float", "base64"] = "float"
-
-
-class TokenizeBody(Body):
+class TokenizeBody(EngineBody):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = False
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(EngineBody):
     tokens: list[int]
 
 
-class LoadAdapterBody(Body):
+class LoadAdapterBody(EngineBody):
     lora_name: str = ""
     lora_path: str = ""
     load_inplace: bool = False
 
 
-class SlowdownBody(Body):
+class SlowdownBody(EngineBody):
     factor: float = Field(gt=0, le=1e6, allow_inf_nan=False)
 
 
@@ -247,7 +227,7 @@ def completion_ask(body: Json) -> Ask:
     """/v1/completions. Raises ApiError."""
     completion = validate(_CompletionBody, body)
     completion.check(completion.max_tokens)
-    prompts, are_ids = _prompts(completion.prompt)
+    prompts, are_ids = prompts_of(completion.prompt)
     return Ask(
         top_logprobs=_top_logprobs(completion.logprobs),
         prompts=prompts,
@@ -259,8 +239,8 @@ def completion_ask(body: Json) -> Ask:
 
 
 def responses_ask(
-    body: Json, model: str, before: Callable[[str], list[tuple[str, str]]]
-) -> tuple[Ask, list[tuple[str, str]]]:
+    body: Json, model: str, before: Callable[[str], Messages]
+) -> tuple[Ask, Messages]:
     """/v1/responses, text in and text out: what is asked, and all messages that it answers.
 
     ``before``: the messages in front of what continues a response. Raises ApiError.
@@ -278,9 +258,7 @@ def responses_ask(
         messages.insert(0, ("system", request.instructions))
     limit = request.max_output_tokens
     if limit is not None and limit < 1:
-        raise bad_value(
-            f"max_output_tokens must be at least 1, got {limit}.", "max_output_tokens", limit
-        )
+        raise too_small("max_output_tokens", limit)
     ask = Ask(
         prompts=(chat_tokens(messages, request.tools),),
         cache_salt=request.cache_salt,
@@ -296,11 +274,7 @@ def messages_ask(body: Json, model: str) -> Ask:
     """/v1/messages (Anthropic's API), text only. Raises ApiError."""
     request = validate(_MessagesBody, body)
     if request.max_tokens < 1:
-        raise bad_value(
-            f"max_tokens must be at least 1, got {request.max_tokens}.",
-            "max_tokens",
-            request.max_tokens,
-        )
+        raise too_small("max_tokens", request.max_tokens)
     return Ask(
         prompts=(_messages_prompt(request, model),),
         cache_salt=request.cache_salt,
@@ -335,19 +309,10 @@ def _top_logprobs(wanted: int | None) -> int | None:
     return wanted
 
 
-def embedding_ask(body: Json) -> tuple[Ask, bool]:
-    """/v1/embeddings: one prefill per input; and whether base64 is wanted. Raises ApiError."""
-    request = validate(_EmbeddingBody, body)
-    prompts, are_ids = _prompts(request.input)
-    ask = Ask(prompts=request.cut(prompts), prompts_are_ids=are_ids, max_tokens=1, ignore_eos=True)
-    return ask, request.encoding_format == "base64"
-
-
-def role_texts(messages: list[dict[str, Any]], model: str) -> list[tuple[str, str]]:
+def role_texts(messages: list[dict[str, Any]], model: str) -> Messages:
     """The role and the text of each message.
 
-    Raises:
-        ApiError: a part that is not text: the emulated model reads nothing else.
+    Raises ApiError: a part that is not text: the emulated model reads nothing else.
     """
     return [
         (str(message.get("role")), _content_text(message.get("content"), model))
@@ -369,7 +334,7 @@ def _content_text(content: Json, model: str) -> str:
     return "".join(texts)
 
 
-def _prompts(prompt: Json) -> tuple[tuple[bytes, ...], bool]:
+def prompts_of(prompt: Json) -> tuple[tuple[bytes, ...], bool]:
     """Every prompt's tokens, and whether they were given as ids."""
     if isinstance(prompt, str):
         prompt = [prompt]

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
+from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants
 from hetero_gateway.core.instances.calibration import LEAST_ROWS, NAMES, Errors, Refit, refit
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
 from hetero_gateway.files.profile_file import ProfileModel, profile_document, write_profile_file
 from hetero_gateway.files.yaml_file import parse_model
-
-_DIGITS = 4
+from hetero_gateway.lab.profiler.document import ProfiledInstance, rounded
 
 
 def write_observed(
@@ -56,16 +55,14 @@ def write_observed(
             f"{seen['instance']} tells it"
         )
     models: Sequence[str] = seen["models"] or ["unknown"]
-    rounded = (_rounded(value) for value in astuple(fit.constants))
-    profile = Profile(
+    instance = ProfiledInstance(
         gpu or present.get("gpu", "unknown"),
         present.get("model", models[0]),
         tensor_parallel or present.get("tensor_parallel", 1),
-        Constants(*rounded),
         capacity,
         max_num_seqs or present.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
     )
-    document = profile_document(profile, _source(fit, seen))
+    document = profile_document(instance.profile(fit.constants), _source(fit, seen))
     parse_model(ProfileModel, document, str(output)).to_core()  # what we write, we must accept
     write_profile_file(output, document)
     return report(fit, seen)
@@ -133,7 +130,7 @@ def _source(fit: Refit, seen: Mapping[str, Any]) -> dict[str, Any]:
         "date": datetime.now(UTC).date(),
         "note": f"from live traffic: {fit.step_rows} rows of streams, {fit.first_token_rows} first "
         "tokens; errors are medians over held-out rows, noise of the network included",
-        "error": {name: _rounded(e) for name, e in errors.items() if e is not None},
+        "error": {name: rounded(e) for name, e in errors.items() if e is not None},
         "unidentified": [name for name in NAMES if name not in fit.identified],
     }
 
@@ -161,7 +158,3 @@ def _rows(
             made = made._replace(hit_tokens=0.0)
         result.append(made)
     return result
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")

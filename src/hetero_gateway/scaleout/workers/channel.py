@@ -13,7 +13,7 @@ from hetero_gateway.scaleout.workers.messages import FrameReader, frame
 _log = logging.getLogger(__name__)
 
 
-class Listener(Protocol):
+class ChannelUser(Protocol):
     """Who is at an end. Called from the event loop's callbacks."""
 
     def received(self, messages: list[Any]) -> None: ...
@@ -33,7 +33,7 @@ class Channel(asyncio.Protocol):
         listener: hears of them; set before anything comes.
     """
 
-    def __init__(self, kinds: Any, listener: Listener | None = None) -> None:
+    def __init__(self, kinds: Any, listener: ChannelUser | None = None) -> None:
         self.listener = listener
         self._reader = FrameReader(kinds, self._take)
         self._outbox: list[Any] = []

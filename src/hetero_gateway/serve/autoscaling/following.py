@@ -36,7 +36,8 @@ from hetero_gateway.planner.following import (
     described,
 )
 from hetero_gateway.planner.goals import Goals
-from hetero_gateway.planner.held_rates import HeldRates, Key, RateQuestion, key_of
+from hetero_gateway.planner.held_rates import HeldRates, RateQuestion, key_of
+from hetero_gateway.planner.plan import Key
 from hetero_gateway.serve.autoscaling.following_process import Answer, Task, work_aside
 from hetero_gateway.serve.dashboard.trend import Trend
 

@@ -48,18 +48,6 @@ if TYPE_CHECKING:
     from hetero_gateway.serve.autoscaling.following import Following
 
 
-def prefix_secret(config: GatewayConfig) -> bytes | None:
-    """What the keys of prompts begin with: the configuration's, or that of all workers."""
-    named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env")
-    named = named or os.environ.get(SECRET_ENV)
-    return named.encode() if named else None
-
-
-def make_hops() -> Hops:
-    """The id of this gateway, the same in all of its processes."""
-    return Hops(os.environ.get(SECRET_ENV))
-
-
 def _key_names(config: GatewayConfig) -> set[str | None]:
     """The variables with instances' keys that the file names; None: an instance without one."""
     names = [instance.api_key_env for instance in config.instances]
@@ -74,7 +62,7 @@ def _tls_files(config: GatewayConfig) -> set[Path | None]:
     return {None, *itertools.chain.from_iterable(files)}
 
 
-def make_tracing(config: TracesConfig) -> Tracing | None:
+def _make_tracing(config: TracesConfig) -> Tracing | None:
     """What has spans of requests; None: it is off, and nothing of it is imported."""
     if config.endpoint is None:
         return None
@@ -83,17 +71,84 @@ def make_tracing(config: TracesConfig) -> Tracing | None:
     return Tracer(config)
 
 
-def make_admission(config: GatewayConfig, base_dir: Path) -> Admission:
-    """Who may ask, by the configuration. Raises ConfigError."""
-    clients = config.clients
-    return Admission(
-        secret(config.server.api_key_env, "server.api_key_env"),
-        read_clients(clients, base_dir) if clients.wanted else None,
-        secret(clients.hash_key_env, "clients.hash_key_env"),
-    )
+class Parts:
+    """What a gateway of one process has, and each worker of several.
+
+    Args:
+        config: of this process.
+        config_path: the file that it came from; what it names is relative to that.
+    """
+
+    def __init__(self, config: GatewayConfig, config_path: Path | None) -> None:
+        self.settings = Settings(config)
+        self.draining = False
+        # Takes the lines of the access log; None: nobody does.
+        self.access: Callable[[list[bytes]], None] | None = None
+        base_dir = self._base_dir = config_path.parent if config_path else Path()
+        clients = config.clients
+        self.admission = Admission(
+            secret(config.server.api_key_env, "server.api_key_env"),
+            read_clients(clients, base_dir) if clients.wanted else None,
+            secret(clients.hash_key_env, "clients.hash_key_env"),
+        )
+        self.tls = server_tls(config.server, base_dir)
+        # What all workers have in common; the keys of prompts begin with it, or the operator's own.
+        shared = os.environ.get(SECRET_ENV)
+        named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env") or shared
+        self._prefix_secret = named.encode() if named else None
+        self.fleet = Fleet(config, base_dir, Hops(shared))
+        scheduler = self.fleet.scheduler
+        self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
+        self.predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
+        tokens = config.scheduler.tokens
+        self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
+        self._tokenizer = tokenizer_of(tokens, base_dir)
+        self._stack = AsyncExitStack()
+        self._deadlines: Deadlines
+        self.outcomes: OutcomeWatch
+        self.placement: Placement
+        self.dataplane: DataPlane
+
+    @property
+    def config(self) -> GatewayConfig:
+        """The configuration in effect, in this process."""
+        return self.settings.config
+
+    def _begin_placing(self, *, recalibrate: bool) -> None:
+        self.outcomes = OutcomeWatch(self.fleet, self.metrics)
+        self._stack.callback(self.outcomes.close)
+        self._deadlines = Deadlines(self.config.timeouts)
+        self._stack.callback(self._deadlines.close)
+        self._stack.callback(self.fleet.close)
+        queue = self.config.scheduler.queue
+        self.placement = Placement(self.fleet, self.metrics, queue, recalibrate=recalibrate)
+        self._stack.callback(self.placement.close)
+
+    def _make_dataplane(self, health: HealthMonitor, run: RunFile | None = None) -> None:
+        self.dataplane = DataPlane(
+            self.config,
+            self.fleet,
+            health,
+            self.outcomes,
+            self.metrics,
+            self.admission,
+            self.predictor,
+            self.bytes_per_token,
+            self._tokenizer,
+            self._deadlines,
+            self.placement,
+            self._prefix_secret,
+            run,
+        )
+
+    def _write_about_requests(self) -> None:
+        """From now on, until the end."""
+        traces = _make_tracing(self.config.traces)
+        self.dataplane.write_about(self.config.log, self.access, traces)
+        self._stack.callback(self.dataplane.close)
 
 
-class Gateway:
+class Gateway(Parts):
     """What the control paths and the data plane share. ``start`` needs a running event loop.
 
     Args:
@@ -112,33 +167,24 @@ class Gateway:
         record: Path | None = None,
         flags: Mapping[str, Any] | None = None,
     ) -> None:
-        self.settings = Settings(config)
+        # What this start made, where the configuration leaves it to the gateway.
+        self.made_admin_key = made_admin_key(config.server, os.environ.get(SECRET_ENV))
+        named = secret(config.server.admin_key_env, "server.admin_key_env")
+        self.admin_key = named or self.made_admin_key
+        super().__init__(config, config_path)
         self._record = record
         self.config_path = config_path
-        self.draining = False
         self.has_admin = True
         self._hub_listener = hub_listener
         self.hub: Hub | None = None
         # Where there are workers: remembers the configuration for processes that start.
         self.keep_config: Callable[[GatewayConfig], None] | None = None
-        # Takes the lines of the access log; None: nobody does.
-        self.access: Callable[[list[bytes]], None] | None = None
         # None is one of them: an instance without a key.
         self.known_key_names = _key_names(config)
         self.known_tls_files = _tls_files(config)
-        # What this start made, where the configuration leaves it to the gateway.
-        self.made_admin_key = made_admin_key(config.server, os.environ.get(SECRET_ENV))
-        named = secret(config.server.admin_key_env, "server.admin_key_env")
-        self.admin_key = named or self.made_admin_key
-        base_dir = self._base_dir = config_path.parent if config_path else Path()
-        self.admission = make_admission(config, base_dir)
-        self.tls = server_tls(config.server, base_dir)
-        self._prefix_secret = prefix_secret(config)
-        self.fleet = Fleet(config, base_dir, make_hops())
         self.setup = SetupWatch(self.fleet)
         self._share_out()
-        scheduler = self.fleet.scheduler
-        self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
+        scheduler, base_dir = self.fleet.scheduler, self._base_dir
         self.metrics.clients = lambda: client_families(
             self.admission, self.config.clients.most_labels, self.metrics.models
         )
@@ -147,28 +193,15 @@ class Gateway:
         if (caches := scheduler.caches) is not None:
             index = caches.index
             self.metrics.prefix_index = lambda: (len(index), index.memory_bytes())
-        self.predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
-        tokens = config.scheduler.tokens
-        self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
-        self._tokenizer = tokenizer_of(tokens, base_dir)
-        self._stack = AsyncExitStack()
         self.roster = Roster(self.fleet, self.metrics.forget)
         self.discovery = Discovery(self.roster, self.settings, base_dir)
         self.reloader = Reloader(
             self.roster, self.settings, self.metrics, self.take_up, config_path, flags or {}
         )
-        self.dataplane: DataPlane
-        self.placement: Placement
         self.health: HealthMonitor
         self.engine_calls: EngineCalls
         self.board: Board
-        self.outcomes: OutcomeWatch
         self.following: Following | None = None  # None: it is off
-
-    @property
-    def config(self) -> GatewayConfig:
-        """The configuration in effect."""
-        return self.settings.config
 
     @property
     def listing(self) -> Fleet:
@@ -183,23 +216,20 @@ class Gateway:
         self._stack.callback(self.health.stop)
         self.engine_calls = EngineCalls(self.fleet, self.health)
         self._stack.callback(self.engine_calls.close)
-        self.outcomes = OutcomeWatch(self.fleet, self.metrics)
-        self._stack.callback(self.outcomes.close)
-        deadlines = Deadlines(self.config.timeouts)
-        self._stack.callback(deadlines.close)
-        self._stack.callback(self.fleet.close)
-        scheduling = self.config.scheduler
-        self.placement = Placement(
-            self.fleet, self.metrics, scheduling.queue, recalibrate=scheduling.recalibrate
-        )
-        self._stack.callback(self.placement.close)
+        self._begin_placing(recalibrate=self.config.scheduler.recalibrate)
         if self.sharing is not None:
             self.sharing.on_change = self.placement.pump_soon
             await self.sharing.start(tasks)
             self._stack.push_async_callback(self.sharing.stop)
         expiry = tasks.create_task(self.fleet.close_idle_connections())
         self._stack.callback(expiry.cancel)
-        self._make_dataplane(deadlines)
+        run = None
+        if self._record is not None:
+            run = RunFile(self._record, self.config.scheduler.policy)
+            self._stack.callback(run.close)
+        self._make_dataplane(self.health, run)
+        self._write_about_requests()
+        self.dataplane.wakes_by(self.engine_calls, self.settings)
         self.board = Board(self)
         self._stack.callback(self.board.close)
         self.metrics.late_probes = lambda: self.health.late
@@ -222,30 +252,6 @@ class Gateway:
         self._stack.callback(self.discovery.stop)
         if self._hub_listener is not None:
             await self._start_hub(self._hub_listener)
-
-    def _make_dataplane(self, deadlines: Deadlines) -> None:
-        run = None
-        if self._record is not None:
-            run = RunFile(self._record, self.config.scheduler.policy)
-            self._stack.callback(run.close)
-        self.dataplane = DataPlane(
-            self.config,
-            self.fleet,
-            self.health,
-            self.outcomes,
-            self.metrics,
-            self.admission,
-            self.predictor,
-            self.bytes_per_token,
-            self._tokenizer,
-            deadlines,
-            self.placement,
-            self._prefix_secret,
-            run,
-        )
-        self.dataplane.write_about(self.config.log, self.access, make_tracing(self.config.traces))
-        self._stack.callback(self.dataplane.close)
-        self.dataplane.wakes_by(self.engine_calls, self.settings)
 
     def _register_settings(self) -> None:
         """What can change while serving, and who takes it up."""

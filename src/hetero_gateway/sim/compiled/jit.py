@@ -48,8 +48,6 @@ _SHARED: tuple[Any, ...] = (
 # can neither make an array nor return one that it was not given; numba says so where it would.
 _ALLOCATING: set[Any] = {
     placing.place_all,
-    placing.new_charges,
-    placing.more_charges,
     tables.with_room,
     late_binding.renew_residual,
     length_estimates.residuals,

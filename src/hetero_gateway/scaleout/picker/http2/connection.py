@@ -6,8 +6,8 @@ write.
 What a peer could make us do or keep, and what bounds it:
 
     CPU, of whatever frames            SLICE_S in a turn of the event loop, and what is over BURST_S
-                                       or its SHARE waits in line (``turns``, ``reader``); no frame
-                                       costs more than its own bytes do: a window is a number,
+                                       or its SHARE waits in line (``commons``); no frame costs more
+                                       than its own bytes do: a window is a number,
                                        however many calls it is for, and the calls that wait for
                                        one are looked at once in a turn
     frames that carry no message       each costs one of CREDITS, a message earns
@@ -34,7 +34,7 @@ What a peer could make us do or keep, and what bounds it:
     a connection that says nothing     HANDSHAKE_S for TLS, PREFACE_S for its preface and SETTINGS,
                                        IDLE_S without a message or a call, CLOSE_S at its end; and
                                        the first to go when there is no room
-    connections                        MAX_CONNECTIONS, MAX_PER_ADDRESS (``register``): one that
+    connections                        MAX_CONNECTIONS, MAX_PER_ADDRESS (``commons``): one that
                                        does nothing goes, or the newcomer
 """
 
@@ -46,14 +46,20 @@ from collections.abc import Callable
 from typing import cast
 
 from hetero_gateway.scaleout.picker.http2.blocks import MAX_BLOCK_BYTES, HeaderBlocks
-from hetero_gateway.scaleout.picker.http2.calls import STREAM_WINDOW_BYTES, Call, Methods, route
+from hetero_gateway.scaleout.picker.http2.calls import (
+    FIRST_MESSAGE_S,
+    STREAM_WINDOW_BYTES,
+    Call,
+    Methods,
+    route,
+)
 from hetero_gateway.scaleout.picker.http2.carrier import (
     CREDITS,
     DEFAULT_WINDOW_BYTES,
-    Blocked,
+    Carried,
     Carrier,
 )
-from hetero_gateway.scaleout.picker.http2.commons import Commons
+from hetero_gateway.scaleout.picker.http2.commons import Commons, Occupant, address_of
 from hetero_gateway.scaleout.picker.http2.frames import (
     ACK,
     CONTINUATION,
@@ -89,7 +95,6 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     settings,
     window_update,
 )
-from hetero_gateway.scaleout.picker.http2.register import Member, address_of
 from hetero_gateway.scaleout.picker.http2.shares import CALL_BYTES
 
 # A data plane with more opens another connection; so many calls fit in HELD_BYTES.
@@ -128,10 +133,12 @@ _GREETING = settings(
 _SETTINGS_ACK = frame(SETTINGS, ACK, 0)
 
 
-class Connection(Carrier):
-    """One connection of ``server``: a ``Member`` of its register, ``Waiting`` for its turns."""
+class DataPlaneConnection(Carrier):
+    """One connection of ``server``: an ``Occupant`` of its register."""
 
-    def __init__(self, server: Commons, methods: Methods, handshake: Member | None = None) -> None:
+    def __init__(
+        self, server: Commons, methods: Methods, handshake: Occupant | None = None
+    ) -> None:
         self.calls: dict[int, Call] = {}
         super().__init__(server, self.calls)
         self._methods = methods
@@ -152,9 +159,9 @@ class Connection(Carrier):
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Connection {len(self.calls)} calls, {self.credits} credits>"
+        return f"<DataPlaneConnection {len(self.calls)} calls, {self.credits} credits>"
 
-    # What the transport calls, besides those of ``Reader``
+    # What the transport calls, besides those of ``Carrier``
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's is none by inheritance.
@@ -346,8 +353,8 @@ class Connection(Carrier):
             self.write(reset(stream_id, ErrorCode.REFUSED_STREAM))
             return
         self._last_id = stream_id
-        call = self.calls[stream_id] = Call(self, stream_id)
-        server.pool.open_calls += 1
+        call = self.calls[stream_id] = Call(self, stream_id, server.tick + 1 + FIRST_MESSAGE_S)
+        server.open_calls += 1
         route(self._methods, path, call)
         if flags & END_STREAM:
             call.end()
@@ -488,7 +495,7 @@ class Connection(Carrier):
         if self._refusing and not self.calls:
             self.close()
 
-    def forget(self, stream_id: int, call: Blocked) -> None:
+    def forget(self, stream_id: int, call: Carried) -> None:
         if self.calls.get(stream_id) is call:
             del self.calls[stream_id]
             self.server.call_ended()
@@ -515,14 +522,14 @@ def _unpadded(payload: bytes) -> bytes:
     return payload[1 : len(payload) - payload[0]]
 
 
-_HANDLERS: dict[int, Callable[[Connection, int, int, bytes], None]] = {
-    HEADERS: Connection._on_headers,
-    PRIORITY: Connection._on_priority,
-    RST_STREAM: Connection._on_reset,
-    SETTINGS: Connection._on_settings,
-    PUSH_PROMISE: Connection._on_push,
-    PING: Connection._on_ping,
-    GOAWAY: Connection._on_goaway,
-    WINDOW_UPDATE: Connection._on_window_update,
-    CONTINUATION: Connection._on_continuation,
+_HANDLERS: dict[int, Callable[[DataPlaneConnection, int, int, bytes], None]] = {
+    HEADERS: DataPlaneConnection._on_headers,
+    PRIORITY: DataPlaneConnection._on_priority,
+    RST_STREAM: DataPlaneConnection._on_reset,
+    SETTINGS: DataPlaneConnection._on_settings,
+    PUSH_PROMISE: DataPlaneConnection._on_push,
+    PING: DataPlaneConnection._on_ping,
+    GOAWAY: DataPlaneConnection._on_goaway,
+    WINDOW_UPDATE: DataPlaneConnection._on_window_update,
+    CONTINUATION: DataPlaneConnection._on_continuation,
 }

@@ -12,6 +12,7 @@ from collections.abc import Sized
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.http.bodies import BodyLimits
+from hetero_gateway.scaleout.picker.http2.commons import Commons
 
 # Of a connection, besides long bodies. With what Python adds, and its calls, that is below 50 MB.
 HELD_BYTES = 24 * 2**20
@@ -19,7 +20,6 @@ HELD_BYTES = 24 * 2**20
 MAX_HELD_BYTES = 256 * 2**20
 # What a call keeps by itself, from its head to its end: measured, with the request that it carries.
 CALL_BYTES = 6 * 1024
-_RETRY_AFTER_S = 2
 
 
 def no_room() -> Refusal:
@@ -28,36 +28,24 @@ def no_room() -> Refusal:
         "too_many_bytes_buffered",
         "The picker holds as many bytes for this data plane's connection as it may.",
         kind="server_error",
-        retry_after_s=_RETRY_AFTER_S,
+        retry_after_s=2,
     )
-
-
-class Pool:
-    """What a server holds for all its connections: ``open_calls``, and bytes besides."""
-
-    __slots__ = ("held_bytes", "open_calls")
-
-    def __init__(self) -> None:
-        self.held_bytes = 0
-        self.open_calls = 0
 
 
 class Share(BodyLimits):
     """What one connection holds; its long bodies are counted as ``BodyLimits`` counts them.
 
     Args:
-        limits: the gateway's, of long bodies.
-        margin_bytes: what a message may be longer than the body in it.
+        server: has the gateway's limits of long bodies, and counts what all connections hold.
         calls: the connection's, each of which counts as ``CALL_BYTES``.
     """
 
-    __slots__ = ("_calls", "_limits", "_long_bytes", "_margin_bytes", "_pool", "held_bytes")
+    __slots__ = ("_calls", "_limits", "_long_bytes", "_server", "held_bytes")
 
-    def __init__(self, limits: BodyLimits, margin_bytes: int, pool: Pool, calls: Sized) -> None:
-        self._limits = limits
+    def __init__(self, server: Commons, calls: Sized) -> None:
+        self._server = server
+        self._limits = server.limits
         self._calls = calls
-        self._margin_bytes = margin_bytes
-        self._pool = pool
         self._long_bytes = 0
         self.held_bytes = 0
 
@@ -83,7 +71,9 @@ class Share(BodyLimits):
     def check_room(self, more_bytes: int) -> None:
         limits = self._limits
         limits.check_room(more_bytes)
-        most = max(limits.max_body_bytes + self._margin_bytes, limits.max_buffered_bytes // 2)
+        most = max(
+            limits.max_body_bytes + self._server.margin_bytes, limits.max_buffered_bytes // 2
+        )
         if self._long_bytes + more_bytes > most:
             raise no_room()
 
@@ -91,12 +81,12 @@ class Share(BodyLimits):
 
     def has_room(self, more_bytes: int) -> bool:
         """Whether this connection may hold so much more."""
-        pool = self._pool
+        server = self._server
         mine = self.held_bytes + CALL_BYTES * len(self._calls) + more_bytes
-        all_bytes = pool.held_bytes + CALL_BYTES * pool.open_calls + more_bytes
+        all_bytes = server.held_bytes + CALL_BYTES * server.open_calls + more_bytes
         return mine <= HELD_BYTES and mine <= MAX_HELD_BYTES - all_bytes
 
     def hold(self, more_bytes: int) -> None:
         """Count it, if there is room or not; a negative number gives it back."""
         self.held_bytes += more_bytes
-        self._pool.held_bytes += more_bytes
+        self._server.held_bytes += more_bytes
