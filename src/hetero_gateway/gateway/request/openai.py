@@ -55,7 +55,7 @@ from hetero_gateway.gateway.request.prompt_keys import (
     keys_of_long,
 )
 from hetero_gateway.gateway.request.prompt_length import measure, measure_prompt
-from hetero_gateway.gateway.request.prompt_shapes import Measured, measure_body
+from hetero_gateway.gateway.request.prompt_shapes import PromptSize, measure_body
 from hetero_gateway.gateway.turns import Steps, finish
 
 # OpenAI's own limit is 64 characters.
@@ -227,7 +227,7 @@ def _describe(
     fields: Any,
     extent: Callable[[msgspec.Raw], Extent],
     path: str,
-    measured: Measured | None,
+    measured: PromptSize | None,
 ) -> ParsedRequest:
     """``measured``: its prompts; None: they are one text, or ``prompt``."""
     if measured is None:
