@@ -54,11 +54,10 @@ from hetero_gateway.gateway.dataplane.answers import (
 )
 from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
-from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
+from hetero_gateway.gateway.dataplane.intake import Job, RequestReader, shorten_body
 from hetero_gateway.gateway.dataplane.relay import MOST_EMPTY_BYTES, Exchange
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
-from hetero_gateway.gateway.dataplane.understanding import Understanding
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.request.openai import ParsedRequest, with_model
@@ -79,7 +78,7 @@ _FALLS_BACK = frozenset(
 CLIENT_GONE = 499
 
 
-class Attempts(Understanding):
+class Attempts(RequestReader):
     """One request and all of its attempts: a ``Listener``, an ``ExchangeOwner``, an ``Owner``."""
 
     __slots__ = (
@@ -208,7 +207,7 @@ class Attempts(Understanding):
             self._wait.leave()
         self._answer(shutting_down())
 
-    # Understanding
+    # Reading
 
     def _is_over(self) -> bool:
         return self.over

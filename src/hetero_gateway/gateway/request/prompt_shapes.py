@@ -1,6 +1,6 @@
 """How much an engine computes for a request, by the fields of its body: tokens, prompts, media.
 
-``engines/vllm/paths`` says where the prompts are on each path; ``prompt_length`` how long a
+``engines/vllm/paths`` says where the prompts are on each path; ``prompts`` how long a
 field's raw JSON is. Here the two meet: what is computed several times counts as often (a query
 with each of its documents, a state with each of its questions), and lists are so many prompts.
 """
@@ -18,7 +18,7 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.request.body_fields import Extent, fields_of
 from hetero_gateway.gateway.request.byte_counts import count_byte
 from hetero_gateway.gateway.request.items import MOST_ITEMS, items_of
-from hetero_gateway.gateway.request.prompt_length import count_strings, measure, measure_prompt
+from hetero_gateway.gateway.request.prompts import count_strings, measure, measure_prompt
 
 _SPACE = rb"[ \t\r\n]*+"
 # Messages rather than texts or token ids: one conversation, or a list of them.

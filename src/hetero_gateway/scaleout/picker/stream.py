@@ -43,9 +43,8 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import rejection
 from hetero_gateway.gateway.dataplane.dispatcher import Placed
-from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
+from hetero_gateway.gateway.dataplane.intake import Job, RequestReader, shorten_body
 from hetero_gateway.gateway.dataplane.placement import SleeperGone
-from hetero_gateway.gateway.dataplane.understanding import Understanding
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.bodies import BodyBuffer
 from hetero_gateway.http.failures import Failure, InstanceError
@@ -114,7 +113,7 @@ class SeenAnswer(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Stream(Understanding):
+class Stream(RequestReader):
     """The life of one request: a ``Receiver`` of its call, and a ``Sleeper``.
 
     Whoever makes one counts it among the resources' ``open`` ones.
