@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from benchmarks.dataplane.control_paths import Size, measure, write_files
-from hetero_gateway.gateway.admission.usage import Usage
+from hetero_gateway.gateway.admission.usage import ClientUsage
 from tests.fakes.running import rig
 
 SIZE = Size(keys=1000, models=10, instances=40)
@@ -83,7 +83,7 @@ async def test_what_is_made_in_turns_is_whole(
 
 def test_days_that_are_not_kept_are_in_the_sums() -> None:
     now_s = 0.0
-    usage = Usage(clock=lambda: now_s)
+    usage = ClientUsage(clock=lambda: now_s)
     for day in range(40):
         now_s = day * 86400.0
         usage.count("a", "m", 10, 1, 2)

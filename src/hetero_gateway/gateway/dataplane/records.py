@@ -32,7 +32,7 @@ from hetero_gateway.engines.vllm import (
     least_tokens_of_events,
     tokens_of_events,
 )
-from hetero_gateway.gateway.admission.usage import Usage as ClientUsage
+from hetero_gateway.gateway.admission.usage import ClientUsage
 from hetero_gateway.gateway.dataplane.dispatcher import Answered, Placed
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
