@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_gateway.core.prefixes.index import PrefixIndex
+from hetero_gateway.core.prefixes.caches import PrefixIndex
 from hetero_gateway.core.types import InstanceId, PrefixKeys
 
 A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
