@@ -28,7 +28,7 @@ from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.turns import finish
 from hetero_gateway.http.heads import Inbound
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
-from hetero_gateway.lab.emulator.text import ANSWER_HEADER_TOKENS, MESSAGE_TOKENS, count_tokens
+from hetero_gateway.lab.emulator.text import tokenize
 from tests.fakes.emulated import emulated
 from tests.fakes.running import FAST, config_for, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
@@ -48,6 +48,10 @@ def texts(count: int, times: int = 3) -> list[str]:
     return [WORDS * (1 + i % times) for i in range(count)]
 
 
+def count_tokens(text: str) -> int:
+    return len(tokenize(text))
+
+
 def tokens(*parts: str) -> int:
     return sum(count_tokens(part) for part in parts)
 
@@ -58,7 +62,8 @@ def chat(*contents: str) -> list[dict[str, Any]]:
 
 
 def chat_tokens(*contents: str) -> int:
-    return tokens(*contents) + MESSAGE_TOKENS * len(contents) + ANSWER_HEADER_TOKENS
+    """With what the template adds: 4 for each message, and 3 for the answer's header."""
+    return tokens(*contents) + 4 * len(contents) + 3
 
 
 def blocks(*contents: str) -> list[dict[str, Any]]:
