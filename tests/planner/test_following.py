@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_gateway.planner.following import Arrivals, Follower, Rules, Sample, ScaledType
+from hetero_gateway.planner.following import (
+    Arrivals,
+    Follower,
+    FollowingRules,
+    LoadSample,
+    ScaledType,
+)
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.held_rates import HeldRates
 
@@ -18,7 +24,7 @@ BIG, SMALL = ("A800-80GB-PCIe", 1), ("A10G-24GB", 1)
 # Rates of an instance, requests/s; the big one is cheaper for what it holds.
 RATES = HeldRates({BIG: 10.0, SMALL: 2.0}, 100.0, 100.0, {}, Goals())
 TYPES = (ScaledType(BIG, 0, 4, 4.0), ScaledType(SMALL, 1, 6, 1.0))
-RULES = Rules(startup_s=180, hold_s=600, utilisation=0.8)
+RULES = FollowingRules(startup_s=180, hold_s=600, utilisation=0.8)
 
 
 class Load:
@@ -38,7 +44,7 @@ class Load:
             self.now_s += 60
             self.arrived += 60 * rate_per_s
             self.arrivals.note(self.now_s, self.arrived)
-            sample = Sample(self.now_s, self.arrivals.points(), queued, self.ready, missed)
+            sample = LoadSample(self.now_s, self.arrivals.points(), queued, self.ready, missed)
             proposal = self.follower.follow(sample, self.rates)
             self.seen.append(proposal)
             if obeys:

@@ -12,7 +12,7 @@ import numpy as np
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.accelerator_catalogue import accelerator, taken_for
-from hetero_gateway.files.model_file import ModelConfig, model_directory, read_model
+from hetero_gateway.files.model_file import PlanModelConfig, model_directory, read_model
 from hetero_gateway.files.plan_config import (
     MachineConfig,
     PlanConfig,
@@ -195,7 +195,7 @@ def plan_request(
     return PlanRequest(
         source, model, model_name, options, config.memory, question, trace,
         model_directory(config.model, base_dir),
-        isinstance(config.model, ModelConfig) and config.model.config is not None
+        isinstance(config.model, PlanModelConfig) and config.model.config is not None
         and config.model.quantization is None,
         {m.id: m.address for m in config.machines if m.address is not None},
         own,

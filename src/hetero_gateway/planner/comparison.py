@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from hetero_gateway.planner.plan import Candidate, Layout, Plan
+from hetero_gateway.planner.plan import Layout, Plan, PlanCandidate
 from hetero_gateway.planner.present import NOISE, Present, aligned, simulate_present
 from hetero_gateway.planner.question import Question
 
@@ -31,10 +31,10 @@ class Comparison:
 
     plan: Plan
     present: Present
-    now: Candidate | None
+    now: PlanCandidate | None
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> PlanCandidate:
         return self.plan.best
 
     @property
@@ -88,7 +88,7 @@ def compare(plan: Plan, question: Question, present: Present, policy: str) -> Co
     return Comparison(plan, present, now)
 
 
-def _is_as_good(now: Candidate, best: Candidate, plan: Plan) -> bool:
+def _is_as_good(now: PlanCandidate, best: PlanCandidate, plan: Plan) -> bool:
     """Whether the simulation has what runs at least where it has the best that was found.
 
     The search does not try everything; what it found is no reason to lose something by a change.
@@ -100,7 +100,7 @@ def _is_as_good(now: Candidate, best: Candidate, plan: Plan) -> bool:
     return now.simulated.tokens_per_s >= best.simulated.tokens_per_s
 
 
-def _led_by(now: Candidate, plan: Plan) -> Plan:
+def _led_by(now: PlanCandidate, plan: Plan) -> Plan:
     """With what runs as the best, and not a second time among the others."""
     others = [c for c in plan.candidates if c.layouts != now.layouts]
     led = [dataclasses.replace(c, why_not=c.why_not or "no more than what runs") for c in others]

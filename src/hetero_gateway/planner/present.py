@@ -24,12 +24,12 @@ from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
 from hetero_gateway.planner.layouts import group_machines, machine_names
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.plan import (
-    Candidate,
     InstanceType,
     Key,
     Layout,
     Machine,
     MemoryEstimate,
+    PlanCandidate,
 )
 from hetero_gateway.planner.question import Question
 from hetero_gateway.sim.alone import Alone, Mix
@@ -272,7 +272,7 @@ def capacity_notes(present: Present, types: Mapping[Key, InstanceType]) -> list[
     return notes
 
 
-def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candidate | None:
+def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> PlanCandidate | None:
     """What a deployment can do, by the same trials as of a plan's candidates; None: nothing fits.
 
     ``question.goals.rate_per_s`` is what latencies are told for; without one there are none.
@@ -300,7 +300,7 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
         # None where it is too much.
         if figures.tokens_per_s >= (1 + HEADROOM) * goals.rate_per_s * mix.mean_tokens:
             at_rate = question.trials.hold(system, mix, goals.rate_per_s)
-    return Candidate(
+    return PlanCandidate(
         goodput_per_s=None if goodput is None else goodput.rate_per_s,
         layouts=layouts,
         estimate_paper_tokens_per_s=math.nan,
@@ -317,8 +317,8 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
 
 
 def aligned(
-    candidate: Candidate, machines: Sequence[Machine], layouts: Mapping[str, Layout]
-) -> Candidate:
+    candidate: PlanCandidate, machines: Sequence[Machine], layouts: Mapping[str, Layout]
+) -> PlanCandidate:
     """The same candidate with its layouts given to equal machines so that fewest must change."""
     result = dict(candidate.layouts)
     for group in group_machines(machines):
