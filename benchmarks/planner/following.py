@@ -229,7 +229,7 @@ class Elastic(Scheduler):
             self._off(life, now_s)
 
     def _see_off(self, life: Life, now_s: float) -> None:
-        if life.state == "draining" and not self._members.table[life.spec.instance_id].in_flight:
+        if life.state == "draining" and not self.members.table[life.spec.instance_id].in_flight:
             self._off(life, now_s)
 
     def _off(self, life: Life, now_s: float) -> None:

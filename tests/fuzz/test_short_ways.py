@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from hetero_gateway.gateway.admission import clients
-from hetero_gateway.gateway.request import prompt_keys
+from hetero_gateway.gateway.request import prompts
 from hetero_gateway.http import chunks, upstream
 from hetero_gateway.http.protocol import EngineProtocol
 from tests.fuzz.short_ways import SHORT_WAYS
@@ -66,8 +66,8 @@ def _any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    places_of = prompt_keys.places_of
-    monkeypatch.setattr(prompt_keys, "places_of", lambda *array: places_of(*array)[1:])
+    places_of = prompts.places_of
+    monkeypatch.setattr(prompts, "places_of", lambda *array: places_of(*array)[1:])
 
 
 @pytest.mark.parametrize(

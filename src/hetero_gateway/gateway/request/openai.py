@@ -7,7 +7,7 @@ What is read is what the engine reads: the last one of equal keys, numbers as py
 (``whole_numbers``), and what Python's ``json`` takes beyond JSON (NaN, lone surrogates, UTF-16).
 Numbers that no engine accepts are refused, and fields that are not for clients to set
 (``engines/vllm/fields``); what is not read is the engine's to judge. How long a prompt is,
-``prompt_length`` and ``prompt_shapes`` say; of a form, ``forms`` finds the fields.
+``prompts`` and ``prompt_shapes`` say; of a form, ``forms`` finds the fields.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ from hetero_gateway.gateway.request.body_fields import (
     top_level,
 )
 from hetero_gateway.gateway.request.forms import Form, is_form, read_form
-from hetero_gateway.gateway.request.prompt_keys import (
+from hetero_gateway.gateway.request.prompt_shapes import PromptSize, measure_body
+from hetero_gateway.gateway.request.prompts import (
     head_of,
     keys_after,
     keys_of_fields,
     keys_of_long,
+    measure,
+    measure_prompt,
 )
-from hetero_gateway.gateway.request.prompt_length import measure, measure_prompt
-from hetero_gateway.gateway.request.prompt_shapes import Measured, measure_body
 from hetero_gateway.gateway.turns import Steps, finish
 
 # OpenAI's own limit is 64 characters.
@@ -78,7 +79,7 @@ class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
     ``cache_salt``: its JSON, with which the client keeps caches apart; b"" without one.
     ``session``: JSON that names a conversation, or else a user: its beginning; b"" without one.
     On /v1/responses alone: ``previous``: which response it continues, b"" for none; then ``prefix``
-    is of what it adds. ``head``: what ``prompt_keys.head_of`` says. ``stored``: a field that names
+    is of what it adds. ``head``: what ``prompts.head_of`` says. ``stored``: a field that names
     what is stored, or refers to it otherwise; "" for none. ``asked``: the name that the client
     asked for, where that stands for ``model``. ``most_prompt_tokens``: to which each prompt is
     cut; 0: it is not. ``speech_s``: how long a recording plays, in seconds. ``wordy``:
@@ -227,26 +228,32 @@ def _describe(
     fields: Any,
     extent: Callable[[msgspec.Raw], Extent],
     path: str,
-    measured: Measured | None,
+    measured: PromptSize | None,
 ) -> ParsedRequest:
     """``measured``: its prompts; None: they are one text, or ``prompt``."""
+    model = fields.model
+    if model is not None and len(model) > MOST_MODEL_BYTES:
+        raise no_model(len(model))
+    n, limit = _counts(fields, path)
     if measured is None:
         tokens, prompts, text_bytes, media_parts = None, 1, 0, 0
+        data: bytes | bytearray
         if fields.prompt:
             tokens, prompts, text_bytes = measure_prompt(*extent(fields.prompt))
         for field in _texts_of(fields):
             if field is NOTHING:
                 continue
-            data, start, end = extent(field)
+            # As for most: without a call.
+            if extent is itself:
+                data = bytes(field)
+                start, end = 0, len(data)
+            else:
+                data, start, end = extent(field)
             found, size = measure(data, start, end) if end > start else (0, 0)
             media_parts += found
             text_bytes += size
     else:
         tokens, prompts, text_bytes, media_parts = measured
-    model = fields.model
-    if model is not None and len(model) > MOST_MODEL_BYTES:
-        raise no_model(len(model))
-    n, limit = _counts(fields, path)
     stream = fields.stream
     parsed = ParsedRequest(
         model,
