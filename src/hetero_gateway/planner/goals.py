@@ -15,7 +15,7 @@ is used is paid for whole, with what a layout leaves idle; one that is not used 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -106,6 +106,24 @@ class Goals:
         else:
             key = (-candidate.alone_tokens_per_s, -candidate.estimate_tokens_per_s)
         return (float(not known), float(candidate.holds is False), *key)
+
+
+def lacking(goals: Goals, machines: Iterable[Machine]) -> tuple[str, str] | None:
+    """What the goal needs besides: a key of the plan's file, and why; None: nothing."""
+    unpriced = sorted({m.accelerator for m in machines if m.price_per_hour_usd is None})
+    if goals.name == "cost" and unpriced:
+        return "prices", f"the goal cost needs USD per accelerator-hour of {', '.join(unpriced)}"
+    if goals.name == "goodput" and not goals.has_limits:
+        limits = "ttft_s (--slo-ttft), tpot_s (--slo-tpot), or both"
+        return "slo", f"the goal goodput needs limits: {limits}"
+    if goals.rate_per_s is None and not goals.at_goodput:
+        if goals.name == "fewest" or goals.has_limits:
+            within = f" within {goals.limits}" if goals.has_limits else ""
+            return "workload.rate_per_s", (
+                f"the goal {goals.name}{within} needs a rate to hold (--rate); the highest rate "
+                "that keeps limits is the goal goodput"
+            )
+    return None
 
 
 def slo_text(slo: Slo) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import allocation
 from hetero_gateway.planner.allocation import Allocation
+from hetero_gateway.planner.goals import lacking
 from hetero_gateway.planner.layouts import Group, feasible_sizes, group_machines, together
 from hetero_gateway.planner.least_resource import least_that_holds
 from hetero_gateway.planner.plan import Key, Layout, Plan, PlanCandidate, SystemFigures
@@ -52,30 +53,12 @@ def search(question: Question, on_progress: Callable[[str], None] = lambda text:
 
 
 def _check(question: Question, groups: Sequence[Group]) -> None:
-    goals = question.goals
     if not question.machines:
         raise ConfigError("machines: there are none")
     if not any(feasible_sizes(group, question.types) for group in groups):
         raise ConfigError(nothing_fits(question.unfit))
-    if goals.name == "cost":
-        lacking = sorted({g.accelerator for g in groups if g.price_per_hour_usd is None})
-        if lacking:
-            raise ConfigError(
-                "the goal cost needs a price per accelerator-hour of " + ", ".join(lacking)
-            )
-    if goals.rate_per_s is None:
-        if goals.name == "fewest":
-            raise ConfigError("the goal fewest needs a rate to hold")
-        if goals.has_limits and not goals.at_goodput:
-            raise ConfigError(
-                f"{goals.limits} needs a rate at which it is to hold, or a goal that "
-                "finds one: goodput, cost"
-            )
-    if goals.name == "goodput" and not goals.has_limits:
-        raise ConfigError(
-            "the goal goodput needs limits: slo with ttft_s, tpot_s or both (--slo-ttft, "
-            "--slo-tpot)"
-        )
+    if problem := lacking(question.goals, question.machines):
+        raise ConfigError(problem[1])
 
 
 class _Search:
