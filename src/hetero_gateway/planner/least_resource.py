@@ -33,20 +33,6 @@ _SAME = 1e-9
 _TRIES = 16
 
 
-def least_that_holds(
-    systems: Systems, rates_per_s: Mapping[Key, float], on_progress: Callable[[str], None]
-) -> tuple[list[PlanCandidate], float | None]:
-    """What holds the goals' rate, the least first, then all else that was tried; the lower bound.
-
-    Args:
-        rates_per_s: that instances hold alone, by type.
-
-    Raises:
-        NoPlan: nothing holds it.
-    """
-    return _Sets(systems, rates_per_s, on_progress).least()
-
-
 def _first_that_holds(holds: Callable[[int], bool], likely: int, last: int) -> int | None:
     """The first position of 0 to ``last`` that holds, near ``likely``; None: the last does not.
 
@@ -68,8 +54,12 @@ def _first_that_holds(holds: Callable[[int], bool], likely: int, last: int) -> i
     return high
 
 
-class _Sets:
-    """One search among sets of machines, at one rate."""
+class LeastSets:
+    """One search among sets of machines, at the goals' rate.
+
+    Args:
+        rates_per_s: that instances hold alone, by type.
+    """
 
     def __init__(
         self,
@@ -86,7 +76,12 @@ class _Sets:
         self._rate_per_s = self._q.goals.rate_per_s or 0.0
         self._by_price = self._q.goals.name == "cost"
 
-    def least(self) -> tuple[list[PlanCandidate], float | None]:
+    def find(self) -> tuple[list[PlanCandidate], float | None]:
+        """What holds the rate, the least first, then all else that was tried; the lower bound.
+
+        Raises:
+            NoPlan: nothing holds it.
+        """
         options = allocation.holding(
             self._groups, self._rates_per_s, self._rate_per_s, by_price=self._by_price
         )

@@ -101,9 +101,38 @@ def place(
     room = {machine.id: machine.count for machine in machines}
     placed: list[Placed] = []
     left_out: list[tuple[str, str]] = []
+
+    def machine_of(instance: Running) -> Machine | str:
+        """Where it runs, or why that cannot be told."""
+        profile = instance.profile
+        if instance.left_out:
+            return instance.left_out
+        if profile is None:
+            return "it has no profile, so its accelerator is not known"
+        if folded(profile.model) != folded(model.name):
+            return f"its profile is of {profile.model}, the plan is for {model.name}"
+        try:
+            name = find(profile.gpu).name
+        except ConfigError:
+            return f"its accelerator {profile.gpu} is not in the catalogue"
+        fitting = [machine for machine in machines if machine.accelerator == name]
+        if not fitting:
+            return f"the file has no machine with {name}"
+        t = profile.tensor_parallel
+        free = [machine for machine in fitting if room[machine.id] >= t]
+        if not free:
+            return f"the file's machines with {name} have no room for {t} more"
+        named = (
+            machine
+            for machine in free
+            if instance.id.startswith(f"{names[machine.id]}-tp")
+            or instance.host in (machine.id, names[machine.id])
+        )
+        return next(named, free[0])
+
     size = {r.id: r.profile.tensor_parallel if r.profile else 0 for r in running}
     for instance in sorted(running, key=lambda r: -size[r.id]):
-        found = _machine(instance, machines, names, room, model, find)
+        found = machine_of(instance)
         if isinstance(found, str):
             left_out.append((instance.id, found))
             continue
@@ -117,40 +146,6 @@ def place(
         for machine in machines
     }
     return Present(layouts, tuple(placed), tuple(left_out))
-
-
-def _machine(
-    instance: Running,
-    machines: Sequence[Machine],
-    names: Mapping[str, str],
-    room: Mapping[str, int],
-    model: ModelShape,
-    find: Callable[[str], Accelerator],
-) -> Machine | str:
-    """Where it runs, or why that cannot be told."""
-    profile = instance.profile
-    if instance.left_out:
-        return instance.left_out
-    if profile is None:
-        return "it has no profile, so its accelerator is not known"
-    if folded(profile.model) != folded(model.name):
-        return f"its profile is of {profile.model}, the plan is for {model.name}"
-    try:
-        name = find(profile.gpu).name
-    except ConfigError:
-        return f"its accelerator {profile.gpu} is not in the catalogue"
-    fitting = [machine for machine in machines if machine.accelerator == name]
-    if not fitting:
-        return f"the file has no machine with {name}"
-    free = [machine for machine in fitting if room[machine.id] >= profile.tensor_parallel]
-    if not free:
-        return f"the file's machines with {name} have no room for {profile.tensor_parallel} more"
-
-    def is_named(machine: Machine) -> bool:
-        own = instance.id.startswith(f"{names[machine.id]}-tp")
-        return own or instance.host in (machine.id, names[machine.id])
-
-    return next((machine for machine in free if is_named(machine)), free[0])
 
 
 def observed_profiles(

@@ -18,7 +18,7 @@ from hetero_gateway.planner import allocation
 from hetero_gateway.planner.allocation import Allocation
 from hetero_gateway.planner.goals import lacking
 from hetero_gateway.planner.layouts import Group, feasible_sizes, group_machines, together
-from hetero_gateway.planner.least_resource import least_that_holds
+from hetero_gateway.planner.least_resource import LeastSets
 from hetero_gateway.planner.plan import Key, Layout, Plan, PlanCandidate, SystemFigures
 from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.reasons import Reasons, nothing_fits, nothing_holds, plan_notes
@@ -81,9 +81,8 @@ class _Search:
         if goals.at_goodput:
             candidates = self._most_within_limits()
         elif goals.name != "throughput" and goals.rate_per_s is not None:
-            candidates, self._lower_bound = least_that_holds(
-                self._systems, self._rates_alone(), self._on_progress
-            )
+            sets = LeastSets(self._systems, self._rates_alone(), self._on_progress)
+            candidates, self._lower_bound = sets.find()
         else:
             candidates = self._best_few()
         if goals.slo is not None and not goals.at_goodput:
