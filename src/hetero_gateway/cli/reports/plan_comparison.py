@@ -9,10 +9,9 @@ from typing import Any
 
 from hetero_gateway.cli.reports.columns import print_table
 from hetero_gateway.lab.load.admin import printable
-from hetero_gateway.planner.comparison import Comparison, Traffic
 from hetero_gateway.planner.layouts import describe
 from hetero_gateway.planner.plan import Layout, PlanCandidate, SystemFigures
-from hetero_gateway.planner.present import NOISE
+from hetero_gateway.planner.present import NOISE, Comparison, Traffic
 
 # Instances that are named in one line.
 _NAMES = 6
