@@ -29,9 +29,9 @@ from hetero_gateway.gateway.settings import Settings
 from hetero_gateway.planner.following import (
     Arrivals,
     Follower,
+    FollowingRules,
+    LoadSample,
     Proposal,
-    Rules,
-    Sample,
     ScaledType,
     described,
 )
@@ -193,7 +193,7 @@ class Following:
         ready = Counter(
             key for key, i in own if i.up and i.awake and not i.draining and not i.outcomes.ejected
         )
-        sample = Sample(now_s, model.arrivals.points(), queued, ready, self._missed(names))
+        sample = LoadSample(now_s, model.arrivals.points(), queued, ready, self._missed(names))
         task = Task(model.follower, sample, self._question(model, own, names), model.rates)
         model.asking = self._loop.create_task(self._ask(model, task))
 
@@ -301,7 +301,7 @@ class Following:
 def followed(config: GatewayConfig, base_dir: Path) -> dict[str, FollowedModel]:
     """What is to be followed, by model. Raises ConfigError: a profile cannot be loaded."""
     following = config.following
-    rules = Rules(following.startup_s, following.hold_s, following.utilisation)
+    rules = FollowingRules(following.startup_s, following.hold_s, following.utilisation)
     by_model: dict[str, list[tuple[FollowedType, Profile]]] = {}
     for each, profile in zip(following.types, followed_profiles(following, base_dir), strict=True):
         by_model.setdefault(each.model, []).append((each, profile))
