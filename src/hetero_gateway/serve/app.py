@@ -33,7 +33,7 @@ from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.downstream import Downstream, Listener, Receive, Scope, Send
 from hetero_gateway.http.errors import error_body
 from hetero_gateway.http.headers import HOPS, Headers
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.serve.control import admin
 from hetero_gateway.serve.control.access import check_exposed
 from hetero_gateway.serve.control.docs_page import docs_page

@@ -12,7 +12,7 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.dataplane.answers import answer
 from hetero_gateway.http.clients import raise_descriptor_limit
 from hetero_gateway.http.downstream import Downstream, Listener
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.picker.service import Picker
 from hetero_gateway.serve.app import App, create_app
 from hetero_gateway.serve.server import GatewayServer, freeze_what_start_made, url_host
@@ -24,7 +24,7 @@ class ControlApp(App):
     """The control paths alone: no engine path is served here."""
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
-        self.gateway.dataplane.name(inbound)
+        self.gateway.dataplane.rooms.ids.name(inbound)
         answer(downstream, _ELSEWHERE, inbound.path, inbound.request_id)
         return _NOBODY
 

@@ -28,7 +28,7 @@ from benchmarks.envoy import (
 )
 from hetero_gateway.cli import main
 from hetero_gateway.files.profile_file import load_profile
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.scaleout.picker.protocol.messages_pb2 import (
     HealthCheckRequest,
     HealthCheckResponse,
@@ -460,7 +460,9 @@ async def test_a_subset_that_envoy_hints_at_is_kept_to(tmp_path):
 @contextlib.asynccontextmanager
 async def two_emulated() -> AsyncIterator[list[str]]:
     """URLs of two unequal emulated instances, ten times faster than their hardware."""
-    fast, slow = (Settings(load_profile(name), ("m",), time_scale=10) for name in (FAST, SLOW))
+    fast, slow = (
+        EmulatorSettings(load_profile(name), ("m",), time_scale=10) for name in (FAST, SLOW)
+    )
     async with emulated(fast) as (first, _), emulated(slow) as (second, _):
         yield [first, second]
 

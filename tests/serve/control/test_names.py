@@ -86,8 +86,8 @@ async def test_odd_names_that_an_instance_lists_are_left_out_with_one_warning(
         async with running_gateway(config_for(fakes)) as running:
             instance = running.gateway.fleet.instances["i0"]  # type: ignore[index]
             await eventually(lambda: instance.models == {"good"})
-            scrapes = running.gateway.health._scrapes
-            await eventually(lambda: scrapes[instance.id] > 20)
+            probed = running.gateway.health._probed[instance.id]
+            await eventually(lambda: probed.scrapes > 20)
         told = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
         assert len(told) == 1
         assert f"{len(ODD)} of the models" in told[0]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.dataplane.control_paths import Size, measure, write_files
-from hetero_gateway.gateway.admission.usage import Usage
+from hetero_gateway.gateway.admission.usage import ClientUsage
 from tests.fakes.gateway_files import clients
 from tests.fakes.running import rig
 
@@ -77,7 +77,7 @@ async def test_what_is_made_in_turns_is_whole(
 
 def test_days_that_are_not_kept_are_in_the_sums() -> None:
     now_s = 0.0
-    usage = Usage(clock=lambda: now_s)
+    usage = ClientUsage(clock=lambda: now_s)
     for day in range(40):
         now_s = day * 86400.0
         usage.count("a", "m", 10, 1, 2)

@@ -12,7 +12,7 @@ from hetero_gateway.core.limits.accounts import Charge, Denial, Limit, LimitStan
 from hetero_gateway.core.limits.window import SLOTS
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
-from hetero_gateway.gateway.admission.usage import Usage
+from hetero_gateway.gateway.admission.usage import ClientUsage
 from hetero_gateway.http.headers import Headers
 
 # One of the client's own has to end first, and nobody knows when.
@@ -32,7 +32,7 @@ class Limiter:
         catch_up: settles what is over and waits to be counted.
     """
 
-    def __init__(self, usage: Usage, catch_up: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, usage: ClientUsage, catch_up: Callable[[], None] = lambda: None) -> None:
         self._denied = usage.denied
         self._catch_up = catch_up
 

@@ -39,7 +39,7 @@ _Scalar = int | float | str | bool | None
 NOTHING = msgspec.Raw(b"")
 
 
-class Body(msgspec.Struct):
+class BodyFields(msgspec.Struct):
     """The fields that scheduling looks at; everything else is skipped.
 
     Where a plain value belongs, an array or an object is an error at its first byte.
@@ -86,14 +86,14 @@ class Sampling(msgspec.Struct):
     max_tokens: _Scalar = None
 
 
-_PLAIN = Body.__struct_fields__[:7]
+_PLAIN = BodyFields.__struct_fields__[:7]
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Of fields that clients may not set, what says nothing: such bodies are read as fast as others.
 _HARMLESS: dict[str, Any] = {"priority": Literal[0] | None}
 SAMPLING = "sampling_params"
 
 
-class Reader(NamedTuple):
+class BodyReader(NamedTuple):
     """How bodies on a path are read.
 
     Args:
@@ -110,7 +110,7 @@ class Reader(NamedTuple):
     guarded: frozenset[str]
 
 
-class BodyReaders(dict[str, Reader]):
+class BodyReaders(dict[str, BodyReader]):
     """How bodies are read, by their path: of the few that there are.
 
     ``allowed``: of the fields that are not for clients, those that they may set.
@@ -120,12 +120,12 @@ class BodyReaders(dict[str, Reader]):
         super().__init__()
         self.allowed = frozenset(allowed)
 
-    def __missing__(self, path: str) -> Reader:
+    def __missing__(self, path: str) -> BodyReader:
         reader = self[path] = _reader_of(path, self.allowed)
         return reader
 
 
-def _reader_of(path: str, allowed: frozenset[str]) -> Reader:
+def _reader_of(path: str, allowed: frozenset[str]) -> BodyReader:
     shape = prompts_at(path)
     guarded = guarded_at(path) - allowed
     top = [name for name in guarded if "." not in name]
@@ -140,15 +140,15 @@ def _reader_of(path: str, allowed: frozenset[str]) -> Reader:
         ]
         sampling = msgspec.defstruct("GuardedSampling", within, bases=(Sampling,))
         fields.append((SAMPLING, sampling | None, None))
-    make = msgspec.defstruct("PathBody", fields, bases=(Body,))
-    nested = (*Body.__struct_fields__[len(_PLAIN) :], *extra)
-    return Reader(shape, make, msgspec.json.Decoder(make).decode, nested, guarded)
+    make = msgspec.defstruct("PathBody", fields, bases=(BodyFields,))
+    nested = (*BodyFields.__struct_fields__[len(_PLAIN) :], *extra)
+    return BodyReader(shape, make, msgspec.json.Decoder(make).decode, nested, guarded)
 
 
 Found = tuple[Any, Callable[[msgspec.Raw], Extent]]
 
 
-def read_fields(body: bytes | bytearray, reader: Reader) -> Steps[Found]:
+def read_fields(body: bytes | bytearray, reader: BodyReader) -> Steps[Found]:
     """A body's fields, and a function that knows where in the body one of them stands.
 
     Raises Refusal, as ``top_level`` does, and for fields that are not for clients.
@@ -190,7 +190,7 @@ def check_guarded(name: str, value: Any) -> None:
     raise not_allowed(name)
 
 
-def _sampling(reader: Reader, body: bytes) -> Steps[Sampling]:
+def _sampling(reader: BodyReader, body: bytes) -> Steps[Sampling]:
     """``sampling_params``, which is read as the body is. Raises Refusal."""
     raw, extent = yield from top_level(body)
     result = Sampling()
@@ -346,7 +346,7 @@ def not_allowed(name: str) -> Refusal:
     return Refusal(400, "field_not_allowed", detail, param=name)
 
 
-def _with_a_model(fields: Body) -> Body:
+def _with_a_model(fields: BodyFields) -> BodyFields:
     model = fields.model
     if model is not None and not isinstance(model, str):
         raise Refusal(400, "invalid_type", "`model` must be a string.", param="model")

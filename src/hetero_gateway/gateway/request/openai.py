@@ -48,7 +48,7 @@ from hetero_gateway.gateway.request.body_fields import (
     top_level,
 )
 from hetero_gateway.gateway.request.forms import Form, is_form, read_form
-from hetero_gateway.gateway.request.prompt_shapes import Measured, measure_body
+from hetero_gateway.gateway.request.prompt_shapes import PromptSize, measure_body
 from hetero_gateway.gateway.request.prompts import (
     head_of,
     keys_after,
@@ -228,7 +228,7 @@ def _describe(
     fields: Any,
     extent: Callable[[msgspec.Raw], Extent],
     path: str,
-    measured: Measured | None,
+    measured: PromptSize | None,
 ) -> ParsedRequest:
     """``measured``: its prompts; None: they are one text, or ``prompt``."""
     model = fields.model

@@ -31,7 +31,7 @@ _INPUTS = ("input", "texts", "inputs", "images", "data")
 Where = Callable[[msgspec.Raw], Extent]
 
 
-class Measured(NamedTuple):
+class PromptSize(NamedTuple):
     """What the prompts of a body consist of.
 
     Args:
@@ -58,7 +58,7 @@ def measure_texts(fields: Iterable[msgspec.Raw], extent: Where) -> tuple[int, in
     return media, text_bytes
 
 
-def measure_body(shape: Prompts, fields: Any, extent: Where) -> Measured:
+def measure_body(shape: Prompts, fields: Any, extent: Where) -> PromptSize:
     """The prompts of a body of this shape; of chats and completions, its reader knows itself.
 
     Args:
@@ -68,9 +68,9 @@ def measure_body(shape: Prompts, fields: Any, extent: Where) -> Measured:
     if shape is Prompts.CHATS:
         media, text_bytes = measure_texts((fields.messages,), extent)
         prompts = _count(fields.messages, extent)
-        return Measured(None, prompts, text_bytes, media)
+        return PromptSize(None, prompts, text_bytes, media)
     if shape is Prompts.TOKENS:
-        return Measured(*_one(fields.token_ids, extent))
+        return PromptSize(*_one(fields.token_ids, extent))
     if shape is Prompts.INPUTS:
         return _inputs(fields, (*_INPUTS, "messages"), extent)
     if shape is Prompts.PAIRS:
@@ -83,14 +83,14 @@ def measure_body(shape: Prompts, fields: Any, extent: Where) -> Measured:
     return _any(fields, extent)
 
 
-def _one(field: msgspec.Raw, extent: Where) -> Measured:
+def _one(field: msgspec.Raw, extent: Where) -> PromptSize:
     """Of texts, token ids, or lists of them."""
-    return Measured(*measure_prompt(*extent(field))) if field else Measured()
+    return PromptSize(*measure_prompt(*extent(field))) if field else PromptSize()
 
 
-def _inputs(fields: Any, names: Iterable[str], extent: Where) -> Measured:
+def _inputs(fields: Any, names: Iterable[str], extent: Where) -> PromptSize:
     """Of fields that each have several inputs; of none, one prompt without anything in it."""
-    parts: list[Measured] = []
+    parts: list[PromptSize] = []
     for name in names:
         field = getattr(fields, name)
         if not field:
@@ -99,21 +99,21 @@ def _inputs(fields: Any, names: Iterable[str], extent: Where) -> Measured:
         messages = _MESSAGES.match(data, start, end) is not None
         if name == "images":  # each is one, whatever its URL or data
             number = _count(field, extent)
-            parts.append(Measured(None, number, 0, number))
+            parts.append(PromptSize(None, number, 0, number))
         elif _CONVERSATIONS.match(data, start, end) or (messages and name == "inputs"):
             media, text_bytes = measure(data, start, end)
-            parts.append(Measured(None, _count(field, extent), text_bytes, media))
+            parts.append(PromptSize(None, _count(field, extent), text_bytes, media))
         elif messages:
             media, text_bytes = measure(data, start, end)
-            parts.append(Measured(None, 1, text_bytes, media))
+            parts.append(PromptSize(None, 1, text_bytes, media))
         else:
             parts.append(_one(field, extent))
     return _sum(parts)
 
 
-def _sum(parts: Sequence[Measured]) -> Measured:
+def _sum(parts: Sequence[PromptSize]) -> PromptSize:
     given = [part.tokens for part in parts if part.tokens is not None]
-    return Measured(
+    return PromptSize(
         sum(given) if given else None,
         max(1, sum(part.prompts for part in parts)),
         sum(part.text_bytes for part in parts),
@@ -121,7 +121,7 @@ def _sum(parts: Sequence[Measured]) -> Measured:
     )
 
 
-def _pairs(fields: Any, extent: Where) -> Measured:
+def _pairs(fields: Any, extent: Where) -> PromptSize:
     """Of several spellings of a side the longest, since which one is read depends on the others."""
 
     def length_bytes(field: msgspec.Raw) -> int:
@@ -135,7 +135,7 @@ def _pairs(fields: Any, extent: Where) -> Measured:
     return _times(queries, documents, extent)
 
 
-def _times(one: msgspec.Raw, others: msgspec.Raw, extent: Where) -> Measured:
+def _times(one: msgspec.Raw, others: msgspec.Raw, extent: Where) -> PromptSize:
     """One text with each of the others, or each with each in turn."""
     first, second = _side(one, extent), _side(others, extent)
     queries = 1 if first.tokens is not None else _count(one, extent)
@@ -144,7 +144,7 @@ def _times(one: msgspec.Raw, others: msgspec.Raw, extent: Where) -> Measured:
     tokens = None
     if first.tokens is not None or second.tokens is not None:
         tokens = (first.tokens or 0) * times + (second.tokens or 0)
-    return Measured(
+    return PromptSize(
         tokens,
         max(queries, prompts),
         first.text_bytes * times + second.text_bytes,
@@ -152,17 +152,17 @@ def _times(one: msgspec.Raw, others: msgspec.Raw, extent: Where) -> Measured:
     )
 
 
-def _side(field: msgspec.Raw, extent: Where) -> Measured:
+def _side(field: msgspec.Raw, extent: Where) -> PromptSize:
     if not field:
-        return Measured()
+        return PromptSize()
     data, start, end = extent(field)
     if _MESSAGES.match(data, start, end) or data[start : start + 1] == b"{":
         media, text_bytes = measure(data, start, end)
-        return Measured(None, 1, text_bytes, media)
+        return PromptSize(None, 1, text_bytes, media)
     return _one(field, extent)
 
 
-def _questions(fields: Any, extent: Where) -> Measured:
+def _questions(fields: Any, extent: Where) -> PromptSize:
     media, shared_bytes = measure_texts((fields.state, fields.instructions), extent)
     for field in (fields.images, fields.audio, fields.videos):
         if field:
@@ -170,15 +170,15 @@ def _questions(fields: Any, extent: Where) -> Measured:
     found, own_bytes = measure_texts((fields.questions,), extent)
     questions = _count(fields.questions, extent)
     text_bytes = shared_bytes * questions + own_bytes
-    return Measured(None, questions, text_bytes, media * questions + found)
+    return PromptSize(None, questions, text_bytes, media * questions + found)
 
 
-def _any(fields: Any, extent: Where) -> Measured:
+def _any(fields: Any, extent: Where) -> PromptSize:
     """All that there is, since what an engine reads depends on whether it is right."""
     pairs = any(getattr(fields, name) for name in QUERIES)
     chat = (fields.messages, fields.system, fields.instructions, fields.tools)
     media, text_bytes = measure_texts(chat if pairs else (*chat, fields.documents), extent)
-    parts = [Measured(None, 0, text_bytes, media)]
+    parts = [PromptSize(None, 0, text_bytes, media)]
     if fields.prompt:
         parts.append(_one(fields.prompt, extent))
     if pairs:

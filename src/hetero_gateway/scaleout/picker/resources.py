@@ -55,7 +55,7 @@ class Resources:
         self.dispatcher = dataplane.dispatcher
         self.metrics = gateway.metrics
         self.reading = dataplane.rooms.reading
-        self.name = dataplane.name
+        self.name = dataplane.rooms.ids.name
         self.total_timeout_s = dataplane.rooms.total_timeout_s
         self.stream_timeout_s = math.ceil(self.total_timeout_s) + _GRACE_S
         self.extends_timeout = config.extend_timeouts

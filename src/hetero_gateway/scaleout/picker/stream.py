@@ -47,7 +47,7 @@ from hetero_gateway.gateway.dataplane.placement import SleeperGone
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.bodies import BodyBuffer
 from hetero_gateway.http.failures import Failure, InstanceError
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.picker import answers
 from hetero_gateway.scaleout.picker.http2.calls import LINGER_S, Call
 from hetero_gateway.scaleout.picker.http2.frames import Status

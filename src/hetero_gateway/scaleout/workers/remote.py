@@ -36,7 +36,7 @@ from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import InstanceError
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
 from hetero_gateway.scaleout.workers.messages import Channel
 

@@ -20,7 +20,7 @@ from hetero_gateway.gateway.dataplane.realtime import Realtime
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.downstream import Downstream, Listener, Receive, Scope, Send
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
 from hetero_gateway.scaleout.workers.messages import Channel
 from hetero_gateway.scaleout.workers.remote import RemoteDispatcher

@@ -11,8 +11,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_gateway.core.lengths.estimates import BytesPerToken
-from hetero_gateway.core.lengths.predictors import LengthFeatures, capped_output_tokens
+from hetero_gateway.core.lengths.predictors import (
+    BytesPerToken,
+    LengthFeatures,
+    capped_output_tokens,
+)
 from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.files.admin_key import made_admin_key
 from hetero_gateway.files.client_keys import changes, read_clients
@@ -37,7 +40,7 @@ from hetero_gateway.gateway.fleet.sources.discovery import Discovery
 from hetero_gateway.gateway.records.client_metrics import client_families
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.tokenizer import tokenizer_of
-from hetero_gateway.gateway.settings import Change, Prepared, Settings
+from hetero_gateway.gateway.settings import Prepared, Settings, SettingsChange
 from hetero_gateway.http.hops import Hops
 from hetero_gateway.http.tls import server_tls
 from hetero_gateway.scaleout.sharing.peers import make_sharing
@@ -372,7 +375,7 @@ class Gateway(Parts):
             prompt_tokens,
         )
 
-    def take_up(self, change: Change) -> None:
+    def take_up(self, change: SettingsChange) -> None:
         """Have another configuration in effect, but for its instances."""
         self.settings.apply(change)
         if self.hub is not None:
