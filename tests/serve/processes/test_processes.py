@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
+from tests.fakes.gateway_files import write
 from tests.fakes.processes import Process
 from tests.fakes.running import FAST, SLOW
 
@@ -63,8 +63,7 @@ def gateway(tmp_path: Path, temporary: Path, instances: dict[str, str]) -> Itera
             {"id": name, "base_url": url, "profile": FAST} for name, url in instances.items()
         ],
     }
-    path = tmp_path / "gateway.yaml"
-    path.write_text(yaml.safe_dump(document))
+    path = write(tmp_path / "gateway.yaml", document)
     gateway = Process("serve", "-c", str(path), "--port", "0", "--workers", "2")
     try:
         gateway.wait_ready()

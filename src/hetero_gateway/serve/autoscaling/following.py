@@ -51,6 +51,8 @@ _REQUESTS, _LOOKED_AT = 1000, 5000
 # Fewer say nothing of lengths: then those that the scheduler is configured for.
 _FEW = 20
 _MINUTE_STEPS = 12
+# Of a proposal, at /admin/following.
+_SHOWN = ("reason", "rate_per_s", "held_per_s", "short")
 
 
 class FollowedModel:
@@ -276,10 +278,7 @@ class Following:
             rows.append(
                 {
                     "model": model.name,
-                    "reason": None if proposal is None else proposal.reason,
-                    "rate_per_s": None if proposal is None else proposal.rate_per_s,
-                    "held_per_s": None if proposal is None else proposal.held_per_s,
-                    "short": None if proposal is None else proposal.short,
+                    **{name: getattr(proposal, name, None) for name in _SHOWN},
                     "problem": model.problem or None,
                     "types": [
                         {
