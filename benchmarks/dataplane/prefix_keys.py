@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 
 from xxhash import xxh3_64_intdigest
 
-from hetero_gateway.core.prefixes.index import PrefixIndex
+from hetero_gateway.core.prefixes.caches import PrefixIndex
 from hetero_gateway.core.prefixes.keys import (
     seed_of,
 )

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.policies.base import Jit
-from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
+from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.exchange import OTHERS, Exchange

@@ -227,7 +227,7 @@ def cost_rows() -> Iterator[dict[str, Any]]:
             now_s = float(turn)
             for scheduler, _ in (mine, other):
                 for name, _ in names:
-                    scheduler._members.table[name].dispatch(Request("m", 100, 50.0), 0.5, now_s)
+                    scheduler.members.table[name].dispatch(Request("m", 100, 50.0), 0.5, now_s)
             message = other[1].say(now_s)
             assert message is not None
             size = len(data := pack(message))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from real_vllm.servers import ALIASES, SERVED_NAME, Server, load_server, wait_un
 # an abort waits for the step that runs, and 200 streams share those tokens.
 PATIENCE_S = 900.0
 LOAD_GAUGES = ("hetero_gateway_in_flight_requests", "hetero_gateway_instance_workload")
+
+Figure = Callable[[str], None]  # prints a line of figures at the end of the run
 
 
 class Cluster:

@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
 from hetero_gateway.lab.emulator.server import EmulatedServer
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from tests.fakes.vllm import bound
 
 
 @asynccontextmanager
-async def emulated(settings: Settings, port: int = 0) -> AsyncIterator[tuple[str, EmulatedVLLM]]:
+async def emulated(
+    settings: EmulatorSettings, port: int = 0
+) -> AsyncIterator[tuple[str, EmulatedVLLM]]:
     """(its URL, itself) until the block ends."""
     instance = EmulatedVLLM(settings)
     async with serving(instance, port) as url:

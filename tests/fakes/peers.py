@@ -8,6 +8,7 @@ import struct
 from collections.abc import AsyncIterator
 
 import hpack
+import pytest
 
 from hetero_gateway.scaleout.picker.http2 import frames
 from hetero_gateway.scaleout.picker.http2.frames import (
@@ -25,6 +26,12 @@ from hetero_gateway.scaleout.picker.http2.frames import (
 )
 
 ECHO = "/test.Test/Echo"
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """The picker runs on uvloop, other tests on asyncio."""
+    return "asyncio", {"use_uvloop": request.param == "uvloop"}
 
 
 def table_less_encoder() -> hpack.Encoder:

@@ -21,7 +21,7 @@ from hetero_gateway.http.chunks import ChunkDecoder
 from hetero_gateway.http.downstream import Downstream
 from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.http.headers import Headers
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.protocol import EngineProtocol
 from hetero_gateway.http.response import ResponseHead
 from hetero_gateway.http.upstream import InstancePool, UpstreamConnection

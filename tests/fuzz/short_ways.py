@@ -33,8 +33,7 @@ from hetero_gateway.gateway.request.openai import (
     with_model,
 )
 from hetero_gateway.gateway.turns import finish
-from hetero_gateway.http.heads import RequestHead, read_head
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound, RequestHead, read_head
 from tests.fuzz.fuzzing import CORPUS, Findings, bodies_of
 from tests.fuzz.mutation import mutated_bytes, mutated_head
 from tests.fuzz.readers import (

@@ -8,11 +8,11 @@ import math
 import pytest
 
 from hetero_gateway.core.policies.slo import Slo
-from hetero_gateway.planner import trials
 from hetero_gateway.planner.goals import HEADROOM, Goals, find_goodput
 from hetero_gateway.planner.plan import Candidate, Figures, Machine, Plan
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.search import search
+from hetero_gateway.planner.trials import Trials, reduced
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from tests.fakes.planning import LENGTHS, Types, short_runs, types_of  # noqa: F401 - a fixture
 
@@ -58,17 +58,15 @@ def test_a_limit_of_a_percentile_counts_too() -> None:
 def exhaustive(slo: Slo) -> dict[tuple[int, ...], float]:
     """Requests/s of each equal layout, by trials of every rate in hundredths."""
     mix, engines, goals = Mix.of(LENGTHS, 0), Engines(), Goals("goodput", slo=slo)
+    trials = Trials("capacity-weighted", engines, 600, slo=slo)
     result = {}
     for (_, t), found in TYPES.items():
         its = {found.profile: run_alone(found.profile, mix, engines)}
-        system = trials.reduced({found.profile: 4 // t}, its, 600)
-        full = trials.saturate(system, "capacity-weighted", mix, engines, 600, compiled=False)
-        most = full.tokens_per_s / (1 + HEADROOM) / (mix.mean_prompt + mix.mean_output)
+        system = reduced({found.profile: 4 // t}, its, 600)
+        most = trials.saturate(system, mix).tokens_per_s / (1 + HEADROOM) / mix.mean_tokens
         held = [0.0]
         for step in range(5, 101, 5):
-            seen = trials.hold(
-                system, "capacity-weighted", mix, engines, most * step / 100, 600, False, slo
-            )
+            seen = trials.hold(system, mix, most * step / 100)
             if seen is None or goals.missed(seen):
                 break
             held.append(most * step / 100)

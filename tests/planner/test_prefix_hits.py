@@ -12,7 +12,7 @@ from hetero_gateway.planner.plan import Machine
 from hetero_gateway.planner.present import simulate_present
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.search import search
-from hetero_gateway.planner.trials import reduced, saturate
+from hetero_gateway.planner.trials import Trials, reduced
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.experiment import Experiment, mix_moments, run_once
@@ -109,8 +109,8 @@ def test_what_a_smaller_system_stands_for_has_as_many_hits():
     mix = Mix.of(SHARED, 0)
     plain = {profile: run_alone(profile, mix, Engines())}
     found = {
-        requests: saturate(
-            reduced({profile: 16}, plain, requests), "finish-time", mix, Engines(), requests, False
+        requests: Trials("finish-time", Engines(), requests).saturate(
+            reduced({profile: 16}, plain, requests), mix
         )
         for requests in (300, 4000)
     }

@@ -6,14 +6,13 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from real_vllm.cluster import PATIENCE_S, Cluster, chat, send_raw
+from real_vllm.cluster import PATIENCE_S, Cluster, Figure, chat, send_raw
 from real_vllm.servers import ALIASES, SERVED_NAME, session_members, wait_until
 
 pytestmark = pytest.mark.real_vllm
@@ -89,7 +88,7 @@ def test_an_engine_process_killed_in_mid_stream_reaches_openai_as_an_error(
 
 
 async def test_a_plain_request_on_a_killed_server_goes_to_another_instance(
-    cluster: Cluster, figure: Callable[[str], None]
+    cluster: Cluster, figure: Figure
 ) -> None:
     """No byte of its answer was sent, so the request may be tried again elsewhere."""
     async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:

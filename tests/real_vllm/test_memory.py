@@ -7,11 +7,10 @@ check is how many tokens go into it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_vllm.cluster import Cluster
+from real_vllm.cluster import Cluster, Figure
 
 from hetero_gateway.files.checkpoints.shape import model_from_config
 
@@ -22,7 +21,7 @@ GIB = 2**30
 
 @pytest.mark.parametrize("name", ["small", "large"])
 def test_the_planner_fills_the_pool_with_as_many_blocks_as_the_engine(
-    servers: Cluster, name: str, figure: Callable[[str], None]
+    servers: Cluster, name: str, figure: Figure
 ) -> None:
     engine = servers.engines[name]
     directory = Path(engine.argv[engine.argv.index("--model") + 1])

@@ -15,6 +15,7 @@ from hetero_gateway.core.instances import table
 from hetero_gateway.core.policies import estimates
 from hetero_gateway.sim import kernel
 from hetero_gateway.sim.fleet import Fleet, can_compile, jit
+from hetero_gateway.sim.recorded import Placements, run_as_placed
 from tests.sim.closed_form import BOTH, NEVER_S, Case, check, in_closed_form
 from tests.sim.naive import Job
 
@@ -105,28 +106,13 @@ def test_a_run_of_decode_steps_is_one_event():
 
 def test_instances_do_not_disturb_each_other():
     profiles = [Profile("GPU", "m", 1, REAL.scaled(1 + i), 4000, 8) for i in range(5)]
-    jobs = [(0.1 * i, 10 + i, 20 + i) for i in range(30)]
-    fleet = Fleet(profiles)
-    owners = {}
-    finish: dict[tuple[int, int], float] = {}
-
-    def advance(until_s: float) -> None:
-        assert fleet.advance(until_s, False)
-        assert list(fleet.log_s[1 : 1 + fleet.log[0]]) == sorted(fleet.log_s[1 : 1 + fleet.log[0]])
-        for k in range(1, 1 + fleet.log[0]):
-            if fleet.log[k] % 4 == kernel.FINISHED:
-                finish[owners[fleet.log[k] // 4]] = fleet.log_s[k]
-
-    for number, (at_s, prompt, output) in enumerate(jobs):
-        advance(at_s)
-        for i in range(5):
-            slot = fleet.new_slot()
-            owners[slot] = (i, number)
-            fleet.submit(i, slot, prompt, output, at_s)
-    advance(NEVER_S)
+    rows = [(0.1 * i, 10 + i, 20 + i) for i in range(30)]
+    arrival_s, prompts, outputs = (np.repeat(column, 5) for column in zip(*rows, strict=True))
+    where = np.tile(np.arange(5), 30)
+    records = run_as_placed(profiles, Placements(where, arrival_s, prompts, outputs))
     for i, profile in enumerate(profiles):
-        alone, _ = in_closed_form(Case(profile, "chunked", 2048, jobs_of(*jobs)))
-        assert [finish[i, number] for number in range(30)] == [job.finish_s for job in alone]
+        alone, _ = in_closed_form(Case(profile, "chunked", 2048, jobs_of(*rows)))
+        assert records.finish_s[where == i].tolist() == [job.finish_s for job in alone]
 
 
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")

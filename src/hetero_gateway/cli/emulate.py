@@ -11,7 +11,7 @@ from hetero_gateway.cli import standard_streams
 
 if TYPE_CHECKING:
     from hetero_gateway.lab.emulator.lengths import OutputLengths
-    from hetero_gateway.lab.emulator.settings import Settings
+    from hetero_gateway.lab.emulator.settings import EmulatorSettings
 
 _EXAMPLE = """\
 example:
@@ -140,12 +140,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> EmulatorSettings:
     """What the command's words ask for."""
     from hetero_gateway.files.profile_file import load_profile
-    from hetero_gateway.lab.emulator.settings import Settings
+    from hetero_gateway.lab.emulator.settings import EmulatorSettings
 
-    return Settings(
+    return EmulatorSettings(
         profile=load_profile(args.profile),
         models=tuple(args.model or ()),
         time_scale=args.time_scale,

@@ -67,11 +67,11 @@ def run(args: argparse.Namespace) -> int:
     from hetero_gateway.files.model_file import (
         bounds_of,
         model_config,
-        read_json,
         read_model,
         stored_bytes,
     )
     from hetero_gateway.files.plan_config import load_plan_config
+    from hetero_gateway.files.whole_file import read_json
     from hetero_gateway.planner.support import support
 
     file = None if args.config is None else load_plan_config(args.config)

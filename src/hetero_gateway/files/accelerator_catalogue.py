@@ -22,7 +22,6 @@ _ROWS: Final = list(table("accelerators.csv"))
 
 
 def _accelerator(row: Mapping[str, str]) -> Accelerator:
-    capability = float(row["cuda_capability"]) if row["cuda_capability"] else None
     return Accelerator(
         row["name"],
         float(row["tflops"]) * 1e12,
@@ -34,8 +33,7 @@ def _accelerator(row: Mapping[str, str]) -> Accelerator:
         fp8_op_per_s=float(row["fp8_tops"] or 0) * 1e12,
         int8_op_per_s=float(row["int8_tops"] or 0) * 1e12,
         uncertainty=_UNCERTAINTIES[row["uncertainty"]],
-        cuda_capability=capability,
-        bf16=capability is None or capability >= 8.0,
+        cuda_capability=float(row["cuda_capability"]) if row["cuda_capability"] else None,
         source=row["source"],
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.checkpoints.fields import Fields
 from hetero_gateway.files.checkpoints.shape import model_from_config
 from hetero_gateway.files.model_cards import model_card
+from hetero_gateway.files.whole_file import read_json
 from hetero_gateway.files.yaml_file import StrictModel
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.model_shape import ModelShape
@@ -103,19 +103,6 @@ def stored_bytes(directory: Path) -> float | None:
         if isinstance(said, dict) and isinstance(said.get("total_size"), int | float):
             return float(said["total_size"])
     return float(sum(f.stat().st_size for f in directory.glob("*.safetensors"))) or None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a JSON file: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return data
 
 
 @dataclass(frozen=True, slots=True)

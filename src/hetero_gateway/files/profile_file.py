@@ -18,7 +18,7 @@ from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants, P
 from hetero_gateway.core.nearest import nearest_names
 from hetero_gateway.errors import ConfigError, ProfileError
 from hetero_gateway.files.package_data import table
-from hetero_gateway.files.whole_file import write_whole
+from hetero_gateway.files.whole_file import write_document
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 
 
@@ -136,10 +136,7 @@ def profile_text(document: Mapping[str, Any]) -> str:
 
 def write_profile_file(path: Path, document: Mapping[str, Any]) -> None:
     """Write a profile file whole. Raises ConfigError: it cannot be written."""
-    try:
-        write_whole(path, profile_text(document))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    write_document(path, profile_text(document))
 
 
 def _without_references(value: Any) -> Any:

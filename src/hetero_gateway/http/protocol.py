@@ -50,8 +50,7 @@ from hetero_gateway.http.clients import Phase, Watch, Watched
 from hetero_gateway.http.downstream import Downstream, Flow, Listener
 from hetero_gateway.http.errors import error_body
 from hetero_gateway.http.headers import Headers
-from hetero_gateway.http.heads import RequestHead, head_size, read_head
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound, RequestHead, head_size, read_head
 
 _REALTIME = REALTIME.encode()
 _IDLE, _HEAD, _BODY, _SERVING, _CLOSING = Phase

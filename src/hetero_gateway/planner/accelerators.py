@@ -57,8 +57,11 @@ class Accelerator:
     max_group: int = 8
     uncertainty: float = UNCHECKED
     cuda_capability: float | None = None
-    bf16: bool = True
     source: str = ""
+
+    @property
+    def bf16(self) -> bool:
+        return self.cuda_capability is None or self.cuda_capability >= 8.0
 
     @property
     def usable_bytes(self) -> float:

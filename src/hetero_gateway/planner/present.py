@@ -299,7 +299,7 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
     if goals.rate_per_s is not None:
         # None where it is too much.
         if figures.tokens_per_s >= (1 + HEADROOM) * goals.rate_per_s * mix.mean_tokens:
-            at_rate = question.hold(system, mix, goals.rate_per_s)
+            at_rate = question.trials.hold(system, mix, goals.rate_per_s)
     return Candidate(
         goodput_per_s=None if goodput is None else goodput.rate_per_s,
         layouts=layouts,

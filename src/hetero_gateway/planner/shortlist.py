@@ -14,13 +14,13 @@ import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner import trials
 from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
 from hetero_gateway.planner.goals import HEADROOM, find_goodput
 from hetero_gateway.planner.layouts import Group, feasible_sizes, machine_layouts, together
 from hetero_gateway.planner.plan import Figures, Key, Layout
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.sizes import as_size
+from hetero_gateway.planner.trials import System
 from hetero_gateway.sim.alone import Alone, Mix
 
 # The best layout's estimate was never below 0.56 of the estimator's best in the 100 settings of
@@ -192,6 +192,6 @@ def rates_alone(
 def _hold_alone(question: Question, of: Shortlist, key: Key, rate_per_s: float) -> Figures | None:
     profile = question.types[key].profile
     if question.in_order:
-        system = trials.System(((profile, 1),), of.alone[key].batch, _share(question, key))
-        return question.hold(system, of.mix, rate_per_s / system.share)
-    return trials.hold_alone(profile, of.mix, question.engines, rate_per_s, question.goals.slo)
+        system = System(((profile, 1),), of.alone[key].batch, _share(question, key))
+        return question.trials.hold(system, of.mix, rate_per_s / system.share)
+    return question.trials.hold_alone(profile, of.mix, rate_per_s)

@@ -82,7 +82,7 @@ class Systems:
         asked = goals.rate_per_s is not None
         if candidate.tokens_per_s < (1 + HEADROOM) * rate_per_s * mix.mean_tokens:
             return dataclasses.replace(candidate, holds=False if asked else None)
-        figures = self.question.hold(self.system(candidate), mix, rate_per_s)
+        figures = self.question.trials.hold(self.system(candidate), mix, rate_per_s)
         if asked and goals.name == "cost":
             candidate = self.priced(candidate, rate_per_s)
         return dataclasses.replace(
@@ -101,7 +101,7 @@ class Systems:
         if not candidate.holds or not goals.has_limits:
             return candidate
         other = Mix.of(self.question.lengths, self.question.seed + 1)
-        figures = self.question.hold(self.system(candidate), other, rate_per_s, times=2)
+        figures = self.question.trials.hold(self.system(candidate), other, rate_per_s, times=2)
         if figures is not None and not goals.missed(figures):
             return candidate
         return dataclasses.replace(candidate, at_rate=figures, holds=False)

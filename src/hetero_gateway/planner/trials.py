@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,42 +54,6 @@ SYSTEM_REQUESTS = 2400
 _FILL = 0.25
 # ``sim.alone`` has the seeds before these.
 _ARRIVALS, _TIES, _PREDICTOR = range(3, 6)
-
-
-def alone_in_order(
-    profile: Profile, alone: Alone, share: float, mix: Mix, engines: Engines, requests: int
-) -> Alone | None:
-    """One instance with the requests of a share of a trace's sessions, and its prefix cache.
-
-    Args:
-        alone: what it does with every prompt computed in full.
-        mix: of an ``OrderedTrace``.
-    """
-    system = System(((profile, 1),), alone.batch, share)
-    figures = saturate(system, "finish-time", mix, engines, requests, False)
-    if figures is None:
-        return None
-    output_tokens_per_s = figures.output_tokens_per_s * share
-    if figures.batch >= FILLED * profile.max_num_seqs:
-        limit = "max_num_seqs"
-    else:
-        limit = "KV" if figures.batch >= FILLED * mix.batch(profile) else "prefill"
-    return Alone(
-        tokens_per_s=figures.tokens_per_s * share,
-        output_tokens_per_s=output_tokens_per_s,
-        batch=figures.batch,
-        step_s=figures.batch / output_tokens_per_s,
-        limit=limit,
-    )
-
-
-def hold_alone(
-    profile: Profile, mix: Mix, engines: Engines, rate_per_s: float, slo: Slo | None = None
-) -> Figures | None:
-    """One instance at a rate of arrivals; None where it does not finish a request."""
-    workload = _at_rate(mix, rate_per_s, mix.batch(profile))
-    records = simulate_alone(profile, workload, engines)
-    return _figures_at_rate(workload, records, mix, 1, slo=slo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,37 +99,6 @@ def reduced(counts: Mapping[Profile, int], alone: Mapping[Profile, Alone], reque
     )
 
 
-def saturate(
-    system: System, policy: str, mix: Mix, engines: Engines, requests: int, compiled: bool
-) -> Figures | None:
-    """Everything at once, in its stride, and scaled to the system it stands for."""
-    instances = system.simulated()
-    half_done = math.ceil(system.batch)
-    batches = np.clip(requests / half_done - 1, _LEAST_BATCHES, 4 * _SYSTEM_BATCHES)
-    fresh = max(100, math.ceil(batches * half_done))
-    if isinstance(mix.lengths, OrderedTrace):
-        fresh = max(requests, fresh)
-        workload = mix.lengths.under_way(half_done, fresh, share=system.share, seed=mix.seed)
-        own = workload.prompt_tokens[half_done:].sum() / workload.output_tokens[half_done:].sum()
-        per_output_token = 1 + float(own)
-    else:
-        prompt, output = mix.requests(half_done, fresh)
-        workload = Workload(all_at_once(prompt.size), prompt, output)
-        per_output_token = mix.tokens_per_output_token
-    records = _simulate(instances, workload, policy, mix, engines, compiled)
-    window = stride(records, half_done)
-    if window is None:
-        return None
-    output_tokens_per_s = _tokens_per_s(workload, records, window)
-    counted = (records.first_token_s >= window[0]) & (records.first_token_s <= window[1])
-    return Figures(
-        tokens_per_s=output_tokens_per_s * per_output_token / system.share,
-        output_tokens_per_s=output_tokens_per_s / system.share,
-        batch=mean_running(records, *window) / len(instances),
-        cached_share=_cached_share(workload, records, counted),
-    )
-
-
 def at_most(figures: Figures, tokens_per_s: float) -> Figures:
     """No more than a system's instances do alone: more is the luck of a short run, which flatters
     unequal layouts by up to 7 %.
@@ -180,32 +114,122 @@ def at_most(figures: Figures, tokens_per_s: float) -> Figures:
     )
 
 
-def hold(
-    system: System,
-    policy: str,
-    mix: Mix,
-    engines: Engines,
-    rate_per_s: float,
-    requests: int,
-    compiled: bool,
-    slo: Slo | None = None,
-) -> Figures | None:
-    """Poisson arrivals at a rate of the whole system; None where no request finishes.
+class Trials(NamedTuple):
+    """How systems are tried.
 
-    ``slo`` is what requests are judged by; the gateway does not know of it.
+    Args:
+        policy: of the gateway.
+        requests: of a run of a whole system, about.
+        compiled: run the engines compiled by numba.
+        slo: what requests are judged by; the gateway does not know of it.
     """
-    instances = system.simulated()
-    if isinstance(mix.lengths, OrderedTrace):
-        workload = mix.lengths.workload(
-            max(400, requests), rate_per_s * system.share, share=system.share, seed=mix.seed
+
+    policy: str
+    engines: Engines
+    requests: int = SYSTEM_REQUESTS
+    compiled: bool = False
+    slo: Slo | None = None
+
+    def saturate(self, system: System, mix: Mix) -> Figures | None:
+        """Everything at once, in its stride, and scaled to the system it stands for."""
+        half_done = math.ceil(system.batch)
+        batches = np.clip(self.requests / half_done - 1, _LEAST_BATCHES, 4 * _SYSTEM_BATCHES)
+        fresh = max(100, math.ceil(batches * half_done))
+        if isinstance(mix.lengths, OrderedTrace):
+            fresh = max(self.requests, fresh)
+            workload = mix.lengths.under_way(half_done, fresh, share=system.share, seed=mix.seed)
+            prompt, output = workload.prompt_tokens[half_done:], workload.output_tokens[half_done:]
+            per_output_token = 1 + float(prompt.sum() / output.sum())
+        else:
+            prompt, output = mix.requests(half_done, fresh)
+            workload = Workload(all_at_once(prompt.size), prompt, output)
+            per_output_token = mix.tokens_per_output_token
+        instances = system.simulated()
+        records = self._simulate(instances, workload, mix)
+        window = stride(records, half_done)
+        if window is None:
+            return None
+        output_tokens_per_s = _tokens_per_s(workload, records, window)
+        counted = (records.first_token_s >= window[0]) & (records.first_token_s <= window[1])
+        return Figures(
+            tokens_per_s=output_tokens_per_s * per_output_token / system.share,
+            output_tokens_per_s=output_tokens_per_s / system.share,
+            batch=mean_running(records, *window) / len(instances),
+            cached_share=_cached_share(workload, records, counted),
         )
-    else:
-        workload = _at_rate(mix, rate_per_s * system.share, system.batch, requests)
-    records = _simulate(instances, workload, policy, mix, engines, compiled)
-    return _figures_at_rate(workload, records, mix, len(instances), system.share, slo)
 
+    def hold(self, system: System, mix: Mix, rate_per_s: float, times: int = 1) -> Figures | None:
+        """Poisson arrivals at a rate of the whole system, of ``times`` as many requests.
 
-# Workloads and records
+        None where no request finishes.
+        """
+        instances, requests = system.simulated(), times * self.requests
+        if isinstance(mix.lengths, OrderedTrace):
+            workload = mix.lengths.workload(
+                max(400, requests), rate_per_s * system.share, share=system.share, seed=mix.seed
+            )
+        else:
+            workload = _at_rate(mix, rate_per_s * system.share, system.batch, requests)
+        records = self._simulate(instances, workload, mix)
+        return _figures_at_rate(workload, records, mix, len(instances), system.share, self.slo)
+
+    def hold_alone(self, profile: Profile, mix: Mix, rate_per_s: float) -> Figures | None:
+        """One instance at a rate of arrivals; None where it does not finish a request."""
+        workload = _at_rate(mix, rate_per_s, mix.batch(profile))
+        records = simulate_alone(profile, workload, self.engines)
+        return _figures_at_rate(workload, records, mix, 1, slo=self.slo)
+
+    def alone_in_order(
+        self, profile: Profile, alone: Alone, share: float, mix: Mix
+    ) -> Alone | None:
+        """One instance with the requests of a share of a trace's sessions, and its prefix cache.
+
+        Args:
+            alone: what it does with every prompt computed in full.
+            mix: of an ``OrderedTrace``.
+        """
+        system = System(((profile, 1),), alone.batch, share)
+        plain = Trials("finish-time", self.engines, self.requests)
+        figures = plain.saturate(system, mix)
+        if figures is None:
+            return None
+        output_tokens_per_s = figures.output_tokens_per_s * share
+        if figures.batch >= FILLED * profile.max_num_seqs:
+            limit = "max_num_seqs"
+        else:
+            limit = "KV" if figures.batch >= FILLED * mix.batch(profile) else "prefill"
+        return Alone(
+            tokens_per_s=figures.tokens_per_s * share,
+            output_tokens_per_s=output_tokens_per_s,
+            batch=figures.batch,
+            step_s=figures.batch / output_tokens_per_s,
+            limit=limit,
+        )
+
+    def _simulate(
+        self, instances: Sequence[SimulatedInstance], workload: Workload, mix: Mix
+    ) -> Records:
+        options = PolicyOptions(single_instance=instances[0].instance_id)
+        scheduler = Scheduler(
+            make_policy(self.policy, options),
+            np.random.default_rng((mix.seed, _TIES)),
+            reference=(mix.mean_prompt, mix.mean_output),
+            prefix_cache=workload.prefixes is not None,
+        )
+        predictor: OutputLengthPredictor = BucketMeanPredictor(mix.mean_output)
+        if self.policy == "paper":
+            rng = np.random.default_rng((mix.seed, _PREDICTOR))
+            predictor = NormalPredictor(mix.mean_output, mix.sd_output, rng)
+        most = max(i.profile.max_num_seqs for i in instances)
+        return simulate(
+            instances,
+            workload,
+            scheduler,
+            predictor,
+            scheduling=self.engines.scheduling,
+            max_batched_tokens=max(self.engines.max_batched_tokens, most),
+            compiled=self.compiled,
+        )
 
 
 def _at_rate(mix: Mix, rate_per_s: float, batch: float, requests: int = 1500) -> Workload:
@@ -213,41 +237,6 @@ def _at_rate(mix: Mix, rate_per_s: float, batch: float, requests: int = 1500) ->
     prompt, output = mix.requests(0, count)
     rng = np.random.default_rng((mix.seed, _ARRIVALS))
     return Workload(gamma_arrivals(count, rate_per_s, 1.0, rng), prompt, output)
-
-
-def _simulate(
-    instances: Sequence[SimulatedInstance],
-    workload: Workload,
-    policy: str,
-    mix: Mix,
-    engines: Engines,
-    compiled: bool,
-) -> Records:
-    options = PolicyOptions(single_instance=instances[0].instance_id)
-    scheduler = Scheduler(
-        make_policy(policy, options),
-        np.random.default_rng((mix.seed, _TIES)),
-        reference=(mix.mean_prompt, mix.mean_output),
-        prefix_cache=workload.prefixes is not None,
-    )
-    predictor: OutputLengthPredictor = BucketMeanPredictor(mix.mean_output)
-    if policy == "paper":
-        rng = np.random.default_rng((mix.seed, _PREDICTOR))
-        predictor = NormalPredictor(mix.mean_output, mix.sd_output, rng)
-    return simulate(
-        instances,
-        workload,
-        scheduler,
-        predictor,
-        scheduling=engines.scheduling,
-        max_batched_tokens=max(
-            engines.max_batched_tokens, max(i.profile.max_num_seqs for i in instances)
-        ),
-        compiled=compiled,
-    )
-
-
-# Figures
 
 
 def _tokens_per_s(workload: Workload, records: Records, window: tuple[float, float]) -> float:

@@ -12,15 +12,14 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import uvicorn
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.records.metrics import Metrics
-from hetero_gateway.gateway.settings import Prepared, Settings
+from hetero_gateway.gateway.settings import Prepared
 from hetero_gateway.http.clients import (
     Watch,
     client_limits,
@@ -28,10 +27,10 @@ from hetero_gateway.http.clients import (
     raise_descriptor_limit,
 )
 from hetero_gateway.http.protocol import Service, engine_protocol
-from hetero_gateway.http.tls import ServerTls
 from hetero_gateway.http.websocket import MOST_MESSAGE_BYTES, ClientWebSocket
 from hetero_gateway.serve.control.access import ADDRESS, ADMIN_LISTENER, UNIX
 from hetero_gateway.serve.heartbeat import Heartbeat
+from hetero_gateway.serve.wiring.gateway import Parts
 
 _log = logging.getLogger(__name__)
 
@@ -40,31 +39,7 @@ _log = logging.getLogger(__name__)
 BACKLOG = 4096
 
 
-class ServedGateway(Protocol):
-    """Whose server it is: a ``Gateway``, or a ``Worker``."""
-
-    draining: bool
-    has_admin: bool  # in this process
-
-    @property
-    def config(self) -> GatewayConfig: ...
-
-    @property
-    def metrics(self) -> Metrics: ...
-
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def tls(self) -> ServerTls | None: ...
-
-    def drain(self) -> None:
-        """It was asked to stop."""
-
-    def reload_soon(self, cause: str) -> None:
-        """It was asked to read its configuration again."""
-
-
-class ProtocolServer(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """uvicorn with our protocol, its limits for clients, and a long listen backlog.
 
     It is unready as soon as it is asked to stop.
@@ -72,14 +47,23 @@ class ProtocolServer(uvicorn.Server):
     Args:
         service: serves the engine's paths, and is an ASGI application for all others.
         gateway: whose it is; its configuration says where to listen.
+        on_ready: called with its URL once it serves.
         listener: already bound; None: to the address of the configuration.
+        heartbeat: of a process that has a supervisor.
     """
 
     def __init__(
-        self, service: Service, gateway: ServedGateway, listener: socket.socket | None = None
+        self,
+        service: Service,
+        gateway: Parts,
+        on_ready: Callable[[str], None],
+        listener: socket.socket | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.gateway = gateway
         self._listener = listener
+        self._on_ready = on_ready
+        self._heartbeat = heartbeat
         self._takes_signals = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = asyncio.Event()
@@ -137,7 +121,11 @@ class ProtocolServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         if self._listener is not None:
             sockets = [self._listener]
-        await super().serve(sockets)
+        try:
+            await super().serve(sockets)
+        finally:
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
 
     async def main_loop(self) -> None:
         """Until it is to end. (uvicorn's looks ten times a second whether it is.)"""
@@ -146,7 +134,6 @@ class ProtocolServer(uvicorn.Server):
 
     @property
     def should_exit(self) -> bool:
-        """It is to end."""
         return self._should_exit
 
     @should_exit.setter
@@ -200,14 +187,17 @@ class ProtocolServer(uvicorn.Server):
         loop = self._loop = asyncio.get_running_loop()
         if self._takes_signals and self.started:
             loop.add_signal_handler(signal.SIGHUP, self.gateway.reload_soon, "SIGHUP")
-        if admin is None:
-            return
-        kind = UNIX if admin.family == socket.AF_UNIX else ADDRESS
-        connection = self._connections({ADMIN_LISTENER: kind})
-        create = loop.create_unix_server if admin.family == socket.AF_UNIX else loop.create_server
-        self.servers.append(await create(connection, sock=admin))
-        self.admin_url = url_of(admin)
-        _log.info("/admin is on %s", self.admin_url)
+        if admin is not None:
+            is_unix = admin.family == socket.AF_UNIX
+            connection = self._connections({ADMIN_LISTENER: UNIX if is_unix else ADDRESS})
+            create = loop.create_unix_server if is_unix else loop.create_server
+            self.servers.append(await create(connection, sock=admin))
+            self.admin_url = url_of(admin)
+            _log.info("/admin is on %s", self.admin_url)
+        if self.started:
+            self._on_ready(self.url)
+            if self._heartbeat is not None:
+                self._heartbeat.start(self)
 
     def _connections(self, state: dict[str, Any]) -> Callable[[], asyncio.Protocol]:
         """Makes connections as uvicorn does for its own listener."""
@@ -243,7 +233,6 @@ class ProtocolServer(uvicorn.Server):
         return server
 
     def leave(self, number: int) -> None:
-        """Leave another process's listener to it."""
         covering = self._covering.pop(number, None)
         if covering is not None:
             covering.add_done_callback(self._uncover)
@@ -255,66 +244,25 @@ class ProtocolServer(uvicorn.Server):
             server.close()
 
 
-class GatewayServer(ProtocolServer):
-    """The gateway's.
-
-    Args:
-        service, gateway, listener: see ``ProtocolServer``.
-        on_ready: called with its URL once it serves.
-        heartbeat: of a process that has a supervisor.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        gateway: ServedGateway,
-        on_ready: Callable[[str], None],
-        listener: socket.socket | None = None,
-        heartbeat: Heartbeat | None = None,
-    ) -> None:
-        super().__init__(service, gateway, listener)
-        self._on_ready = on_ready
-        self._heartbeat = heartbeat
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready(self.url)
-            if self._heartbeat is not None:
-                self._heartbeat.start(self)
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().serve(sockets)
-        finally:
-            if self._heartbeat is not None:
-                self._heartbeat.stop()
-
-
 def _bound(where: str) -> socket.socket:
     """A socket at ``server.admin_listen``. Raises HeteroGatewayError."""
     try:
-        if not where.startswith("unix:"):
+        address: Any = where.removeprefix("unix:")
+        if address == where:
             parts = urlsplit("//" + where)
             family, kind, protocol, _, address = socket.getaddrinfo(
                 parts.hostname, parts.port, type=socket.SOCK_STREAM
             )[0]
             # With its protocol named, as asyncio turns Nagle's algorithm off for those alone.
             listener = socket.socket(family, kind, protocol)
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-            except OSError:
-                listener.close()
-                raise
-            return listener
-        path = Path(where.removeprefix("unix:"))
-        _unlink_stale(path)
-        listener = socket.socket(socket.AF_UNIX)
-        # From the first moment on it is its owner's alone.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        else:
+            _unlink_stale(Path(address))
+            listener = socket.socket(socket.AF_UNIX)
+        # From the first moment on one of Unix is its owner's alone.
         mask = os.umask(0o177)
         try:
-            listener.bind(str(path))
+            listener.bind(address)
         except OSError:
             listener.close()
             raise
@@ -361,7 +309,7 @@ def freeze_what_start_made() -> None:
 
 def run(
     service: Service,
-    gateway: ServedGateway,
+    gateway: Parts,
     on_ready: Callable[[str], None],
     listener: socket.socket | None = None,
     heartbeat: Heartbeat | None = None,

@@ -117,9 +117,6 @@ class Recording:
     finish_s: Floats
     streams: NDArray[np.bool_]
 
-    def __len__(self) -> int:
-        return int(self.arrival_s.size)
-
 
 @dataclass(frozen=True, slots=True)
 class RequestFigures:

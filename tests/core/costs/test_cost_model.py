@@ -153,12 +153,6 @@ def test_attention_of_one_profile_changes_no_bit_of_the_others_times() -> None:
     assert beside[1] == pytest.approx(alone[0] + 1e-9 * 7001**2 / 2)
 
 
-def test_the_profile_table_says_infinite_only_for_those_it_does_not_fit() -> None:
-    table = ProfileTable([profile(kv_capacity_tokens=1000), profile(kv_capacity_tokens=999)])
-    assert np.isinf(table.request_times_s(900, 100.0)).tolist() == [False, True]
-    assert np.isinf(table.request_times_s(900, 99.0)).tolist() == [False, False]
-
-
 @given(profiles(), prompts, outputs, st.integers(0, 5000), st.floats(0, 5000))
 def test_request_time_never_falls_with_more_tokens(
     p: Profile, prompt_tokens: int, output_tokens: float, more_prompt: int, more_output: float

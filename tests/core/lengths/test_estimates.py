@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_gateway.core.lengths.estimates import (
+from hetero_gateway.core.lengths.predictors import (
     MAX_MODELS,
     STAGE_TOKENS,
     BytesPerToken,
     ResidualLives,
+    capped_output_tokens,
 )
-from hetero_gateway.core.lengths.predictors import capped_output_tokens
 
 # Caps
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hetero_gateway.core.lengths.estimates import MAX_MODELS
 from hetero_gateway.core.lengths.predictors import (
+    MAX_MODELS,
     BucketMeanPredictor,
     ConstantPredictor,
     LengthFeatures,

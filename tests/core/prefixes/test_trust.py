@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_gateway.core.prefixes.trust import Trust
+from hetero_gateway.core.prefixes.caches import Trust
 
 
 def told(*figures: tuple[float, float], times: int = 1) -> Trust:

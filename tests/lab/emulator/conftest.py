@@ -15,7 +15,7 @@ import pytest
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
 from hetero_gateway.lab.emulator.server import EmulatedServer, listen
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 
 # About 1 ms for a step: quick, and slow enough that a test can act in the middle of an answer.
 FAST = Constants(p1=1e-6, p2=1e-5, p3=0, p4=1e-3, p5=1e-9, p6=1e-5, p7=0, p8=1e-3)
@@ -76,7 +76,7 @@ def profile(
 
 
 @contextmanager
-def running(settings: Settings) -> Iterator[Instance]:
+def running(settings: EmulatorSettings) -> Iterator[Instance]:
     listener = listen("127.0.0.1", 0)
     ready = threading.Event()
     server = EmulatedServer(EmulatedVLLM(settings), listener, on_ready=ready.set)
@@ -102,7 +102,7 @@ def emulate() -> Iterator[Emulate]:
     stack = ExitStack()
 
     def start(constants: Constants = FAST, kv_tokens: int = 64_000, **options) -> Instance:
-        context = running(Settings(profile(constants, kv_tokens), **options))
+        context = running(EmulatorSettings(profile(constants, kv_tokens), **options))
         return stack.enter_context(context)
 
     with stack:
@@ -112,5 +112,7 @@ def emulate() -> Iterator[Emulate]:
 @pytest.fixture(scope="module")
 def instance() -> Iterator[Instance]:
     """One instance for every test of a module that leaves nothing behind."""
-    with running(Settings(profile(), models=("tiny", "alias"), max_model_len=4096)) as started:
+    with running(
+        EmulatorSettings(profile(), models=("tiny", "alias"), max_model_len=4096)
+    ) as started:
         yield started

@@ -82,13 +82,14 @@ def test_a_seed_decides_the_answer():
 
 
 def test_a_stop_string_cuts_the_text_and_counts_its_tokens():
-    whole = b"".join(answer(ignore_eos=True).pieces).decode()
+    pieces = answer(ignore_eos=True).pieces
+    whole = b"".join(pieces).decode()
     stop = whole[40:46]
     got = answer(ignore_eos=True, stop=("never there", stop))
     assert b"".join(got.pieces).decode() == whole[: whole.index(stop)]
     assert (got.finish_reason, got.stop_reason) == ("stop", stop)
     end = whole.index(stop) + len(stop)
-    lengths = [len(piece) for piece in answer(ignore_eos=True).pieces]
+    lengths = [len(piece) for piece in pieces]
     assert sum(lengths[: len(got.pieces) - 1]) < end <= sum(lengths[: len(got.pieces)])
 
 

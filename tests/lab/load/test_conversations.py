@@ -9,7 +9,7 @@ import pytest
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.files.prefix_trace import TracedText
 from hetero_gateway.files.trace import LoadRequest, TraceRequest, schedule
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.load.client import Reply, parse_target
 from hetero_gateway.lab.load.conversations import Conversations, answer_text
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
@@ -97,7 +97,7 @@ async def sent(requests, stream: bool = True, **settings):
     """The records of these chats with an emulated instance."""
     maker = BodyMaker("m", PromptKind.CHAT, stream, 4.0, filler_pool())
     profile = Profile("GPU", "m", 1, FAST, 64_000, 64)
-    async with emulated(Settings(profile, models=("m",), **settings)) as (url, _):
+    async with emulated(EmulatorSettings(profile, models=("m",), **settings)) as (url, _):
         return await replay(parse_target(url), requests, maker, ReplayOptions(timeout_s=60))
 
 

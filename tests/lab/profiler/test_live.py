@@ -19,7 +19,7 @@ from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.lab.emulator.lengths import LogNormalOutputs
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.profiler.campaign import CampaignPlan
 from hetero_gateway.lab.profiler.engine import Overrides
@@ -40,8 +40,8 @@ async def profile(
     return await measure(target, output, Hardware("gpu", 1), given, plan, **options)
 
 
-def settings(**options) -> Settings:
-    return Settings(quick_profile(), max_model_len=512, **options)
+def settings(**options) -> EmulatorSettings:
+    return EmulatorSettings(quick_profile(), max_model_len=512, **options)
 
 
 def lines(output: Path) -> list[dict]:

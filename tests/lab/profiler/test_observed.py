@@ -18,7 +18,7 @@ from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
 from hetero_gateway.errors import ProfileError
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.dataplane import speed
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.load.emulated import write_profile
 from hetero_gateway.lab.profiler.observed import fit_observed
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
@@ -59,7 +59,7 @@ async def test_the_constants_are_found_from_live_traffic(tmp_path, monkeypatch, 
     fake = FakeInstance()
     profiles = (str(tmp_path / "wrong.yaml"),)
     async with (
-        emulated(Settings(ENGINE, models=("m",), max_model_len=8192)) as (url, _),
+        emulated(EmulatorSettings(ENGINE, models=("m",), max_model_len=8192)) as (url, _),
         running_gateway(config_for([fake.at(url)], profiles=profiles)) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
     ):

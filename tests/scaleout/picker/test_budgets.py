@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from hetero_gateway.scaleout.picker.http2 import commons, frames
+from hetero_gateway.scaleout.picker.http2.carrier import HELD_BYTES
 from hetero_gateway.scaleout.picker.http2.connection import DataPlaneConnection
 from hetero_gateway.scaleout.picker.http2.frames import (
     ACK,
@@ -26,7 +27,6 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     ErrorCode,
     frame,
 )
-from hetero_gateway.scaleout.picker.http2.shares import HELD_BYTES
 from hetero_gateway.scaleout.picker.questions import MOST_FIELDS, MOST_PLAIN_BYTES, read_long
 from tests.fakes import asking
 from tests.fakes.asking import (
@@ -343,7 +343,7 @@ async def test_what_a_connection_holds_is_given_back_and_others_have_room():
 
 
 async def test_a_connection_holds_no_more_than_it_leaves_to_others(monkeypatch):
-    monkeypatch.setattr("hetero_gateway.scaleout.picker.http2.shares.MAX_HELD_BYTES", 400_000)
+    monkeypatch.setattr("hetero_gateway.scaleout.picker.http2.carrier.MAX_HELD_BYTES", 400_000)
     async with one_picker() as picker, peer_at(port_of(picker), path=PROCESS) as peer:
         body_bytes = asking.body_bytes(asking.body(50_000), ends=False)
         for number in numbers(10):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import grpc
 import httpx
 import pytest
-import trustme
 import yaml
 
 from benchmarks.envoy import (
@@ -30,12 +29,13 @@ from benchmarks.envoy import (
 )
 from hetero_gateway.cli import main
 from hetero_gateway.files.profile_file import load_profile
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.scaleout.picker.protocol.messages_pb2 import (
     HealthCheckRequest,
     HealthCheckResponse,
 )
 from hetero_gateway.scaleout.picker.service import EXT_PROC as EXT_PROC_SERVICE
+from tests.fakes import certificates
 from tests.fakes.emulated import emulated
 from tests.fakes.envoy import (
     Envoy,
@@ -460,7 +460,9 @@ async def test_a_subset_that_envoy_hints_at_is_kept_to(tmp_path):
 @contextlib.asynccontextmanager
 async def two_emulated() -> AsyncIterator[list[str]]:
     """URLs of two unequal emulated instances, ten times faster than their hardware."""
-    fast, slow = (Settings(load_profile(name), ("m",), time_scale=10) for name in (FAST, SLOW))
+    fast, slow = (
+        EmulatorSettings(load_profile(name), ("m",), time_scale=10) for name in (FAST, SLOW)
+    )
     async with emulated(fast) as (first, _), emulated(slow) as (second, _):
         yield [first, second]
 
@@ -536,7 +538,7 @@ async def test_of_two_pickers_one_is_killed_and_no_request_fails(tmp_path):
         assert counted(seen, "routing_decisions_total") > 30
 
 
-def stand_alone(document: dict[str, Any], certificate: Path) -> None:
+def stand_alone(document: dict[str, Any], files: dict[str, str]) -> None:
     """As llm-d and the Inference Extension lay out an Envoy of their own."""
     full_duplex_both_ways(document)
     without_guard(document)
@@ -558,31 +560,29 @@ def stand_alone(document: dict[str, Any], certificate: Path) -> None:
     }
     # There the router needs the header.
     del manager(document)["route_config"]["request_headers_to_remove"]
+    over_tls(document, files)
+
+
+def over_tls(document: dict[str, Any], files: dict[str, str], shows: str = "") -> None:
+    """Have Envoy ask its pickers so, and show them a certificate of this name."""
+    common: dict[str, Any] = {
+        "validation_context": {"trusted_ca": {"filename": files["ca"]}},
+        "alpn_protocols": ["h2"],
+    }
+    if shows:
+        pair = {"certificate_chain": files[shows], "private_key": files[f"{shows}.key"]}
+        common["tls_certificates"] = [{name: {"filename": pair[name]} for name in pair}]
     tls = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
     cluster(document, "picker")["transport_socket"] = {
         "name": "envoy.transport_sockets.tls",
-        "typed_config": {
-            "@type": tls,
-            "common_tls_context": {
-                "validation_context": {"trusted_ca": {"filename": str(certificate)}},
-                "alpn_protocols": ["h2"],
-            },
-        },
+        "typed_config": {"@type": tls, "common_tls_context": common},
     }
 
 
 async def test_the_layout_of_llm_ds_stand_alone_envoy_is_accepted(tmp_path):
-    authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
-    issued.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
-    for blob in issued.cert_chain_pems:
-        blob.write_to_path(str(tmp_path / "certificate.pem"), append=True)
-    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    section = {
-        "certificate_file": str(tmp_path / "certificate.pem"),
-        "key_file": str(tmp_path / "key.pem"),
-    }
-    changes = functools.partial(stand_alone, certificate=tmp_path / "ca.pem")
+    files = certificates.issued(tmp_path, "picker")
+    section = certificates.secured(files, "picker", clients=False)
+    changes = functools.partial(stand_alone, files=files)
     async with behind_envoy(tmp_path, 2, changes, picker=section) as (_, picker, client, fakes):
         body = chat(fake={"events": 10, "delay_s": 0.05})
         # The filter in front of ext_proc strips what a client sends itself.

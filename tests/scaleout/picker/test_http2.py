@@ -35,8 +35,10 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     frame,
 )
 from hetero_gateway.scaleout.picker.http2.server import GrpcServer
-from tests.fakes.peers import Peer, header_block, peer_at
+from tests.fakes.peers import Peer, anyio_backend, header_block, peer_at
 from tests.fakes.running import eventually
+
+__all__ = ["anyio_backend"]
 
 MAX_BYTES = 4 * 2**20
 MARGIN_BYTES = 2**20
@@ -80,12 +82,6 @@ class Running:
             lambda: self.bugs.append(None),
         )
         self.port = 0
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """The picker runs on uvloop, other tests on asyncio."""
-    return "asyncio", {"use_uvloop": request.param == "uvloop"}
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-import trustme
 
 from benchmarks.clusters import PROFILES
 from hetero_gateway.core.instances.dispatch import Dispatch
@@ -20,6 +19,7 @@ from hetero_gateway.core.sharing.exchange import Mode
 from hetero_gateway.core.types import Outcome, Reject, Request
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
+from tests.fakes import certificates
 from tests.fakes.redis import RedisServer, free_port, redis_server
 from tests.fakes.sharing import SharingGateway, exchanging, fleet_of, sharing_config
 
@@ -314,20 +314,16 @@ async def test_a_password_comes_from_the_environment(monkeypatch: pytest.MonkeyP
 
 
 async def test_over_tls(tmp_path: Path) -> None:
-    authority = trustme.CA()
-    certificate = authority.issue_cert("127.0.0.1")
-    ca, pem, key = tmp_path / "ca.pem", tmp_path / "server.pem", tmp_path / "server.key"
-    authority.cert_pem.write_to_path(str(ca))
-    certificate.cert_chain_pems[0].write_to_path(str(pem))
-    certificate.private_key_pem.write_to_path(str(key))
+    files = certificates.issued(tmp_path, "server")
     tls_port = free_port()
     options = (
-        *("--tls-port", str(tls_port), "--tls-cert-file", str(pem), "--tls-key-file", str(key)),
-        *("--tls-ca-cert-file", str(ca), "--tls-auth-clients", "no"),
+        *("--tls-port", str(tls_port), "--tls-cert-file", files["server"]),
+        *("--tls-key-file", files["server.key"], "--tls-ca-cert-file", files["ca"]),
+        *("--tls-auth-clients", "no"),
     )
     with redis_server(*options):
         url = f"rediss://127.0.0.1:{tls_port}"
-        async with gateways(2, config(url, ca_file=str(ca))) as (a, b):
+        async with gateways(2, config(url, ca_file=files["ca"])) as (a, b):
             await until(lambda: a.sharing.replicas == b.sharing.replicas == 1)
         async with gateways(1, config(url)) as (alone,):
             assert alone.sharing.mode is Mode.LOCAL, "a certificate of nobody"

@@ -14,8 +14,7 @@ import pytest
 
 from hetero_gateway.core.types import Request
 from hetero_gateway.scaleout.workers import messages
-from hetero_gateway.scaleout.workers.channel import Channel
-from hetero_gateway.scaleout.workers.messages import FrameReader, frame
+from hetero_gateway.scaleout.workers.messages import Channel, FrameReader, frame
 from hetero_gateway.serve.control.public import model_list
 from tests.fakes.running import Rig, RunningGateway, eventually, rig
 from tests.fakes.vllm import fake_instances

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,14 @@ from hetero_gateway.core.policies.base import PlacesAtOnce, number
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
-from hetero_gateway.files.gateway_config import GatewayConfig
 from tests.fakes.running import (
     FAST,
-    RunningGateway,
     config_for,
     eventually,
+    rig,
     running_gateway,
 )
-from tests.fakes.vllm import fake_instances
+from tests.fakes.vllm import FakeInstance, fake_instances
 
 CHAT = "/v1/chat/completions"
 ADMIN_KEY = "admin-secret-31415"
@@ -44,17 +41,6 @@ def chat(**fake: object) -> dict[str, object]:
     return {"model": "m", "messages": [message], "stream": "events" in fake, "fake": fake}
 
 
-@asynccontextmanager
-async def admin(
-    config: GatewayConfig, config_path: Path | None = None
-) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
-    async with (
-        running_gateway(config, config_path) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
-        yield running, client
-
-
 async def decided(client: httpx.AsyncClient, **query: Any) -> Any:
     return (await client.get("/admin/explain", params=query)).json()
 
@@ -67,36 +53,36 @@ def error_of(response: httpx.Response) -> tuple[int, str]:
 
 
 async def test_the_list_shows_load_share_and_both_kv_usages() -> None:
-    async with fake_instances(2) as fakes:
-        fakes[0].metrics = (
-            'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
-            'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
-        )
-        async with admin(config_for(fakes, profiles=(FAST, None))) as (running, client):
-            first = running.gateway.fleet.instances[InstanceId("i0")]
-            await eventually(lambda: first.engine_kv_usage is not None)
-            stream = asyncio.create_task(client.post(CHAT, json=chat(events=1, first_delay_s=0.5)))
-            await eventually(lambda: not running.settled())
-            document = (await client.get("/admin/instances")).json()
-            await stream
-        assert document["policy"] == "finish-time"
-        assert document["queue"] == {"waiting": 0, "oldest_wait_s": 0.0}
-        rows = {row["id"]: row for row in document["instances"]}
-        assert rows["i0"]["profile"] == FAST
-        assert rows["i0"]["engine_kv_usage"] == 0.25
-        assert rows["i0"]["kv_capacity_tokens"] == 1600
-        assert (rows["i1"]["profile"], rows["i1"]["kv_usage"]) == ("unprofiled", None)
-        busy = [row for row in rows.values() if row["in_flight"]]
-        assert len(busy) == 1
-        assert (busy[0]["waiting_first_token"], busy[0]["speed_factor"]) == (1, 1.0)
-        assert busy[0]["workload"] > 0
-        assert sum(row["requests"] for row in rows.values()) == 1
-        assert all(row["up"] and not row["draining"] for row in rows.values())
+    reports = FakeInstance()
+    reports.metrics = (
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+        'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
+    )
+    async with rig([reports, FakeInstance()], profiles=(FAST, None)) as (running, client, _):
+        first = running.gateway.fleet.instances[InstanceId("i0")]
+        await eventually(lambda: first.engine_kv_usage is not None)
+        stream = asyncio.create_task(client.post(CHAT, json=chat(events=1, first_delay_s=0.5)))
+        await eventually(lambda: not running.settled())
+        document = (await client.get("/admin/instances")).json()
+        await stream
+    assert document["policy"] == "finish-time"
+    assert document["queue"] == {"waiting": 0, "oldest_wait_s": 0.0}
+    rows = {row["id"]: row for row in document["instances"]}
+    assert rows["i0"]["profile"] == FAST
+    assert rows["i0"]["engine_kv_usage"] == 0.25
+    assert rows["i0"]["kv_capacity_tokens"] == 1600
+    assert (rows["i1"]["profile"], rows["i1"]["kv_usage"]) == ("unprofiled", None)
+    busy = [row for row in rows.values() if row["in_flight"]]
+    assert len(busy) == 1
+    assert (busy[0]["waiting_first_token"], busy[0]["speed_factor"]) == (1, 1.0)
+    assert busy[0]["workload"] > 0
+    assert sum(row["requests"] for row in rows.values()) == 1
+    assert all(row["up"] and not row["draining"] for row in rows.values())
 
 
 async def test_an_instance_is_added_and_serves() -> None:
-    async with fake_instances(2) as fakes, admin(config_for(fakes[:1])) as (running, client):
-        entry = {"id": "late", "base_url": fakes[1].url, "profile": FAST}
+    async with fake_instances(1) as more, rig() as (running, client, _):
+        entry = {"id": "late", "base_url": more[0].url, "profile": FAST}
         response = await client.post("/admin/instances", json=entry)
         assert (response.status_code, response.json()["id"]) == (201, "late")
         await eventually(lambda: running.gateway.fleet.instances[InstanceId("late")].up)
@@ -127,7 +113,7 @@ NO_INSTANCES: list[tuple[str | bytes, int, str]] = [
 
 
 async def test_what_is_no_instance_is_refused_and_changes_nothing() -> None:
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (running, client):
+    async with rig(1) as (running, client, _):
         for body, status, says in NO_INSTANCES:
             response = await client.post("/admin/instances", content=body)
             assert error_of(response)[0] == status, body[:99]
@@ -137,7 +123,7 @@ async def test_what_is_no_instance_is_refused_and_changes_nothing() -> None:
 
 
 async def test_draining_and_weight_are_changed() -> None:
-    async with fake_instances(2) as fakes, admin(config_for(fakes)) as (_, client):
+    async with rig(2) as (_, client, _):
         patched = await client.patch("/admin/instances/i0", json={"draining": True, "weight": 2.5})
         assert (patched.json()["draining"], patched.json()["weight"]) == (True, 2.5)
         for _ in range(5):
@@ -157,7 +143,7 @@ async def test_a_bad_change_is_refused() -> None:
         "[]",
         '{"draining": 7}',
     )
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
+    async with rig(1) as (_, client, _):
         for body in bad:
             response = await client.patch("/admin/instances/i0", content=body)
             assert error_of(response)[0] == 400, body
@@ -169,7 +155,7 @@ async def test_a_bad_change_is_refused() -> None:
 
 
 async def test_a_removed_instance_leaves_no_series_and_its_stream_ends_well() -> None:
-    async with fake_instances(2) as fakes, admin(config_for(fakes)) as (running, client):
+    async with rig(2) as (running, client, fakes):
         await client.patch("/admin/instances/i1", json={"draining": True})
         await client.post(CHAT, json=chat())
         await client.post(CHAT, json=chat(die="before_head"))
@@ -189,10 +175,7 @@ async def test_a_removed_instance_leaves_no_series_and_its_stream_ends_well() ->
 
 async def test_explain_says_what_would_be_chosen_and_sends_nothing() -> None:
     scheduler = {"policy": "min-max"}
-    async with (
-        fake_instances(3) as fakes,
-        admin(config_for(fakes, scheduler=scheduler)) as (running, client),
-    ):
+    async with rig(3, scheduler=scheduler) as (running, client, fakes):
         await client.patch("/admin/instances/i2", json={"draining": True})
         document = await decided(client, prompt_tokens=800, max_tokens=200, model="m")
         assert (document["chosen"], document["policy"]) == ("i0", "min-max")
@@ -213,7 +196,7 @@ async def test_explain_says_what_would_be_chosen_and_sends_nothing() -> None:
 
 
 async def test_explain_tells_why_nobody_can_take_a_request() -> None:
-    async with fake_instances(2) as fakes, admin(config_for(fakes)) as (_, client):
+    async with rig(2) as (_, client, _):
         too_long = await decided(client, prompt_tokens=5000, model="m")
         assert too_long["chosen"] is None
         assert "4096" in too_long["reason"]
@@ -234,7 +217,7 @@ async def test_a_bad_question_is_refused_and_one_without_a_model_where_there_are
         (f"prompt_tokens={'9' * 400}", "prompt_tokens"),
         ("prompt_tokens=5&max_tokens=-1", "max_tokens"),
     )
-    async with fake_instances(1, models=("a", "b")) as fakes, admin(config_for(fakes)) as (_, c):
+    async with rig([FakeInstance(("a", "b"))]) as (_, c, _):
         for query, param in bad:
             response = await c.get(f"/admin/explain?{query}")
             assert error_of(response) == (400, "invalid_parameter"), query
@@ -245,7 +228,7 @@ async def test_a_bad_question_is_refused_and_one_without_a_model_where_there_are
 
 
 async def test_decisions_come_newest_first_each_with_its_reason() -> None:
-    async with fake_instances(2) as fakes, admin(config_for(fakes)) as (_, client):
+    async with rig(2) as (_, client, _):
         for i in range(3):
             await client.post(CHAT, json=chat(), headers={"x-request-id": f"r{i}"})
         document = (await client.get("/admin/decisions?limit=2")).json()
@@ -325,7 +308,7 @@ async def test_a_new_instance_cannot_name_a_secret_that_the_file_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SOME_SECRET", "value")
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
+    async with rig(1) as (_, client, fakes):
         entry = {"id": "evil", "base_url": fakes[0].url, "api_key_env": "SOME_SECRET"}
         assert error_of(await client.post("/admin/instances", json=entry))[0] == 400
         # Nor is there a file to read again.
@@ -349,34 +332,30 @@ async def every_call(client: httpx.AsyncClient, **headers: str) -> list[httpx.Re
 
 async def test_the_key_is_required_and_must_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_ADMIN_KEY", ADMIN_KEY)
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, server={"admin_key_env": "TEST_ADMIN_KEY"})
-        async with admin(config) as (running, client):
-            wrong = ("Bearer wrong", "Bearer", ADMIN_KEY, f"Basic {ADMIN_KEY}", "Bearer é")
-            for value in wrong:
-                response = await client.get(
-                    "/admin/instances", headers={"authorization": value.encode("latin-1")}
-                )
-                assert error_of(response) == (401, "invalid_api_key")
-            for response in await every_call(client):
-                assert error_of(response) == (401, "invalid_api_key")
-            assert list(running.gateway.fleet.instances) == ["i0"]
-            for scheme in ("Bearer", "bearer"):
-                headers = {"authorization": f"{scheme} {ADMIN_KEY}", "host": "gateway.example"}
-                assert (await client.get("/admin/instances", headers=headers)).is_success
-            # Not in the address, where logs and histories would keep it.
-            assert (await client.get(f"/admin/instances?key={ADMIN_KEY}")).status_code == 401
+    async with rig(server={"admin_key_env": "TEST_ADMIN_KEY"}) as (running, client, _):
+        wrong = ("Bearer wrong", "Bearer", ADMIN_KEY, f"Basic {ADMIN_KEY}", "Bearer é")
+        for value in wrong:
+            response = await client.get(
+                "/admin/instances", headers={"authorization": value.encode("latin-1")}
+            )
+            assert error_of(response) == (401, "invalid_api_key")
+        for response in await every_call(client):
+            assert error_of(response) == (401, "invalid_api_key")
+        assert list(running.gateway.fleet.instances) == ["i0"]
+        for scheme in ("Bearer", "bearer"):
+            headers = {"authorization": f"{scheme} {ADMIN_KEY}", "host": "gateway.example"}
+            assert (await client.get("/admin/instances", headers=headers)).is_success
+        # Not in the address, where logs and histories would keep it.
+        assert (await client.get(f"/admin/instances?key={ADMIN_KEY}")).status_code == 401
 
 
 async def test_without_a_key_it_is_off_unless_bound_to_loopback() -> None:
-    async with fake_instances(1) as fakes:
-        async with admin(config_for(fakes, server={"host": "0.0.0.0"})) as (running, _):
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.port}") as client:
-                for response in await every_call(client):
-                    assert error_of(response) == (403, "admin_off")
-                assert "admin_key_env" in response.json()["error"]["message"]
-                assert list(running.gateway.fleet.instances) == ["i0"]
-                assert (await client.post(CHAT, json=chat())).status_code == 200
+    async with rig(server={"host": "0.0.0.0"}) as (running, client, _):
+        for response in await every_call(client):
+            assert error_of(response) == (403, "admin_off")
+        assert "admin_key_env" in response.json()["error"]["message"]
+        assert list(running.gateway.fleet.instances) == ["i0"]
+        assert (await client.post(CHAT, json=chat())).status_code == 200
 
 
 async def test_no_answer_ever_holds_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +369,10 @@ async def test_no_answer_ever_holds_a_key(tmp_path: Path, monkeypatch: pytest.Mo
         data = config.model_dump(mode="json", exclude_unset=True)
         data["instances"] = [entry | keyed for entry in data["instances"]]
         path.write_text(yaml.safe_dump(data))
-        async with admin(config, path) as (running, client):
+        async with (
+            running_gateway(config, path) as running,
+            httpx.AsyncClient(base_url=running.url) as client,
+        ):
             reloaded = await client.post("/admin/reload", headers=headers)
             assert reloaded.json()["changed"] == ["i0", "i1"]
             await eventually(lambda: all(i.up for i in running.gateway.fleet.instances.values()))

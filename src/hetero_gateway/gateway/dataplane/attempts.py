@@ -63,8 +63,8 @@ from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.request.openai import ParsedRequest, with_model
 from hetero_gateway.http.downstream import Downstream
 from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.hops import LOOP_DETECTED
-from hetero_gateway.http.inbound import Inbound
 from hetero_gateway.http.upstream import UpstreamConnection, head_to_instance, head_to_outside
 
 _log = logging.getLogger(__name__)
@@ -127,6 +127,18 @@ class Attempts(RequestReader):
         self._overhead_s: float | None = None
         self.over = False
         rooms.open.add(self)
+
+    @classmethod
+    def open(cls, rooms: Rooms, inbound: Inbound, downstream: Downstream) -> Attempts:
+        """Take a request whose head is here; it may be answered at once."""
+        ids = rooms.ids
+        if inbound.asked_id:
+            ids.name(inbound)
+        else:
+            inbound.request_id = b"%b-%x" % (ids.prefix, next(ids.numbers))
+        attempts = cls(rooms, inbound, downstream)
+        attempts.arrive()
+        return attempts
 
     def __repr__(self) -> str:
         if self.over:

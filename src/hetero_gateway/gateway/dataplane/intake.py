@@ -15,8 +15,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
-from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.core.lengths.predictors import (
+    BytesPerToken,
     LengthFeatures,
     OutputLengthPredictor,
     capped_output_tokens,
@@ -47,7 +47,7 @@ from hetero_gateway.gateway.request.openai import (
 from hetero_gateway.gateway.request.tokenizer import Tokenizer
 from hetero_gateway.gateway.turns import Steps, advance
 from hetero_gateway.http.bodies import BodyLimits
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 
 _MOST_QUERY_FIELDS = 64
 # How long the reading of a body may hold the event loop at a time.

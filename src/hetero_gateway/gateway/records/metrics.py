@@ -194,6 +194,11 @@ class Metrics:
         self.overhead_s = Histogram(OVERHEAD_BOUNDS_S)
         self.output_prediction = Histogram(PREDICTION_BOUNDS)
         self.latency_prediction = Histogram(PREDICTION_BOUNDS)
+        # Those that are noted in, besides those of series.
+        self.noted = (
+            *(self.queue_wait_s, self.decision_s, self.overhead_s),
+            *(self.output_prediction, self.latency_prediction),
+        )
         self._process = CollectorRegistry(auto_describe=False)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
@@ -206,11 +211,6 @@ class Metrics:
         """The counts of one model on one instance; "" where no instance was reached."""
         self.catch_up()
         return self.counts(model, instance_id)
-
-    def count_noted(self) -> None:
-        """Count what was only noted of requests on their way."""
-        for noted in (self.queue_wait_s, self.decision_s, self.overhead_s):
-            noted.count_noted()
 
     def counts(self, model: str, instance_id: str) -> Series:
         """The same, to count there: what waits to be counted goes on waiting."""

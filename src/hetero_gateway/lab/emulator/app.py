@@ -23,12 +23,10 @@ from hetero_gateway.lab.emulator import bodies
 from hetero_gateway.lab.emulator.answer import make_answer
 from hetero_gateway.lab.emulator.bodies import Ask
 from hetero_gateway.lab.emulator.errors import (
-    ApiError,
     RefusedRequest,
     bad_shape,
-    bad_value,
     describe,
-    too_small,
+    refused,
     validate,
 )
 from hetero_gateway.lab.emulator.loop import EngineLoop
@@ -37,7 +35,7 @@ from hetero_gateway.lab.emulator.other_apis import MessagesReply, ResponsesReply
 from hetero_gateway.lab.emulator.pooling import EmbeddingsReply, RerankReply, ScoreReply
 from hetero_gateway.lab.emulator.prefixes import answer_tokens, block_keys, chat_tokens
 from hetero_gateway.lab.emulator.reply import DOCUMENTS, JSON, EmulatedReply, ReplyHead, Send
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, Json, token_text, tokenize
 
 VERSION = "0.32.0+emulated"  # the vLLM whose behaviour is emulated
@@ -52,7 +50,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 class EmulatedVLLM:
     """One emulated instance; serve it with any ASGI server that has a lifespan."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EmulatorSettings) -> None:
         self.settings = settings
         self.loop = EngineLoop(settings)
         self._store = ResponseStore(keeps=settings.store_responses)
@@ -163,12 +161,7 @@ class EmulatedVLLM:
         limit = self.settings.max_num_queued_reqs
         if limit is not None and self.loop.engine.num_waiting >= limit:
             self.loop.metrics.rejections += 1
-            raise ApiError(
-                "The engine is currently busy and cannot accept new requests. Please try again "
-                "later or on a different instance.",
-                status=503,
-                kind="Service Unavailable",
-            )
+            raise refused("busy")
         assert self._tasks is not None, "the server must run the lifespan"
         reply.open(send, self._tasks.create_task)
         self.loop.submit(reply)
@@ -199,28 +192,17 @@ class EmulatedVLLM:
     def _limit(self, ask: Ask, prompt_tokens: int) -> int:
         """Most output tokens that max_tokens and the context window leave. Raises ApiError."""
         context = self.settings.context_tokens
-        name = ask.max_tokens_name
-        if ask.max_tokens is not None and ask.max_tokens > context:
-            raise bad_value(
-                f"{name}={ask.max_tokens} cannot be greater than max_model_len={context}. "
-                "Please request fewer output tokens.",
-                name,
-                ask.max_tokens,
-            )
+        name, most = ask.max_tokens_name, ask.max_tokens
+        if most is not None and most > context:
+            raise refused("beyond_context", name=name, value=most, context=context)
         if prompt_tokens > context:
             # vLLM stops tokenizing a text at the limit, and so cannot say how long it is.
             counted = prompt_tokens if ask.prompts_are_ids else context + 1
             least = "" if ask.prompts_are_ids else "at least "
-            raise bad_value(
-                f"This model's maximum context length is {context} tokens. However, your prompt "
-                f"contains {least}{counted} input tokens, which exceeds this limit even without "
-                "any output tokens. Please reduce the length of the input prompt.",
-                "input_tokens",
-                counted,
-            )
+            raise refused("too_long", context=context, least=least, counted=counted)
         if prompt_tokens == context:
-            raise too_small("max_tokens", 0)
-        return min(ask.max_tokens or context, context - prompt_tokens)
+            raise refused("too_small", name="max_tokens", value=0)
+        return min(most or context, context - prompt_tokens)
 
     # -- the others
 
@@ -231,12 +213,7 @@ class EmulatedVLLM:
         if not asked or not isinstance(asked, str):
             return names[0]
         if asked not in names:
-            raise ApiError(
-                f"The model `{asked}` does not exist. Valid aliases: {', '.join(names)}.",
-                status=404,
-                kind="NotFoundError",
-                param="model",
-            )
+            raise refused("no_model", name=asked, names=", ".join(names))
         return asked
 
     def _names(self) -> tuple[str, ...]:
@@ -247,29 +224,18 @@ class EmulatedVLLM:
         adapter = validate(bodies.LoadAdapterBody, body)
         name, path = adapter.lora_name, adapter.lora_path
         if not name or not path:
-            raise ApiError(
-                "Both 'lora_name' and 'lora_path' must be provided.", kind="InvalidUserInput"
-            )
+            raise refused("adapter_incomplete")
         if name in self._names() and not adapter.load_inplace:
-            raise ApiError(
-                f"The lora adapter '{name}' has already been loaded. If you want to load the "
-                "adapter in place, set 'load_inplace' to True.",
-                kind="InvalidUserInput",
-            )
+            raise refused("adapter_loaded", name=name)
         self._adapters[name] = path
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def _unload_adapter(self, body: Json) -> str:
         name = validate(bodies.LoadAdapterBody, body).lora_name
         if not name:
-            raise ApiError(
-                "'lora_name' needs to be provided to unload a LoRA adapter.",
-                kind="InvalidUserInput",
-            )
+            raise refused("adapter_unnamed")
         if self._adapters.pop(name, None) is None:
-            raise ApiError(
-                f"The lora adapter '{name}' cannot be found.", status=404, kind="NotFoundError"
-            )
+            raise refused("no_adapter", name=name)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _count_tokens(self, body: Json) -> Json:
@@ -340,10 +306,7 @@ def _decode(raw: bytes, scope: Scope) -> Json:
     """The body as JSON, refused as FastAPI and vLLM refuse it."""
     media_type = (_header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
     if media_type != b"application/json":
-        raise ApiError(
-            "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed",
-            kind="Bad Request",
-        )
+        raise refused("media_type")
     if not raw:
         raise bad_shape(
             {"type": "missing", "loc": "body", "msg": "Field required", "input": "None"}

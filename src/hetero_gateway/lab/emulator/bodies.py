@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel, Field
 
-from hetero_gateway.lab.emulator.errors import ApiError, bad_value, too_small, validate
+from hetero_gateway.lab.emulator.errors import refused, validate
 from hetero_gateway.lab.emulator.logprobs import MOST_LOGPROBS
 from hetero_gateway.lab.emulator.prefixes import chat_tokens, id_tokens, text_tokens
 from hetero_gateway.lab.emulator.text import (
@@ -88,32 +88,23 @@ class _Sampling(EngineBody):
         """Refuse what vLLM's SamplingParams refuse."""
         n = self.n or 0
         if self.n is not None and n < 1:
-            raise ApiError(f"n must be at least 1, got {n}.")
+            raise refused("n_too_small", n=n)
         if n > MAX_N:
-            raise ApiError(
-                f"n must be at most {MAX_N}, got {n}. To increase this limit, set the "
-                "VLLM_MAX_N_SEQUENCES environment variable."
-            )
+            raise refused("n_too_large", n=n, most=MAX_N)
         heat = self.temperature
         if heat is not None and not 0 <= heat <= 2:
             rule = "non-negative" if heat < 0 else "in [0, 2]"
-            raise bad_value(f"temperature must be {rule}, got {heat}.", "temperature", heat)
+            raise refused("temperature", rule=rule, value=heat)
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise bad_value(f"top_p must be in (0, 1], got {self.top_p}.", "top_p", self.top_p)
+            raise refused("top_p", value=self.top_p)
         if max_tokens is not None and max_tokens < 1:
-            raise too_small(max_tokens_name, max_tokens)
+            raise refused("too_small", name=max_tokens_name, value=max_tokens)
         if self.min_tokens < 0:
-            raise ApiError(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.")
+            raise refused("min_tokens_negative", value=self.min_tokens)
         if max_tokens is not None and self.min_tokens > max_tokens:
-            raise ApiError(
-                f"min_tokens must be less than or equal to max_tokens={max_tokens}, "
-                f"got {self.min_tokens}."
-            )
+            raise refused("min_tokens_beyond", value=self.min_tokens, most=max_tokens)
         if self.stream_options is not None and not self.stream:
-            raise ApiError(
-                "Stream options can only be defined when `stream=True`. (parameter=stream_options)",
-                param="stream_options",
-            )
+            raise refused("stream_options")
 
     def common(self) -> dict[str, Any]:
         """The fields of ``Ask`` that both OpenAI endpoints share."""
@@ -201,14 +192,9 @@ def chat_ask(body: Json, model: str) -> Ask:
         name, limit = "max_completion_tokens", chat.max_completion_tokens
     chat.check(limit, name)
     if not chat.messages:
-        raise ApiError(
-            "Cannot apply chat template to an empty conversation. Provide at least one message."
-        )
+        raise refused("no_messages")
     if chat.top_logprobs is not None and not chat.logprobs:
-        raise ApiError(
-            "when using `top_logprobs`, `logprobs` must be set to true. (parameter=top_logprobs)",
-            param="top_logprobs",
-        )
+        raise refused("top_logprobs")
     tool = _called_tool(chat)
     return Ask(
         top_logprobs=_top_logprobs((chat.top_logprobs or 0) if chat.logprobs else None),
@@ -258,7 +244,7 @@ def responses_ask(
         messages.insert(0, ("system", request.instructions))
     limit = request.max_output_tokens
     if limit is not None and limit < 1:
-        raise too_small("max_output_tokens", limit)
+        raise refused("too_small", name="max_output_tokens", value=limit)
     ask = Ask(
         prompts=(chat_tokens(messages, request.tools),),
         cache_salt=request.cache_salt,
@@ -274,7 +260,7 @@ def messages_ask(body: Json, model: str) -> Ask:
     """/v1/messages (Anthropic's API), text only. Raises ApiError."""
     request = validate(_MessagesBody, body)
     if request.max_tokens < 1:
-        raise too_small("max_tokens", request.max_tokens)
+        raise refused("too_small", name="max_tokens", value=request.max_tokens)
     return Ask(
         prompts=(_messages_prompt(request, model),),
         cache_salt=request.cache_salt,
@@ -300,12 +286,7 @@ def _messages_prompt(request: _MessagesBody | _CountBody, model: str) -> bytes:
 def _top_logprobs(wanted: int | None) -> int | None:
     """How many are named. Raises ApiError: more than vLLM lets."""
     if wanted is not None and wanted > MOST_LOGPROBS:
-        raise bad_value(
-            f"Requested sample logprobs of {wanted}, which is greater than max allowed: "
-            f"{MOST_LOGPROBS}",
-            "logprobs",
-            wanted,
-        )
+        raise refused("too_many_logprobs", value=wanted, most=MOST_LOGPROBS)
     return wanted
 
 
@@ -329,7 +310,7 @@ def _content_text(content: Json, model: str) -> str:
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind in ("image_url", "image", "input_image", "input_audio", "audio_url", "video_url"):
-            raise ApiError(f"{model} is not a multimodal model")
+            raise refused("not_multimodal", model=model)
         texts.append(str(part.get("text", "")) if isinstance(part, dict) else str(part))
     return "".join(texts)
 
@@ -341,14 +322,11 @@ def prompts_of(prompt: Json) -> tuple[tuple[bytes, ...], bool]:
     elif prompt and isinstance(prompt[0], int):
         prompt = [prompt]
     if not prompt or not all(prompt):
-        raise ApiError(
-            "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)",
-            param="prompt",
-        )
+        raise refused("no_prompt")
     if isinstance(prompt[0], str):
         return tuple(text_tokens(text) for text in prompt), False
     if (lowest := min(min(ids) for ids in prompt)) < 0:
-        raise ApiError(f"Token id {lowest} is out of vocabulary")
+        raise refused("out_of_vocabulary", token=lowest)
     return tuple(id_tokens(ids) for ids in prompt), True
 
 
@@ -361,15 +339,13 @@ def _called_tool(chat: _ChatBody) -> str | None:
     choice = chat.tool_choice
     if not chat.tools:
         if choice not in (None, "none"):
-            raise ApiError("When using `tool_choice`, `tools` must be set.")
+            raise refused("no_tools")
         return None
     names = [str((tool.get("function") or {}).get("name", "")) for tool in chat.tools]
     if isinstance(choice, dict):
         name = str((choice.get("function") or {}).get("name", ""))
         if name not in names:
-            raise ApiError(
-                "The tool specified in `tool_choice` does not match any of the specified `tools`"
-            )
+            raise refused("unknown_tool")
         return name
     if choice == "none":
         return None
@@ -396,11 +372,11 @@ def _forced_json(response_format: Json) -> str | None:
         return _sample_text((response_format.get("json_schema") or {}).get("schema") or {})
     if kind in ("text", "structural_tag"):
         return None
-    raise ApiError(f"Unsupported response_format type: {kind}", param="response_format")
+    raise refused("response_format", kind=kind)
 
 
 def _sample_text(schema: Json) -> str:
     try:
         return msgspec.json.encode(sample_json(schema)).decode()
     except SchemaError as error:
-        raise ApiError(f"Grammar error: {error}") from None
+        raise refused("grammar", error=error) from None

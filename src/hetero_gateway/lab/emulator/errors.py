@@ -1,7 +1,9 @@
-"""vLLM's error bodies, in its own words (observed on vLLM 0.32)."""
+"""vLLM's error bodies, in its own words: ``refusals.csv`` (observed on vLLM 0.32)."""
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -9,6 +11,9 @@ from pydantic import BaseModel, ValidationError
 from hetero_gateway.engines.vllm import paths
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+with Path(__file__).with_name("refusals.csv").open(encoding="utf-8", newline="") as _file:
+    _REFUSALS = {row["name"]: row for row in csv.DictReader(_file)}
 
 
 class RefusedRequest(Exception):
@@ -32,14 +37,7 @@ class ApiError(RefusedRequest):
     ``Bad Request`` (with a space) the web framework's refusal of a shape.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        kind: str = "BadRequestError",
-        param: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, status: int, kind: str, param: str | None) -> None:
         error = {"message": message, "type": kind, "param": param, "code": status}
         super().__init__(status, {"error": error})
 
@@ -50,21 +48,20 @@ class ApiError(RefusedRequest):
         return self.document
 
 
-def bad_value(message: str, param: str, value: Any) -> ApiError:
-    """A value that the engine refuses, named twice as vLLM does."""
-    return ApiError(f"{message} (parameter={param}, value={value})", param=param)
-
-
-def too_small(name: str, value: int) -> ApiError:
-    """A limit of tokens below 1."""
-    return bad_value(f"{name} must be at least 1, got {value}.", name, value)
+def refused(reason: str, **values: Any) -> ApiError:
+    """A refusal of ``refusals.csv``, with these values in its words."""
+    row = _REFUSALS[reason]
+    param = row["param"].format(**values) or None
+    message = row["message"].format(**values)
+    return ApiError(message, status=int(row["status"]), kind=row["kind"], param=param)
 
 
 def bad_shape(*details: dict[str, Any]) -> ApiError:
     """What FastAPI's validation found, in vLLM's rendering."""
     count = "1 validation error" if len(details) == 1 else f"{len(details)} validation errors"
     lines = "".join(f"\n  {detail}" for detail in details)
-    return ApiError(f"{count}:{lines}", kind="Bad Request", param=details[0]["loc"])
+    param = details[0]["loc"]
+    return ApiError(f"{count}:{lines}", status=400, kind="Bad Request", param=param)
 
 
 def validate(model: type[ModelT], body: Any) -> ModelT:

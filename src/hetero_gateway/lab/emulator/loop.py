@@ -15,7 +15,7 @@ from dataclasses import replace
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.lab.emulator.metrics import EmulatedMetrics
 from hetero_gateway.lab.emulator.reply import EmulatedReply, ReplyChoice
-from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS, Settings
+from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS, EmulatorSettings
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Engine, Step
 
 MAX_LAG_S = 0.25
@@ -23,7 +23,7 @@ MAX_LAG_S = 0.25
 TIMER_RESOLUTION_S = 0.0005
 
 
-def make_engine(settings: Settings) -> Engine[ReplyChoice]:
+def make_engine(settings: EmulatorSettings) -> Engine[ReplyChoice]:
     """The engine that the settings describe.
 
     Raises ConfigError: sizes that contradict each other.
@@ -48,7 +48,7 @@ def make_engine(settings: Settings) -> Engine[ReplyChoice]:
 class EngineLoop:
     """Drives one engine; ``run`` is the only task, whatever the number of streams."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EmulatorSettings) -> None:
         self.engine = make_engine(settings)
         self.metrics = EmulatedMetrics(settings, self.engine)
         self._time_scale = settings.time_scale

@@ -27,7 +27,7 @@ from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.engines.vllm import ABORT
 from hetero_gateway.engines.vllm import metrics as series
 from hetero_gateway.lab.emulator.reply import ReplyChoice
-from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS, Settings
+from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS, EmulatorSettings
 from hetero_gateway.sim.engine import Engine
 
 with Path(__file__).with_name("series.csv").open(encoding="utf-8", newline="") as _file:
@@ -48,7 +48,7 @@ def _token_bounds(largest: int) -> tuple[float, ...]:
 class EmulatedMetrics(Collector):
     """Counts of what has finished; gauges are read off the engine at each scrape."""
 
-    def __init__(self, settings: Settings, engine: Engine[ReplyChoice]) -> None:
+    def __init__(self, settings: EmulatorSettings, engine: Engine[ReplyChoice]) -> None:
         self._settings = settings
         self._engine = engine
         tokens = _token_bounds(settings.context_tokens)

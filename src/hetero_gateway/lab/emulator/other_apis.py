@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from hetero_gateway.lab.emulator.bodies import messages_ask, responses_ask
-from hetero_gateway.lab.emulator.errors import ApiError
+from hetero_gateway.lab.emulator.errors import refused
 from hetero_gateway.lab.emulator.reply import DOCUMENTS, EmulatedReply, ReplyHead, Send, Spawn
 from hetero_gateway.lab.emulator.text import Json, Messages, unescape
 
@@ -159,17 +159,13 @@ class ResponseStore:
     def cancel(self, response_id: str) -> dict[str, Any]:
         """Raises ApiError: none of them runs in the background."""
         self._found(response_id)
-        raise _refused("Cannot cancel a synchronous response.", 400)
+        raise refused("not_cancelled")
 
     def _found(self, response_id: str) -> ResponsesReply:
         reply = self._kept.get(response_id)
         if reply is None or reply.unfinished:
-            raise _refused(f"Response with id '{response_id}' not found.", 404)
+            raise refused("no_response", name=response_id)
         return reply
-
-
-def _refused(message: str, status: int) -> ApiError:
-    return ApiError(message, status=status, kind="invalid_request_error", param="response_id")
 
 
 class MessagesReply(EmulatedReply):

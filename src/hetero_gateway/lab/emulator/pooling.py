@@ -15,7 +15,7 @@ import msgspec
 from pydantic import AliasChoices, Field
 
 from hetero_gateway.lab.emulator.bodies import Ask, EngineBody, prompts_of
-from hetero_gateway.lab.emulator.errors import ApiError, validate
+from hetero_gateway.lab.emulator.errors import refused, validate
 from hetero_gateway.lab.emulator.prefixes import text_tokens
 from hetero_gateway.lab.emulator.reply import EmulatedReply, ReplyHead
 from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, Json
@@ -122,7 +122,7 @@ class ScoreReply(_PoolingReply):
             [side] if isinstance(side, str) else side for side in (request.text_1, request.text_2)
         )
         if len(first) not in (1, len(second)):
-            raise ApiError("Input lengths must be either 1:1, 1:N or N:N")
+            raise refused("pair_lengths")
         if len(first) == 1:
             first = first * len(second)
         self._pairs = list(zip(first, second, strict=True))
@@ -168,7 +168,7 @@ class RerankReply(EmulatedReply):
 def _joined(pairs: list[tuple[str, str]]) -> tuple[bytes, ...]:
     """The prompt of each pair. Raises ApiError: there is none."""
     if not pairs:
-        raise ApiError("At least one text_pair element must be given")
+        raise refused("no_pairs")
     return tuple(text_tokens(" ".join(pair)) for pair in pairs)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hetero_gateway.engines.vllm import ABORT
-from hetero_gateway.lab.emulator.answer import Answer
+from hetero_gateway.lab.emulator.answer import Script
 from hetero_gateway.lab.emulator.bodies import Ask
 from hetero_gateway.sim.engine import Sequence
 
@@ -38,7 +38,7 @@ class ReplyChoice(Sequence):
     )
 
     def __init__(
-        self, reply: EmulatedReply, index: int, prompt_tokens: int, answer: Answer, keys: list[int]
+        self, reply: EmulatedReply, index: int, prompt_tokens: int, answer: Script, keys: list[int]
     ) -> None:
         super().__init__(prompt_tokens, len(answer.pieces), keys)
         self.reply = reply
@@ -138,7 +138,7 @@ class EmulatedReply:
         self.says_cached = False  # whether its usage says how many prompt tokens were cached
         self._opened = False
 
-    def add(self, prompt_tokens: int, answer: Answer, keys: list[int]) -> None:
+    def add(self, prompt_tokens: int, answer: Script, keys: list[int]) -> None:
         """One more sequence; ``keys`` of its blocks, none where there is no prefix cache."""
         self.choices.append(ReplyChoice(self, len(self.choices), prompt_tokens, answer, keys))
         self.unfinished += 1

@@ -15,7 +15,7 @@ DEFAULT_MAX_MODEL_LEN = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class EmulatorSettings:
     """Everything but the address it listens on.
 
     Args:

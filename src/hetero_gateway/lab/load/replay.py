@@ -40,12 +40,7 @@ async def replay(
     Open loop: a slow server does not slow the sending, unless ``concurrency`` is reached; then
     requests are sent late, which the records show (``sent_s`` after ``due_s``).
 
-    Args:
-        target: where to.
-        requests: sorted by ``due_s``.
-        maker: makes the bodies.
-        options: bounds.
-        on_record: called with each record as it is made.
+    ``requests`` are sorted by ``due_s``; ``on_record`` is called with each record as it is made.
     """
     raise_file_limit()
     client = LoadClient(target, maker.kind.path, stream=maker.stream, timeout_s=options.timeout_s)

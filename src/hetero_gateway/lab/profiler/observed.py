@@ -88,20 +88,20 @@ def fit_observed(seen: Mapping[str, Any]) -> Refit:
             f"the gateway's observations cannot be read, it may be of another version: {error!r}"
         ) from error
     fit = refit(steps, first_tokens, present)
-    if fit is None:
-        busy = sum(row.steps > 0 for row in steps)
-        if busy >= LEAST_ROWS:
-            raise ProfileError(
-                f"the gateway has {busy} rows of streams of instance {seen['instance']}, and it "
-                f"is not known how much of their prompts was prefilled and how much cached: have "
-                "the engine tell (--enable-prompt-tokens-details, or its /metrics), or turn its "
-                "prefix cache off meanwhile"
-            )
+    if fit is not None:
+        return fit
+    busy = sum(row.steps > 0 for row in steps)
+    has = f"the gateway has {busy} rows of streams of instance {seen['instance']}"
+    if busy >= LEAST_ROWS:
         raise ProfileError(
-            f"the gateway has {busy} rows of streams of instance {seen['instance']}, about one a "
-            f"second, and {LEAST_ROWS} are needed: let it serve for longer; only streams are seen"
+            f"{has}, and it is not known how much of their prompts was prefilled and how much "
+            "cached: have the engine tell (--enable-prompt-tokens-details, or its /metrics), or "
+            "turn its prefix cache off meanwhile"
         )
-    return fit
+    raise ProfileError(
+        f"{has}, about one a second, and {LEAST_ROWS} are needed: let it serve for longer; only "
+        "streams are seen"
+    )
 
 
 def report(fit: Refit, seen: Mapping[str, Any]) -> str:
@@ -147,13 +147,12 @@ def _rows(
     """Older rows have no ``hit_tokens``: known to be 0 where there is no prefix cache, or no
     prompt.
     """
-    known = kind._fields
-    if tuple(fields) not in (known, known[:-1]):
+    if tuple(fields) not in (kind._fields, kind._fields[:-1]):
         raise ValueError(f"fields {fields}")
     result = []
     for row in rows:
-        *values, hits = row if len(fields) == len(known) else (*row, None)
-        made = kind(*(float(v) for v in (*values, math.nan if hits is None else hits)))
+        *values, hits = row if len(fields) == len(kind._fields) else (*row, None)
+        made = kind(*map(float, values), math.nan if hits is None else float(hits))
         if hits is None and (caching is False or made.prompt_tokens == 0):
             made = made._replace(hit_tokens=0.0)
         result.append(made)

@@ -27,12 +27,8 @@ def fit_recorded(
 ) -> Recorded:
     """Fit the samples of a file and write the profile, and a plot if asked for.
 
-    Args:
-        samples_file: CSV, or the JSON lines of an earlier measurement (``.jsonl``).
-        output: the profile file.
-        instance: what samples do not tell.
-        plot: a PNG or SVG file, or None.
-        seed: of the hold-out and the bootstrap.
+    ``samples_file`` is CSV, or the JSON lines of an earlier measurement (``.jsonl``), ``plot`` a
+    PNG or SVG file; ``seed`` is that of the hold-out and the bootstrap.
 
     Raises:
         ConfigError: a file cannot be read or written, or what is wrong in it.

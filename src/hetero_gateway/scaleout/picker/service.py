@@ -19,7 +19,7 @@ from hetero_gateway.scaleout.picker.protocol.messages_pb2 import (
     HealthCheckResponse,
 )
 from hetero_gateway.scaleout.picker.reports import ReportCall
-from hetero_gateway.scaleout.picker.resources import Resources, Served
+from hetero_gateway.scaleout.picker.resources import PickerGateway, Resources
 from hetero_gateway.scaleout.picker.stream import Stream
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -43,7 +43,7 @@ class Picker:
         config: where to listen.
     """
 
-    def __init__(self, gateway: Served, config: PickerConfig, base_dir: Path = Path()) -> None:
+    def __init__(self, gateway: PickerGateway, config: PickerConfig, base_dir: Path) -> None:
         self._gateway = gateway
         self._config = config
         self._tls = _tls(config, base_dir)  # of ext_proc
@@ -170,7 +170,6 @@ class HealthCall:
             self._call.finish()
 
     def look(self) -> None:
-        """Say how it is, where that is news."""
         assert self._service is not None
         status = self._picker.health(self._service)
         if status != self._last:

@@ -31,7 +31,6 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,7 +47,7 @@ from hetero_gateway.gateway.dataplane.placement import SleeperGone
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.bodies import BodyBuffer
 from hetero_gateway.http.failures import Failure, InstanceError
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.picker import answers
 from hetero_gateway.scaleout.picker.http2.calls import LINGER_S, Call
 from hetero_gateway.scaleout.picker.http2.frames import Status
@@ -152,7 +151,6 @@ class Stream(RequestReader):
 
     @property
     def address(self) -> str:
-        """Of the data plane that asks."""
         return self._call.peer.address
 
     # A Receiver
@@ -363,7 +361,6 @@ class Stream(RequestReader):
         raise rejection(place, None, job.inbound.path)
 
     def _send_there(self, placed: Placed) -> None:
-        """Say where the request goes."""
         resources, instance = self._resources, placed.instance
         inbound, job, call = self._inbound, self._job, self._call
         assert inbound is not None
@@ -391,13 +388,11 @@ class Stream(RequestReader):
         call.send(answers.with_ticket(answer, self._ticket))
         if self._has_body and not buffered:
             self._gives_back = True
-            call.send_each(self._given_back(inbound.body), self._has_given_back)
+            pieces = answers.streamed(inbound.body, ends=self._ended, of_request=True)
+            call.send_each(pieces, self._has_given_back)
             if not self._ended:
                 call.send(answers.REQUEST_TRAILERS)
         self._let_go_of_body()
-
-    def _given_back(self, body: bytes) -> Iterator[bytes]:
-        return answers.streamed(body, ends=self._ended, of_request=True)
 
     def _has_given_back(self) -> None:
         self._gives_back = False
@@ -490,7 +485,6 @@ class Stream(RequestReader):
     # Reports
 
     def first_bytes(self) -> None:
-        """The first bytes of a streamed body have passed."""
         placed = self._placed
         if self._first_s is not None or placed is None:
             return
@@ -502,7 +496,6 @@ class Stream(RequestReader):
             dispatch.predicted_s = (placed.placed_s, ttft_s)
 
     def told(self, usage: Usage, events: int) -> None:
-        """The body has passed, and this is what its end said."""
         self._told, self._events = usage, events
         if self._first_s is None:
             self._first_s = time.monotonic()
@@ -549,7 +542,6 @@ class Stream(RequestReader):
         resources.dispatcher.settle(job, placed, seen, outcome, final=final)
 
     def _note(self, outcome: str) -> None:
-        """Count a request that reached no instance."""
         assert self._job is not None
         self._resources.dispatcher.note(self._job, outcome)
 

@@ -30,9 +30,9 @@ from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import InstanceError
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
-from hetero_gateway.scaleout.workers.channel import Channel
+from hetero_gateway.scaleout.workers.messages import Channel
 
 VIEW_INTERVAL_S = 1.0
 # By which the supervisor gives all of its processes one secret: for the keys of prompts, and
@@ -109,7 +109,6 @@ class _Request:
         self.close()
 
     def close(self) -> None:
-        """It is over."""
         if self.job.charge is not None:
             self.job.charge.end()
 
@@ -129,18 +128,21 @@ class WorkerSession:
             messages.Hello: self._hello,
             messages.Outstanding: self._outstanding,
             messages.Submit: self._submit,
-            messages.Again: self._again,
+            messages.Resubmit: self._again,
+            messages.Spend: self._spend,
+            messages.Known: self._known,
+            messages.Speed: self._speed,
+            messages.Counts: self._counts,
+        }
+        # Of requests that are not over; what comes of others is not heard.
+        self._events: dict[type, Callable[[_Request, Any], None]] = {
             messages.Leave: self._leave,
             messages.Began: self._began,
             messages.Made: self._made,
-            messages.Spend: self._spend,
-            messages.Known: self._known,
             messages.Settle: self._settle,
             messages.SettleOutside: self._outside,
             messages.PassOn: self._pass_on,
             messages.Over: self._over,
-            messages.Speed: self._speed,
-            messages.Counts: self._counts,
         }
 
     def __len__(self) -> int:
@@ -152,7 +154,11 @@ class WorkerSession:
     def received(self, received: list[Any]) -> None:
         for message in received:
             try:
-                self._handlers[type(message)](message)
+                event = self._events.get(type(message))
+                if event is None:
+                    self._handlers[type(message)](message)
+                elif (request := self._requests.get(message.key)) is not None:
+                    event(request, message)
             except Exception as error:
                 self._broke(message, error)
 
@@ -165,7 +171,7 @@ class WorkerSession:
         request = self._requests.pop(key, None)
         if request is not None:
             request.end()
-        if isinstance(message, messages.Submit | messages.Again):
+        if isinstance(message, messages.Submit | messages.Resubmit):
             self.channel.send(messages.Failed(key))
 
     def unsent(self, message: Any, error: Exception) -> None:
@@ -241,25 +247,22 @@ class WorkerSession:
         self._requests[said.key] = request
         request.submit(said.tried, messages.error_of(said.failure))
 
-    def _again(self, said: messages.Again) -> None:
+    def _again(self, said: messages.Resubmit) -> None:
         request = self._requests[said.key]
         if said.model:
             self.dispatcher.fall_back(request.job, said.model)
         request.submit(said.tried, messages.error_of(said.failure))
 
-    def _leave(self, said: messages.Leave) -> None:
-        request = self._requests.pop(said.key, None)
-        if request is not None:
-            request.end()
+    def _leave(self, request: _Request, said: messages.Leave) -> None:
+        del self._requests[said.key]
+        request.end()
 
-    def _began(self, said: messages.Began) -> None:
-        request = self._requests.get(said.key)
-        if request is not None and request.place is not None:
+    def _began(self, request: _Request, said: messages.Began) -> None:
+        if request.place is not None:
             self.dispatcher.stream_began(request.job, request.place, None)
 
-    def _made(self, said: messages.Made) -> None:
-        request = self._requests.get(said.key)
-        if request is not None and request.place is not None:
+    def _made(self, request: _Request, said: messages.Made) -> None:
+        if request.place is not None:
             self.dispatcher.made(request.job, request.place, said.name)
 
     def _known(self, said: messages.Known) -> None:
@@ -278,10 +281,7 @@ class WorkerSession:
         else:
             self.channel.send(messages.Spent(said.key))
 
-    def _settle(self, said: messages.Settle) -> None:
-        request = self._requests.get(said.key)
-        if request is None:
-            return
+    def _settle(self, request: _Request, said: messages.Settle) -> None:
         if said.final:
             del self._requests[said.key]
         place, request.place = request.place, None
@@ -295,10 +295,7 @@ class WorkerSession:
         if said.final:
             request.close()
 
-    def _outside(self, said: messages.SettleOutside) -> None:
-        request = self._requests.get(said.key)
-        if request is None:
-            return
+    def _outside(self, request: _Request, said: messages.SettleOutside) -> None:
         self.dispatcher.settle_outside(
             request.job, said.label, said.report, said.outcome, final=said.final
         )
@@ -306,18 +303,14 @@ class WorkerSession:
             del self._requests[said.key]
             request.end()
 
-    def _pass_on(self, said: messages.PassOn) -> None:
-        request = self._requests.pop(said.key, None)
-        if request is None:
-            return
+    def _pass_on(self, request: _Request, said: messages.PassOn) -> None:
+        del self._requests[said.key]
         request.end()
         if request.settled is not None:
             self.dispatcher.pass_on(request.job, request.settled, said.report)
 
-    def _over(self, said: messages.Over) -> None:
-        request = self._requests.pop(said.key, None)
-        if request is None:
-            return
+    def _over(self, request: _Request, said: messages.Over) -> None:
+        del self._requests[said.key]
         request.end()
         if said.outcome:
             self.dispatcher.note(request.job, said.outcome)
@@ -400,7 +393,6 @@ class Hub:
         return sum(session.pools.get(instance_id, 0) for session in self._sessions)
 
     def tell_keys(self) -> None:
-        """Clients' keys have changed."""
         if (keys := self.admission.keys) is not None:
             self.keys = messages.Keys(keys.model_dump_json(by_alias=True).encode())
             self._send(self.keys)
@@ -459,11 +451,9 @@ class Hub:
         return messages.Instances(instances)
 
     def listed(self) -> messages.Listed:
-        """What workers answer /readyz and /v1/models by."""
         return messages.Listed(self._fleet.ready(), dict(self._fleet.models()))
 
     def tell_settings(self, config: GatewayConfig) -> None:
-        """Another configuration is in effect, here and in all workers."""
         self.config = messages.Configuration(config.model_dump_json().encode())
         self._send(self.config)
 
@@ -498,7 +488,7 @@ class Hub:
         self._tell_listed()  # nor what an engine says of a model
         scheduler, now_s = self._fleet.scheduler, time.monotonic()
         loads = [(name, scheduler.own_load(name, now_s)) for name in self._fleet.instances]
-        self._send(messages.Loads(loads))
+        self._send(messages.InstanceLoads(loads))
 
 
 def listen(path: str) -> socket.socket:

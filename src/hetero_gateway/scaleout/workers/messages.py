@@ -4,34 +4,36 @@ Frames of a length (4 bytes, little-endian) and a MessagePack array of messages;
 array that begins with its kind. Times are of the monotonic clock, which all processes of a machine
 share, in seconds. ``key`` numbers a request within its worker.
 
-    worker → scheduler                            scheduler → worker
-    Hello      who it is                          Instances  all of them; the answer to Hello
-    Outstanding what it has placed already        Loads      of instances, once a second
-                                                  Listed     what /readyz and /v1/models answer by
-                                                  Keys       clients', once they have changed
-    Submit     a request                          PlacedAt   where it goes
-    Again      its next attempt                   Rejected   nobody can take it
-    Leave      it wants no place any more         Refused    it waited too long; queue full
-    Began      its stream's first bytes           Failed     placing it met a bug
-    Made       it is answered with a response     Spent      the answer to Spend: it may go on
-    Spend      a session's tokens so far
-    Known      responses that it has passed on
-    Settle     the attempt is over
-    SettleOutside the same of one at a service elsewhere
-    PassOn     the client gets a settled answer
-    Over       the request is over, unplaced
-    Speed      steps of the last second
-    Counts     what the worker counted itself
+    worker → scheduler                              scheduler → worker
+    Hello         who it is                         Instances     all of them; the answer to Hello
+    Outstanding   what it has placed already        InstanceLoads once a second
+                                                    Listed        answers at /readyz, /v1/models
+                                                    Keys          clients', once they have changed
+    Submit        a request                         PlacedAt      where it goes
+    Resubmit      its next attempt                  Rejected      nobody can take it
+    Leave         it wants no place any more        Refused       it waited too long; queue full
+    Began         its stream's first bytes          Failed        placing it met a bug
+    Made          it is answered with a response    Spent         the answer to Spend: it may go on
+    Spend         a session's tokens so far
+    Known         responses that it has passed on
+    Settle        the attempt is over
+    SettleOutside of one at a service elsewhere
+    PassOn        the client gets a settled answer
+    Over          the request is over, unplaced
+    Speed         steps of the last second
+    Counts        what the worker counted itself
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 import operator
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 
@@ -48,6 +50,8 @@ PREFIX = struct.Struct("<I")
 # A frame is one turn's messages; a whole body may be among them, for a predictor that reads it.
 MOST_FRAME_BYTES = 1 << 30
 _MARKED_BYTES = 2048
+
+_log = logging.getLogger(__name__)
 
 
 class _Record(msgspec.Struct, array_like=True, gc=False):
@@ -90,8 +94,6 @@ class PlacedLengths(NamedTuple):
 
 
 class Error(_Record):
-    """An ``InstanceError``."""
-
     failure: Failure
     message: str
     retry_after_s: float | None
@@ -154,7 +156,7 @@ class Hello(_FromWorker, tag=1):
     version: str
 
 
-class Carried(_Record):
+class CarriedRequest(_Record):
     """A request that is on an instance already, or was placed while nobody answered."""
 
     key: int
@@ -167,7 +169,7 @@ class Carried(_Record):
 
 
 class Outstanding(_FromWorker, tag=2):
-    requests: list[Carried]
+    requests: list[CarriedRequest]
 
 
 class Submit(_FromWorker, tag=3):
@@ -177,7 +179,7 @@ class Submit(_FromWorker, tag=3):
     failure: Error | None
 
 
-class Again(_FromWorker, tag=4):
+class Resubmit(_FromWorker, tag=4):
     """``model``: another one from now on, a fallback; "": the same."""
 
     key: int
@@ -295,7 +297,7 @@ class Instances(_FromScheduler, tag=101):
     instances: list[InstanceNow]
 
 
-class Loads(_FromScheduler, tag=102):
+class InstanceLoads(_FromScheduler, tag=102):
     """Of instances, all workers' together."""
 
     loads: list[tuple[InstanceId, PeerLoad]]
@@ -373,7 +375,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame(messages: list[Any]) -> bytes:
-    """Messages as bytes."""
     data = _encode(messages)
     return PREFIX.pack(len(data)) + data
 
@@ -412,3 +413,94 @@ class FrameReader:
             start += 4 + size
             self._take(messages)
         del buffer[:start]
+
+
+class ChannelUser(Protocol):
+    """Who is at an end. Called from the event loop's callbacks."""
+
+    def received(self, messages: list[Any]) -> None: ...
+
+    def unsent(self, message: Any, error: Exception) -> None:
+        """A message holds what cannot be sent: a number of too many digits, say."""
+
+    def lost(self) -> None:
+        """The other end is gone. Called once, unless ``close`` was."""
+
+
+class Channel(asyncio.Protocol):
+    """One end of the socket. Messages of one turn of the event loop go in one write.
+
+    Args:
+        kinds: the messages that may come, as a union.
+        listener: hears of them; set before anything comes.
+    """
+
+    def __init__(self, kinds: Any, listener: ChannelUser | None = None) -> None:
+        self.listener = listener
+        self._reader = FrameReader(kinds, self._take)
+        self._outbox: list[Any] = []
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self.closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
+        self._transport = transport  # type: ignore[assignment]
+
+    def send(self, message: Any) -> None:
+        """Send it at the end of this turn; nothing happens when the other end is gone."""
+        if self.closed:
+            return
+        if not self._outbox:
+            self._loop.call_soon(self.flush)
+        self._outbox.append(message)
+
+    def flush(self) -> None:
+        if self._outbox and self._transport is not None and not self.closed:
+            outbox, self._outbox = self._outbox, []
+            try:
+                data = frame(outbox)
+            except Exception:
+                data = self._what_can_be_sent(outbox)
+            self._transport.write(data)
+
+    def _what_can_be_sent(self, outbox: list[Any]) -> bytes:
+        """One message that cannot be written must not take the others with it."""
+        parts = []
+        for message in outbox:
+            try:
+                parts.append(frame([message]))
+            except Exception as error:
+                _log.exception("a %s cannot be sent", type(message).__name__)
+                if self.listener is not None:
+                    self.listener.unsent(message, error)
+        return b"".join(parts)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._reader.feed(data)
+        except (msgspec.MsgspecError, ValueError):
+            _log.exception("what came over a socket of our own cannot be read")
+            self.abort()
+
+    def _take(self, messages: list[Any]) -> None:
+        if self.listener is not None and not self.closed:
+            self.listener.received(messages)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed:
+            self.closed = True
+            if self.listener is not None:
+                self.listener.lost()
+
+    def close(self) -> None:
+        """Send what is waiting, and end; the listener hears nothing more."""
+        self.flush()
+        self.closed = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End at once, as if the other end were gone."""
+        if self._transport is not None:
+            self._transport.abort()

@@ -22,9 +22,11 @@ from typing import Any, TypeVar
 from hetero_gateway import __version__
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
-from hetero_gateway.errors import Refusal
+from hetero_gateway.engines.vllm import ModelCard
+from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.client_keys import KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
 from hetero_gateway.gateway.dataplane.dispatcher import Owner, Place, Placed, Seen, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job
@@ -34,10 +36,9 @@ from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import InstanceError
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
-from hetero_gateway.scaleout.workers.channel import Channel
-from hetero_gateway.scaleout.workers.mirror import FleetMirror
+from hetero_gateway.scaleout.workers.messages import Channel
 
 # Without a word for so long the scheduler process is taken for gone; it says one each second.
 _SILENCE_S = 3.0
@@ -91,6 +92,62 @@ class Assignment:
     @property
     def request(self) -> Request:
         return self.job.request
+
+
+class FleetMirror:
+    """Keeps a worker's ``fleet`` as the scheduler process has its own."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        # By configuration, as they were said last.
+        self._known: dict[bytes, tuple[InstanceId, messages.InstanceNow]] = {}
+        self.listed = messages.Listed(False, {})
+
+    def ready(self) -> bool:
+        return self.listed.ready
+
+    def models(self) -> dict[str, ModelCard]:
+        return self.listed.models
+
+    def take(self, said: messages.Instances) -> None:
+        """These are all there are."""
+        fleet = self._fleet
+        # Of hundreds, a few have changed: the others are not even read.
+        before, self._known = self._known, {}
+        for member in said.instances:
+            instance_id, known = before.get(member.config, (None, None))
+            if instance_id is None or known != member or instance_id not in fleet.instances:
+                config = InstanceConfig.model_validate_json(member.config)
+                instance_id = InstanceId(config.id)
+                self._take(config, member)
+            self._known[member.config] = instance_id, member
+        wanted = {instance_id for instance_id, _ in self._known.values()}
+        for instance_id in [i for i in fleet.instances if i not in wanted]:
+            fleet.remove(instance_id)
+
+    def _take(self, config: InstanceConfig, member: messages.InstanceNow) -> None:
+        fleet = self._fleet
+        config = config.model_copy(update={"weight": member.weight})
+        instance = fleet.instances.get(InstanceId(config.id))
+        try:
+            if instance is not None and fleet.can_adjust(instance, config):
+                fleet.adjust(instance, config)
+            else:
+                built = fleet.build(config)
+                if instance is not None:
+                    fleet.remove(instance.id)
+                fleet.admit(built)
+                instance = built
+        except ConfigError as error:
+            _log.error("instance %s cannot be used in this process: %s", config.id, error)
+            return
+        instance.models = frozenset(member.models)
+        instance.max_model_len = member.max_model_len
+        instance.engine_kv_capacity_tokens = member.kv_capacity_tokens
+        instance.weight = member.weight
+        instance.up = member.available
+        instance.draining = member.draining
+        fleet.publish(instance)
 
 
 @dataclass(slots=True, eq=False)
@@ -335,7 +392,7 @@ class RemoteDispatcher:
         job, tried = ask.job, list(ask.tried)
         failure = messages.Error.of(ask.failure)
         if job.session == self._session:
-            channel.send(messages.Again(job.key, tried, failure, job.fallback))
+            channel.send(messages.Resubmit(job.key, tried, failure, job.fallback))
         else:
             job.key = job.key or next(self._keys)
             job.session = self._session
@@ -385,7 +442,6 @@ class RemoteDispatcher:
         return place
 
     def answered(self, ask: _Ask) -> None:
-        """The worker's own scheduler has answered."""
         ask.local = None
         self._asked.pop(ask.job.key, None)
 
@@ -423,7 +479,7 @@ class RemoteDispatcher:
                 self.mirror.listed = message
             elif kind is messages.Configuration:
                 self._on_config(GatewayConfig.model_validate_json(message.config))
-            elif kind is messages.Loads:
+            elif kind is messages.InstanceLoads:
                 self._view = dict(message.loads)
             elif kind is messages.Keys:
                 self._told_keys = message.text
@@ -522,7 +578,6 @@ class RemoteDispatcher:
         ask.owner.placed(place)
 
     def _charged(self, key: int, refusal: Refusal | None) -> None:
-        """What came of a ``Spend``."""
         waiting = self._spending.pop(key, None)
         if waiting is None or waiting.done():
             return
@@ -575,8 +630,8 @@ class RemoteDispatcher:
             self._ask(channel, ask)
         self.ready.set()
 
-    def _carried(self, place: Assignment) -> messages.Carried:
-        return messages.Carried(
+    def _carried(self, place: Assignment) -> messages.CarriedRequest:
+        return messages.CarriedRequest(
             place.job.key,
             self._facts_of(place.job),
             messages.PlacedLengths(*place.request[1:5]),

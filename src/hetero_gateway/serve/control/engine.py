@@ -111,7 +111,6 @@ async def _ask(
 
 
 def _json_in(body: bytes) -> msgspec.Raw | None:
-    """The body, if it is JSON."""
     try:
         msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -105,7 +105,6 @@ class Board:
         self._timer = self._loop.call_later(STEP_S, self._step)
 
     def close(self) -> None:
-        """No more steps; viewers are let go."""
         self._timer.cancel()
         if self._looking is not None:
             self._looking.cancel()

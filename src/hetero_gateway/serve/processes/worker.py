@@ -20,9 +20,9 @@ from hetero_gateway.gateway.dataplane.realtime import Realtime
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.downstream import Downstream, Listener, Receive, Scope, Send
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
-from hetero_gateway.scaleout.workers.channel import Channel
+from hetero_gateway.scaleout.workers.messages import Channel
 from hetero_gateway.scaleout.workers.remote import RemoteDispatcher
 from hetero_gateway.serve.app import route, worker_paths
 from hetero_gateway.serve.control.public import is_public
@@ -163,10 +163,6 @@ class Worker(Parts):
         await self._stack.aclose()
         await self.control.close()
 
-    def drain(self) -> None:
-        """It was asked to end; the scheduler process hears of it and passes it on."""
-        self.draining = True
-
     def _take_up(self, config: GatewayConfig) -> None:
         """The scheduler process has another configuration in effect."""
         try:
@@ -177,9 +173,6 @@ class Worker(Parts):
         self.settings.apply(change)
         self.remote.headers = self.dataplane.intake.described_headers
         self.remote.sends_bodies = _reads_prompts(self.config)
-
-    def reload_soon(self, cause: str) -> None:
-        """The scheduler process reads the configuration, and passes it on."""
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()

@@ -11,8 +11,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_gateway.core.lengths.estimates import BytesPerToken
-from hetero_gateway.core.lengths.predictors import LengthFeatures, capped_output_tokens
+from hetero_gateway.core.lengths.predictors import (
+    BytesPerToken,
+    LengthFeatures,
+    capped_output_tokens,
+)
 from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.files.admin_key import made_admin_key
 from hetero_gateway.files.client_keys import changes, read_clients
@@ -22,6 +25,7 @@ from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.ended import Tracing
+from hetero_gateway.gateway.dataplane.models import Listing
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor
 from hetero_gateway.gateway.dataplane.recording import RunFile
@@ -81,6 +85,7 @@ class Parts:
 
     def __init__(self, config: GatewayConfig, config_path: Path | None) -> None:
         self.settings = Settings(config)
+        self.has_admin: bool  # in this process
         self.draining = False
         # Takes the lines of the access log; None: nobody does.
         self.access: Callable[[list[bytes]], None] | None = None
@@ -114,6 +119,18 @@ class Parts:
         """The configuration in effect, in this process."""
         return self.settings.config
 
+    @property
+    def listing(self) -> Listing:
+        """What /readyz and /v1/models answer by."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """It was asked to stop, and is to end soon: no longer ready."""
+        self.draining = True
+
+    def reload_soon(self, cause: str) -> None:
+        """It was asked to read its configuration again."""
+
     def _begin_placing(self, *, recalibrate: bool) -> None:
         self.outcomes = OutcomeWatch(self.fleet, self.metrics)
         self._stack.callback(self.outcomes.close)
@@ -142,7 +159,6 @@ class Parts:
         )
 
     def _write_about_requests(self) -> None:
-        """From now on, until the end."""
         traces = _make_tracing(self.config.traces)
         self.dataplane.write_about(self.config.log, self.access, traces)
         self._stack.callback(self.dataplane.close)
@@ -205,7 +221,6 @@ class Gateway(Parts):
 
     @property
     def listing(self) -> Fleet:
-        """What /readyz and /v1/models answer by."""
         return self.fleet
 
     async def start(self) -> None:
@@ -251,35 +266,36 @@ class Gateway(Parts):
         self.discovery.start(tasks)
         self._stack.callback(self.discovery.stop)
         if self._hub_listener is not None:
-            await self._start_hub(self._hub_listener)
+            self.hub = Hub(
+                self.fleet,
+                self.placement,
+                self.dataplane.dispatcher,
+                self.metrics,
+                self.admission,
+                self._hub_listener,
+                self.drain,
+            )
+            await self.hub.start()
+            self._stack.push_async_callback(self.hub.stop)
 
     def _register_settings(self) -> None:
         """What can change while serving, and who takes it up."""
         for part in (self.fleet, self.placement, self.health):
             part.settings(self.settings)
         self.dataplane.settings(self.settings, self._base_dir, self.metrics.predictor_failures)
-        self.settings.add(("scheduler.policy",), self._prepare_labels)
+        set_policy = self.metrics.set_policy
+        self.settings.add(
+            ("scheduler.policy",), lambda new: Prepared(lambda: set_policy(new.scheduler.policy))
+        )
         # After the fleet, which has the discipline.
         self.settings.add(DISCIPLINE_FIELDS, lambda _: Prepared(self._share_out))
         if self.config.clients.wanted:
             self.settings.add(
                 ("clients.groups", "clients.most_labels"), self._prepare_keys, always=True
             )
-            self.settings.files.append(self._keys_files)
-
-    async def _start_hub(self, listener: socket.socket) -> None:
-        """Be the scheduler of the workers that connect."""
-        self.hub = Hub(
-            self.fleet,
-            self.placement,
-            self.dataplane.dispatcher,
-            self.metrics,
-            self.admission,
-            listener,
-            self.drain,
-        )
-        await self.hub.start()
-        self._stack.push_async_callback(self.hub.stop)
+            self.settings.files.append(
+                lambda new: [self._base_dir / file] if (file := new.clients.keys_file) else []
+            )
 
     def connections_to(self, instance: Instance) -> int:
         """Open connections to an instance, those of workers included."""
@@ -287,11 +303,7 @@ class Gateway(Parts):
         return instance.pool.open_connections + workers
 
     def reload_soon(self, cause: str) -> None:
-        """Read the configuration again."""
         self.reloader.soon(cause)
-
-    def _prepare_labels(self, fresh: GatewayConfig) -> Prepared:
-        return Prepared(lambda: self.metrics.set_policy(fresh.scheduler.policy))
 
     def _prepare_keys(self, fresh: GatewayConfig) -> Prepared | None:
         """Heed other keys from now on, in all processes."""
@@ -338,17 +350,11 @@ class Gateway(Parts):
             self.metrics.following = lambda: ()
 
     def _share_out(self) -> None:
-        """Have the queue go by clients' shares."""
         if isinstance(self.fleet.discipline, Clients):
             self.fleet.discipline.shares = {c.party: c.share for c in self.admission}
 
-    def _keys_files(self, config: GatewayConfig) -> list[Path]:
-        file = config.clients.keys_file
-        return [] if file is None else [self._base_dir / file]
-
     def drain(self) -> None:
-        """It is to end soon: no longer ready."""
-        self.draining = True
+        super().drain()
         self.board.let_go()
 
     async def stop(self) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.lengths.estimates import HISTORY, PRIOR_REQUESTS, REFRESH_EVERY, residuals
+from hetero_gateway.core.lengths.predictors import HISTORY, PRIOR_REQUESTS, REFRESH_EVERY, residuals
 from hetero_gateway.core.policies.estimates import (
     LATE_FACTOR,
     LATE_S,

@@ -15,7 +15,7 @@ from hetero_gateway.core.costs.cost_model import FloatArray, attended_pairs
 from hetero_gateway.core.instances.concurrency import NO_LIMIT
 from hetero_gateway.core.instances.dispatch import NO_PEERS, PeerLoad
 from hetero_gateway.core.instances.state import PREFILL_OVER_S, STREAMS_SAY_S
-from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
+from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.compiled import speeds

@@ -34,7 +34,7 @@ from typing import Protocol, TypeAlias
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import too_large
-from hetero_gateway.scaleout.picker.http2.carrier import CREDITS, Carrier
+from hetero_gateway.scaleout.picker.http2.carrier import CREDITS, Carrier, no_room
 from hetero_gateway.scaleout.picker.http2.frames import (
     DATA,
     END_HEADERS,
@@ -54,7 +54,6 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     trailers,
     window_update,
 )
-from hetero_gateway.scaleout.picker.http2.shares import no_room
 
 _log = logging.getLogger(__name__)
 
@@ -195,7 +194,6 @@ class Call:
         self._held_bytes += more_bytes
 
     def let_go(self, left_bytes: int) -> None:
-        """The receiver keeps no more than that."""
         if self._held_bytes > left_bytes:
             self._connection.share.hold(left_bytes - self._held_bytes)
             self._held_bytes = left_bytes
@@ -322,7 +320,6 @@ class Call:
             self._broke()
 
     def end(self) -> None:
-        """The peer's END_STREAM."""
         self.half_closed = True
         self._message_tick = _NEVER
         if self.finished:
@@ -357,7 +354,6 @@ class Call:
         self._over()
 
     def look(self, tick: int) -> None:
-        """Once in a tick: whether the peer keeps anybody waiting."""
         if self._message_tick <= tick or self._due_tick <= tick:
             if self.finished:
                 self.cut(ErrorCode.NO_ERROR)
@@ -373,7 +369,6 @@ class Call:
             self.cut(ErrorCode.CANCEL)
 
     def cut(self, code: ErrorCode) -> None:
-        """End it at once."""
         self._connection.write(reset(self._id, code))
         self.lose()
 
@@ -448,7 +443,6 @@ class Call:
             )
 
     def push(self) -> None:
-        """Send what waits, as far as the windows go."""
         backlog = self._backlog
         if backlog is None:
             return
@@ -461,7 +455,10 @@ class Call:
                 backlog.end_making()
                 sent_bytes, self._backlog = backlog.unread_bytes, None
             if sent_bytes:
-                self._was_read(sent_bytes)
+                # The peer has taken so much of what was kept for it.
+                self._connection.share.hold(-sent_bytes)
+                if self.room < STREAM_WINDOW_BYTES // 2 and not self.half_closed:
+                    self.widen_room()
             if not backlog.piece or self._backlog is None:
                 self._backlog = None
                 if self._ending is not None:
@@ -488,12 +485,6 @@ class Call:
             connection.write(head + piece[at : at + size])
             at += size
         return True
-
-    def _was_read(self, size: int) -> None:
-        """The peer has taken so much of what was kept for it."""
-        self._connection.share.hold(-size)
-        if self.room < STREAM_WINDOW_BYTES // 2 and not self.half_closed:
-            self.widen_room()
 
     def _end_sending(self) -> None:
         assert self._ending is not None
@@ -539,12 +530,3 @@ class Call:
 
 # What serves a call of each path (``/service/Method``).
 Methods: TypeAlias = Mapping[str, Callable[[Call], Receiver]]
-
-
-def route(methods: Methods, path: str, call: Call) -> None:
-    """Give a new call its receiver; one that is finished at once needs none."""
-    method = methods.get(path)
-    if method is None:
-        call.finish(Status.UNIMPLEMENTED, "there is no such method")
-    else:
-        call.receiver = method(call)

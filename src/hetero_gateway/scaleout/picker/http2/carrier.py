@@ -14,10 +14,11 @@ import time
 from collections.abc import Sized
 from typing import Protocol
 
+from hetero_gateway.errors import Refusal
+from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.scaleout.picker.http2 import commons
 from hetero_gateway.scaleout.picker.http2.commons import Commons
 from hetero_gateway.scaleout.picker.http2.frames import ProtocolError
-from hetero_gateway.scaleout.picker.http2.shares import Share
 
 # What is read and waits for its turn; above that the socket is not read.
 BACKLOG_BYTES = 2**16
@@ -30,7 +31,88 @@ CREDITS = 4096
 # Of what is pending, in a turn of the event loop.
 PUSH_BYTES = 2**17
 DEFAULT_WINDOW_BYTES = 65535
+# Of a connection, besides long bodies. With what Python adds, and its calls, that is below 50 MB.
+HELD_BYTES = 24 * 2**20
+# Of all connections of a server together.
+MAX_HELD_BYTES = 256 * 2**20
+# What a call keeps by itself, from its head to its end: measured, with the request that it carries.
+CALL_BYTES = 6 * 1024
 _clock_s = time.perf_counter
+
+
+def no_room() -> Refusal:
+    return Refusal(
+        503,
+        "too_many_bytes_buffered",
+        "The picker holds as many bytes for this data plane's connection as it may.",
+        kind="server_error",
+        retry_after_s=2,
+    )
+
+
+class Share(BodyLimits):
+    """What one connection holds in memory, and may: its part of two budgets.
+
+    Long bodies count against the gateway's own (``BodyLimits``), and everything else that is kept
+    for a peer, calls and short messages and what it does not read, against the server's. Of both, a
+    connection may have only as much as it leaves to the others, so that however many connections
+    take what they can get, there is something left for the next one.
+
+    Args:
+        server: has the gateway's limits of long bodies, and counts what all connections hold.
+        calls: the connection's, each of which counts as ``CALL_BYTES``.
+    """
+
+    __slots__ = ("_calls", "_limits", "_long_bytes", "_server", "held_bytes")
+
+    def __init__(self, server: Commons, calls: Sized) -> None:
+        self._server = server
+        self._limits = server.limits
+        self._calls = calls
+        self._long_bytes = 0
+        self.held_bytes = 0
+
+    # Long bodies: the limits are the gateway's, which may change (a reload).
+
+    @property
+    def max_body_bytes(self) -> int:  # type: ignore[override]
+        return self._limits.max_body_bytes
+
+    @property
+    def small_bytes(self) -> int:  # type: ignore[override]
+        return self._limits.small_bytes
+
+    @property
+    def buffered_bytes(self) -> int:
+        return self._long_bytes
+
+    @buffered_bytes.setter
+    def buffered_bytes(self, size_bytes: int) -> None:
+        self._limits.buffered_bytes += size_bytes - self._long_bytes
+        self._long_bytes = size_bytes
+
+    def check_room(self, more_bytes: int) -> None:
+        limits = self._limits
+        limits.check_room(more_bytes)
+        most = max(
+            limits.max_body_bytes + self._server.margin_bytes, limits.max_buffered_bytes // 2
+        )
+        if self._long_bytes + more_bytes > most:
+            raise no_room()
+
+    # Everything else
+
+    def has_room(self, more_bytes: int) -> bool:
+        """Whether this connection may hold so much more."""
+        server = self._server
+        mine = self.held_bytes + CALL_BYTES * len(self._calls) + more_bytes
+        all_bytes = server.held_bytes + CALL_BYTES * server.open_calls + more_bytes
+        return mine <= HELD_BYTES and mine <= MAX_HELD_BYTES - all_bytes
+
+    def hold(self, more_bytes: int) -> None:
+        """Count it, if there is room or not; a negative number gives it back."""
+        self.held_bytes += more_bytes
+        self._server.held_bytes += more_bytes
 
 
 class Carried(Protocol):
@@ -103,7 +185,6 @@ class Carrier(asyncio.Protocol):
         raise NotImplementedError
 
     def forget(self, stream_id: int, call: Carried) -> None:
-        """A call is over."""
         raise NotImplementedError
 
     # What the transport calls
@@ -149,7 +230,6 @@ class Carrier(asyncio.Protocol):
                 self._read_socket()
 
     def read_on(self) -> None:
-        """Its turn has come."""
         self._waits = False
         if (self._rest or self._behind is not None) and not (self._stalled or self._is_closing):
             data, self._rest = self._rest, b""

@@ -173,8 +173,6 @@ def _worth(member: Occupant) -> tuple[bool, bool, int]:
 
 
 class InLine(Protocol):
-    """What waits for its turn."""
-
     def read_on(self) -> None: ...
 
 
@@ -308,7 +306,6 @@ class Commons:
         self._changed.set()
 
     def on_misuse(self, error: ProtocolError) -> None:
-        """A peer broke the protocol."""
         self._warn(f"a data plane's connection ends: {error.code.name}: {error}")
 
     def _warn(self, text: str) -> None:
