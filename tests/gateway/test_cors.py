@@ -12,8 +12,8 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.server_config import CorsConfig
 from hetero_gateway.files.yaml_file import parse_model
-from tests.fakes.running import config_for, running_gateway
-from tests.fakes.vllm import FakeInstance, fake_instances
+from tests.fakes.running import rig
+from tests.fakes.vllm import FakeInstance
 
 CHAT = "/v1/chat/completions"
 PAGE, OTHER = "https://chat.example", "https://evil.example"
@@ -24,12 +24,9 @@ ALLOWED = "access-control-allow-origin"
 async def serving(
     *origins: str, workers: int = 1
 ) -> AsyncIterator[tuple[FakeInstance, httpx.AsyncClient]]:
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, server={"cors": {"origins": origins, "max_age_s": 60}})
-        async with running_gateway(config, workers=workers) as running:
-            url = f"http://127.0.0.1:{running.port}"
-            async with httpx.AsyncClient(base_url=url) as client:
-                yield fakes[0], client
+    server = {"cors": {"origins": origins, "max_age_s": 60}}
+    async with rig(workers=workers, server=server) as (_, client, fakes):
+        yield fakes[0], client
 
 
 def asks(origin: str, method: str = "POST") -> dict[str, str]:

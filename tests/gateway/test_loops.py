@@ -183,19 +183,18 @@ async def test_a_fallback_that_is_the_gateway_itself_is_a_loop_too() -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/nothing", CHAT])
 async def test_every_path_is_refused_to_what_has_been_here(path: str) -> None:
-    async with fake_instances(1) as fakes:
-        async with gateways(config(0, fakes[0].url)) as [running]:
-            await eventually(lambda: "m" in running.gateway.fleet.models())
-            await post(running.url)
-            [own_id] = hops_of(fakes[0].heads[-1])
-            async with httpx.AsyncClient(base_url=running.url) as client:
-                method = "POST" if path == CHAT else "GET"
-                for value in (own_id, f"other, {own_id}"):
-                    answer = await client.request(method, path, headers={NAME: value}, json=BODY)
-                    assert answer.status_code == 508
-                    assert answer.json()["error"]["code"] == "loop_detected"
-                    assert own_id not in answer.text
-            assert fakes[0].requests == 1
+    async with fake_instances(1) as fakes, gateways(config(0, fakes[0].url)) as [running]:
+        await eventually(lambda: "m" in running.gateway.fleet.models())
+        await post(running.url)
+        [own_id] = hops_of(fakes[0].heads[-1])
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            method = "POST" if path == CHAT else "GET"
+            for value in (own_id, f"other, {own_id}"):
+                answer = await client.request(method, path, headers={NAME: value}, json=BODY)
+                assert answer.status_code == 508
+                assert answer.json()["error"]["code"] == "loop_detected"
+                assert own_id not in answer.text
+        assert fakes[0].requests == 1
 
 
 async def test_a_session_by_websocket_that_comes_back_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hetero_gateway.http import protocol
 from hetero_gateway.http.clients import default_max_connections
 from tests.fakes.running import eventually
-from tests.http.test_protocol import CHAT, SPLIT, connected, get, post, serving
+from tests.http.test_protocol import CHAT, KEYED, SMALL, SPLIT, connected, get, post, serving
 
 ADMIN = b"GET /admin/instances HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
@@ -223,13 +223,12 @@ async def test_a_final_answer_in_place_of_a_100_ends_the_connection(
 ) -> None:
     # Whether the body comes now is not known: what comes could be that, or a request.
     monkeypatch.setenv("GATEWAY_KEY", "front")
-    async with serving(server={"api_key_env": "GATEWAY_KEY"}) as (running, _):
-        async with connected(running) as client:
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n"
-            client.writer.write(head + b"expect: 100-continue\r\n\r\n")
-            assert (await client.response())[0] == 401
-            client.writer.write(get("/livez"))
-            assert await client.rest() == b""
+    async with serving(server=KEYED) as (running, _), connected(running) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n"
+        client.writer.write(head + b"expect: 100-continue\r\n\r\n")
+        assert (await client.response())[0] == 401
+        client.writer.write(get("/livez"))
+        assert await client.rest() == b""
 
 
 @pytest.mark.parametrize(
@@ -237,35 +236,32 @@ async def test_a_final_answer_in_place_of_a_100_ends_the_connection(
     [b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"content-length: 0\r\n\r\n", b"\r\n"],
 )
 async def test_an_empty_body_that_was_announced_leaves_the_connection_open(framing: bytes) -> None:
-    async with serving() as (running, _):
-        async with connected(running) as client:
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
-            client.writer.write(head + framing + get("/livez"))
-            assert (await client.response())[0] == 400
-            assert (await client.response())[0] == 200
+    async with serving() as (running, _), connected(running) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
+        client.writer.write(head + framing + get("/livez"))
+        assert (await client.response())[0] == 400
+        assert (await client.response())[0] == 200
 
 
 async def test_a_refused_body_that_is_far_too_large_ends_the_connection() -> None:
-    async with serving(server={"max_body_bytes": 2000}) as (running, _):
-        async with connected(running) as client:
-            length = protocol._MOST_DROPPED_BYTES + 1
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n"
-            client.writer.write(head.encode() + b"x" * 5000)
-            assert statuses(await client.rest()) == [413]
+    async with serving(server=SMALL) as (running, _), connected(running) as client:
+        length = protocol._MOST_DROPPED_BYTES + 1
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n"
+        client.writer.write(head.encode() + b"x" * 5000)
+        assert statuses(await client.rest()) == [413]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/admin/instances", "/nope"])
 async def test_who_is_refused_while_it_writes_can_write_on_and_read_why(path: str) -> None:
-    async with serving(server={"max_body_bytes": 2000}) as (running, _):
-        async with connected(running) as client:
-            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-            client.writer.write(head.encode() + b"content-length: 4000000\r\n\r\n")
-            for _ in range(30):
-                client.writer.write(b"x" * 100_000)
-                await client.writer.drain()
-                await asyncio.sleep(0.01)
-            (status,) = statuses(await client.rest())
-            assert status in (401, 404, 413)
+    async with serving(server=SMALL) as (running, _), connected(running) as client:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        client.writer.write(head.encode() + b"content-length: 4000000\r\n\r\n")
+        for _ in range(30):
+            client.writer.write(b"x" * 100_000)
+            await client.writer.drain()
+            await asyncio.sleep(0.01)
+        (status,) = statuses(await client.rest())
+        assert status in (401, 404, 413)
 
 
 async def test_who_is_refused_amid_a_long_body_can_write_on_and_read_why() -> None:

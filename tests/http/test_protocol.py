@@ -21,6 +21,8 @@ from tests.fakes.vllm import FakeInstance, fake_instances
 
 CHAT = "/v1/chat/completions"
 SPLIT = b"\r\n\r\n"
+# Configurations of the server: small bodies, and a key.
+SMALL, KEYED = {"max_body_bytes": 2000}, {"api_key_env": "GATEWAY_KEY"}
 
 
 def post(fake: dict[str, object] | None = None, *, path: str = CHAT, **fields: object) -> bytes:
@@ -209,45 +211,41 @@ async def test_targets_are_sent_on_as_they_came(target: str, sent: str) -> None:
 
 
 async def test_an_announced_body_that_is_too_large_is_refused_before_it_comes() -> None:
-    async with serving(server={"max_body_bytes": 2000}) as (running, _):
-        async with connected(running) as client:
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n"
-            client.writer.write(head)
-            status, body = await client.response()
-            assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
-            # What comes of it is discarded, and the connection goes on.
-            client.writer.write(b"x" * 5000 + post())
-            assert (await client.response())[0] == 200
+    async with serving(server=SMALL) as (running, _), connected(running) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n"
+        client.writer.write(head)
+        status, body = await client.response()
+        assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
+        # What comes of it is discarded, and the connection goes on.
+        client.writer.write(b"x" * 5000 + post())
+        assert (await client.response())[0] == 200
 
 
 async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_large() -> None:
-    async with serving(server={"max_body_bytes": 2000}) as (running, _):
-        async with connected(running) as client:
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-            client.writer.write(head + b"bb8\r\n" + b"x" * 3000 + b"\r\n")
-            assert (await client.response())[0] == 413
-            client.writer.write(b"3\r\nxxx\r\n0\r\n\r\n" + post())
-            assert (await client.response())[0] == 200
+    async with serving(server=SMALL) as (running, _), connected(running) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        client.writer.write(head + b"bb8\r\n" + b"x" * 3000 + b"\r\n")
+        assert (await client.response())[0] == 413
+        client.writer.write(b"3\r\nxxx\r\n0\r\n\r\n" + post())
+        assert (await client.response())[0] == 200
 
 
 async def test_a_pipelined_body_that_is_too_large_is_refused_in_its_turn() -> None:
-    async with serving(server={"max_body_bytes": 2000}) as (running, _):
-        async with connected(running) as client:
-            large = post(text="y" * 3000).replace(b"content-length", b"x-length")
-            chunk = large.split(SPLIT, 1)[1]
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-            framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(chunk), chunk)
-            client.writer.write(post({"first_delay_s": 0.1}) + head + framed + post())
-            assert [(await client.response())[0] for _ in range(3)] == [200, 413, 200]
+    async with serving(server=SMALL) as (running, _), connected(running) as client:
+        large = post(text="y" * 3000).replace(b"content-length", b"x-length")
+        chunk = large.split(SPLIT, 1)[1]
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(chunk), chunk)
+        client.writer.write(post({"first_delay_s": 0.1}) + head + framed + post())
+        assert [(await client.response())[0] for _ in range(3)] == [200, 413, 200]
 
 
 async def test_without_the_key_nothing_of_the_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEWAY_KEY", "front")
-    async with serving(server={"api_key_env": "GATEWAY_KEY"}) as (running, _):
-        async with connected(running) as client:
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n"
-            client.writer.write(head + b"expect: 100-continue\r\n\r\n")
-            assert (await client.response())[0] == 401
+    async with serving(server=KEYED) as (running, _), connected(running) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n"
+        client.writer.write(head + b"expect: 100-continue\r\n\r\n")
+        assert (await client.response())[0] == 401
 
 
 async def test_a_client_that_expects_a_100_gets_it_in_its_turn() -> None:
@@ -454,22 +452,21 @@ async def test_a_graceful_end_lets_a_stream_finish_and_closes_its_connection() -
 async def test_a_request_on_its_way_as_the_end_begins_is_answered() -> None:
     async with fake_instances(1) as fakes:
         config = config_for(fakes, server={"port": 0, "shutdown_timeout_s": 20})
-        async with contextlib.AsyncExitStack() as clients:
-            async with running_gateway(config) as running:
-                connect = lambda: clients.enter_async_context(connected(running))  # noqa: E731
-                new, half, silent, served = [await connect() for _ in range(4)]
-                half.writer.write(post()[:20])
-                served.writer.write(post())
-                assert (await served.response())[0] == 200
-                running.server.should_exit = True
-                assert await served.rest() == b""  # at once; the others may still say something
-                new.writer.write(post())
-                half.writer.write(post()[20:])
-                for client in (new, half):
-                    answer = await client.rest()
-                    assert answer.startswith(b"HTTP/1.1 200 ")
-                    assert b"connection: close" in answer
-                assert await silent.rest() == b""
+        async with contextlib.AsyncExitStack() as clients, running_gateway(config) as running:
+            connect = lambda: clients.enter_async_context(connected(running))  # noqa: E731
+            new, half, silent, served = [await connect() for _ in range(4)]
+            half.writer.write(post()[:20])
+            served.writer.write(post())
+            assert (await served.response())[0] == 200
+            running.server.should_exit = True
+            assert await served.rest() == b""  # at once; the others may still say something
+            new.writer.write(post())
+            half.writer.write(post()[20:])
+            for client in (new, half):
+                answer = await client.rest()
+                assert answer.startswith(b"HTTP/1.1 200 ")
+                assert b"connection: close" in answer
+            assert await silent.rest() == b""
         assert running.settled()
 
 

@@ -1,8 +1,10 @@
 """What a response is by RFC 9110 and 9112: byte by byte, and through the whole gateway."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import h11
 import httpx
@@ -23,7 +25,6 @@ from hetero_gateway.http.response import (
 )
 from tests.fakes.raw import GOOD, RawInstance, raw_instance
 from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import FakeInstance
 
 BODY = b'{"model": "m", "messages": []}'
 REQUEST = (
@@ -351,10 +352,13 @@ async def exchange(running: RunningGateway, requests: int = 1) -> bytes:
     return got
 
 
-def gateway_for(instance: RawInstance, **sections: object) -> object:
-    stand_in = FakeInstance()
-    stand_in.port = instance.port
-    return running_gateway(config_for([stand_in], retry={"max_attempts": 1}, **sections))
+@contextlib.asynccontextmanager
+async def relayed(**sections: Any) -> AsyncIterator[tuple[RawInstance, RunningGateway]]:
+    """An instance that writes what it likes, and a gateway that sends a request to it once."""
+    async with raw_instance() as instance:
+        config = config_for([instance], retry={"max_attempts": 1}, **sections)
+        async with running_gateway(config) as running:
+            yield instance, running
 
 
 SPLITTING = {
@@ -370,16 +374,15 @@ SPLITTING = {
 
 @pytest.mark.parametrize("name", SPLITTING)
 async def test_a_malformed_response_is_a_502_and_the_connection_goes_on(name: str) -> None:
-    async with raw_instance() as instance:
-        async with gateway_for(instance) as running:  # type: ignore[attr-defined]
-            instance.posts = [SPLITTING[name] + EVIL]
-            got = await exchange(running)
-            assert got.startswith(b"HTTP/1.1 502 ")
-            assert b"evil" not in got
-            assert b'"code":"upstream_error"' in got.replace(b" ", b"")
-            assert got.count(b"HTTP/1.1 200 OK") == 1  # /livez, on the same connection
-            assert got.endswith(b'{"status":"ok"}')
-            await eventually(running.settled)
+    async with relayed() as (instance, running):
+        instance.posts = [SPLITTING[name] + EVIL]
+        got = await exchange(running)
+        assert got.startswith(b"HTTP/1.1 502 ")
+        assert b"evil" not in got
+        assert b'"code":"upstream_error"' in got.replace(b" ", b"")
+        assert got.count(b"HTTP/1.1 200 OK") == 1  # /livez, on the same connection
+        assert got.endswith(b'{"status":"ok"}')
+        await eventually(running.settled)
 
 
 EXTRA = {
@@ -405,43 +408,40 @@ EXTRA = {
 
 @pytest.mark.parametrize("name", EXTRA)
 async def test_only_the_response_itself_reaches_a_client(name: str) -> None:
-    async with raw_instance() as instance:
-        async with gateway_for(instance) as running:  # type: ignore[attr-defined]
-            instance.posts = EXTRA[name]
-            got = await exchange(running, requests=3)
-            assert b"evil" not in got
-            assert got.count(b"HTTP/1.1 200 OK") == 4
-            assert got.count(b'{"ok":true}') == 3
-            assert got.endswith(b'{"status":"ok"}')
-            await eventually(running.settled)
+    async with relayed() as (instance, running):
+        instance.posts = EXTRA[name]
+        got = await exchange(running, requests=3)
+        assert b"evil" not in got
+        assert got.count(b"HTTP/1.1 200 OK") == 4
+        assert got.count(b'{"ok":true}') == 3
+        assert got.endswith(b'{"status":"ok"}')
+        await eventually(running.settled)
 
 
 async def test_a_connection_with_bytes_behind_the_end_is_not_used_again() -> None:
-    async with raw_instance() as instance:
-        async with gateway_for(instance) as running:  # type: ignore[attr-defined]
-            instance.posts = [GOOD + EVIL]
-            before = instance.connections
-            await exchange(running, requests=3)
-            assert instance.connections - before == 3
-            instance.posts = [GOOD]
-            before = instance.connections
-            await exchange(running, requests=3)
-            assert instance.connections - before == 1
+    async with relayed() as (instance, running):
+        instance.posts = [GOOD + EVIL]
+        before = instance.connections
+        await exchange(running, requests=3)
+        assert instance.connections - before == 3
+        instance.posts = [GOOD]
+        before = instance.connections
+        await exchange(running, requests=3)
+        assert instance.connections - before == 1
 
 
 @pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
 async def test_an_answer_without_a_body_takes_no_bytes_of_the_next(status: bytes) -> None:
-    async with raw_instance() as instance:
-        async with gateway_for(instance) as running:  # type: ignore[attr-defined]
-            instance.posts = [head(b"content-length: 4", status=b"HTTP/1.1 " + status) + b"evil"]
-            reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
-            writer.write(REQUEST + REQUEST.replace(b"\r\nhost", b"\r\nconnection: close\r\nhost"))
-            got = await asyncio.wait_for(reader.read(), 5)
-            writer.close()
-            assert got.count(b"HTTP/1.1 " + status[:3]) == 2
-            assert b"evil" not in got
-            assert b"content-length" not in got
-            assert b"transfer-encoding" not in got
+    async with relayed() as (instance, running):
+        instance.posts = [head(b"content-length: 4", status=b"HTTP/1.1 " + status) + b"evil"]
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(REQUEST + REQUEST.replace(b"\r\nhost", b"\r\nconnection: close\r\nhost"))
+        got = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        assert got.count(b"HTTP/1.1 " + status[:3]) == 2
+        assert b"evil" not in got
+        assert b"content-length" not in got
+        assert b"transfer-encoding" not in got
 
 
 BROKEN_LATER = {
@@ -464,40 +464,37 @@ BROKEN_LATER = {
 
 @pytest.mark.parametrize("name", BROKEN_LATER)
 async def test_a_response_that_breaks_later_is_cut_and_never_ended(name: str) -> None:
-    async with raw_instance() as instance:
-        async with gateway_for(instance) as running:  # type: ignore[attr-defined]
-            instance.posts, instance.pause_s = BROKEN_LATER[name], 0.01
-            got = await exchange(running)
-            assert got.startswith(b"HTTP/1.1 200 OK\r\n")
-            assert b"good" in got
-            assert b"evil" not in got
-            assert b"0\r\n\r\n" not in got.partition(b"\r\n\r\n")[2]
-            assert got.count(b"HTTP/1.1") == 1
-            await eventually(running.settled)
+    async with relayed() as (instance, running):
+        instance.posts, instance.pause_s = BROKEN_LATER[name], 0.01
+        got = await exchange(running)
+        assert got.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"good" in got
+        assert b"evil" not in got
+        assert b"0\r\n\r\n" not in got.partition(b"\r\n\r\n")[2]
+        assert got.count(b"HTTP/1.1") == 1
+        await eventually(running.settled)
 
 
 @pytest.mark.parametrize("piece_bytes", [16, 1 << 16])
 async def test_a_head_of_megabytes_costs_its_request_only(piece_bytes: int) -> None:
     count = (1 << 22) // piece_bytes if piece_bytes > 16 else 8192
-    async with raw_instance() as instance:
-        async with gateway_for(instance) as running:  # type: ignore[attr-defined]
-            instance.posts = [b"HTTP/1.1 200 OK\r\nx-a: ", *([b"a" * piece_bytes] * count)]
-            got = await exchange(running)
-            assert got.startswith(b"HTTP/1.1 502 ")
-            # It was broken off, not read to its end: what sockets hold was on its way.
-            assert instance.written_bytes < MOST_HEAD_BYTES + (1 << 22)
-            instance.posts = [GOOD]
-            assert (await exchange(running)).count(b'{"ok":true}') == 1
+    async with relayed() as (instance, running):
+        instance.posts = [b"HTTP/1.1 200 OK\r\nx-a: ", *([b"a" * piece_bytes] * count)]
+        got = await exchange(running)
+        assert got.startswith(b"HTTP/1.1 502 ")
+        # It was broken off, not read to its end: what sockets hold was on its way.
+        assert instance.written_bytes < MOST_HEAD_BYTES + (1 << 22)
+        instance.posts = [GOOD]
+        assert (await exchange(running)).count(b'{"ok":true}') == 1
 
 
 async def test_a_head_that_never_ends_is_under_the_first_byte_timeout() -> None:
-    async with raw_instance() as instance:
-        timeouts = {"first_byte_s": 0.5, "idle_s": 60}
-        async with gateway_for(instance, timeouts=timeouts) as running:  # type: ignore[attr-defined]
-            for posts in ([b"HTTP/1.1 200 OK\r\nx-a: 1"], [head(status=b"HTTP/1.1 102 P")] * 3):
-                instance.posts = posts
-                assert (await exchange(running)).startswith(b"HTTP/1.1 504 ")
-                await eventually(running.settled)
+    timeouts = {"first_byte_s": 0.5, "idle_s": 60}
+    async with relayed(timeouts=timeouts) as (instance, running):
+        for posts in ([b"HTTP/1.1 200 OK\r\nx-a: 1"], [head(status=b"HTTP/1.1 102 P")] * 3):
+            instance.posts = posts
+            assert (await exchange(running)).startswith(b"HTTP/1.1 504 ")
+            await eventually(running.settled)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -509,39 +506,37 @@ async def test_what_never_ends_waits_for_its_client(stream: bool) -> None:
         b"content-type: " + (b"text/event-stream" if stream else b"application/json"),
         b"transfer-encoding: chunked",
     )
-    async with raw_instance() as instance:
-        async with gateway_for(instance) as running:  # type: ignore[attr-defined]
-            instance.posts = [opening, *framed]
-            reader, writer = await asyncio.open_connection("127.0.0.1", running.port, limit=1024)
-            writer.write(REQUEST)
-            await reader.readuntil(b"\r\n\r\n")
-            await asyncio.sleep(5)
-            # Sockets hold some of it, and the gateway next to nothing.
-            assert instance.written_bytes < 1 << 25
-            (attempts,) = running.gateway.dataplane.rooms.open
-            assert len(attempts._exchange.tail()) <= 8192  # type: ignore[union-attr]
-            assert sum(map(len, attempts._exchange._tail)) <= 6 * 8192  # type: ignore[union-attr]
-            writer.transport.abort()
-            await eventually(running.settled)
+    async with relayed() as (instance, running):
+        instance.posts = [opening, *framed]
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port, limit=1024)
+        writer.write(REQUEST)
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(5)
+        # Sockets hold some of it, and the gateway next to nothing.
+        assert instance.written_bytes < 1 << 25
+        (attempts,) = running.gateway.dataplane.rooms.open
+        assert len(attempts._exchange.tail()) <= 8192  # type: ignore[union-attr]
+        assert sum(map(len, attempts._exchange._tail)) <= 6 * 8192  # type: ignore[union-attr]
+        writer.transport.abort()
+        await eventually(running.settled)
 
 
 async def test_the_decoded_way_out_follows_the_same_rules() -> None:
     """An HTTP/1.0 client gets bodies without their framing."""
-    async with raw_instance() as instance:
-        async with gateway_for(instance) as running:  # type: ignore[attr-defined]
-            opening = head(b"transfer-encoding: chunked")
-            instance.posts = [
-                opening + chunk(b'{"ok"') + b"6",
-                b";x\r\n:true}\r\n0\r\na: evil\r\n\r\n" + EVIL,
-            ]
-            async with httpx.AsyncClient(base_url=running.url) as client:
-                assert (await client.post("/v1/completions", content=BODY)).text == '{"ok":true}'
-            reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
-            writer.write(REQUEST.replace(b"HTTP/1.1", b"HTTP/1.0"))
-            got = await asyncio.wait_for(reader.read(), 5)
-            writer.close()
-            assert b'{"ok":true}' in got
-            assert b"evil" not in got
+    async with relayed() as (instance, running):
+        opening = head(b"transfer-encoding: chunked")
+        instance.posts = [
+            opening + chunk(b'{"ok"') + b"6",
+            b";x\r\n:true}\r\n0\r\na: evil\r\n\r\n" + EVIL,
+        ]
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            assert (await client.post("/v1/completions", content=BODY)).text == '{"ok":true}'
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(REQUEST.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        got = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        assert b'{"ok":true}' in got
+        assert b"evil" not in got
 
 
 def test_a_head_has_what_a_relay_asks_for() -> None:

@@ -30,6 +30,18 @@ def config_of(*sources: dict[str, Any], **sections: Any) -> GatewayConfig:
     return GatewayConfig.model_validate(data | {"discovery": list(sources)} | sections)
 
 
+def pods_of(api: FakeApiServer, **more: Any) -> dict[str, Any]:
+    """A source."""
+    source = {"name": "pods", "kind": "kubernetes", "selector": "app=vllm", "api_url": api.url}
+    return source | {"namespace": "default"} | more
+
+
+def names_of(server: FakeNameServer, **more: Any) -> dict[str, Any]:
+    """A source."""
+    source = {"name": "pool", "kind": "dns", "host": "vllm.test", "nameserver": server.address}
+    return source | more
+
+
 def chat(**fake: Any) -> dict[str, Any]:
     message = {"role": "user", "content": "hello"}
     return {"model": "m", "messages": [message], "stream": True, "fake": fake}
@@ -130,10 +142,7 @@ async def changes_under_load(
 async def test_two_hundred_by_dns_come_move_and_go_under_load() -> None:
     async with machines(200) as made, FakeNameServer() as server:
         server.ttl_s = 1
-        source = {
-            "name": "pool", "kind": "dns", "host": "vllm.test", "port": made.port,
-            "nameserver": server.address, "profile": FAST,
-        }  # fmt: skip
+        source = names_of(server, port=made.port, profile=FAST)
 
         def show(numbers: range) -> None:
             server.records["vllm.test", "A"] = [address(n) for n in numbers]
@@ -144,10 +153,7 @@ async def test_two_hundred_by_dns_come_move_and_go_under_load() -> None:
 
 async def test_two_hundred_by_kubernetes_come_move_and_go_under_load() -> None:
     async with machines(200) as made, FakeApiServer() as api:
-        source = {
-            "name": "pods", "kind": "kubernetes", "selector": "app=vllm", "api_url": api.url,
-            "namespace": "default", "port": made.port, "profile": SLOW,
-        }  # fmt: skip
+        source = pods_of(api, port=made.port, profile=SLOW)
 
         def show(numbers: range) -> None:
             wanted = {f"vllm-{n}": address(n) for n in numbers}
@@ -163,10 +169,7 @@ async def test_a_name_is_asked_again_when_its_ttl_is_over_and_no_sooner() -> Non
     async with machines(2) as made, FakeNameServer() as server:
         server.ttl_s = 20
         server.records["vllm.test", "A"] = [address(0), "169.254.169.254"]
-        source = {
-            "name": "pool", "kind": "dns", "host": "vllm.test", "port": made.port,
-            "nameserver": server.address, "interval_s": 60,
-        }  # fmt: skip
+        source = names_of(server, port=made.port, interval_s=60)
         async with running_gateway(config_of(source)) as running:
             await eventually(lambda: len(shown(running)) == 1)  # and not a cloud's metadata
             await asyncio.sleep(50)
@@ -192,8 +195,7 @@ async def test_a_ttl_of_nothing_is_a_second_and_many_names_are_asked_for_slowly(
             ({"host": "_http._tcp.vllm.test", "record": "srv"}, 30 * 50 + 100),
         ):
             server.asked.clear()
-            named = {"name": "pool", "kind": "dns", "nameserver": server.address}
-            async with running_gateway(config_of(named | source)):
+            async with running_gateway(config_of(names_of(server) | source)):
                 await asyncio.sleep(30)
                 assert 40 <= len(server.asked) <= most
 
@@ -207,10 +209,7 @@ async def test_srv_records_name_ports_and_ipv6_has_addresses() -> None:
         server.records["one.vllm.test", "A"] = ["127.0.0.1"]
         server.records["two.vllm.test", "A"] = ["127.0.0.1"]
         server.records["two.vllm.test", "AAAA"] = ["2001:db8::1"]
-        source = {
-            "name": "pool", "kind": "dns", "host": "_http._tcp.vllm.test", "record": "srv",
-            "nameserver": server.address,
-        }  # fmt: skip
+        source = names_of(server, host="_http._tcp.vllm.test", record="srv")
         async with running_gateway(config_of(source)) as running:
             await eventually(lambda: len(running.gateway.fleet.instances) == 3)
             urls = {i.config.base_url for i in running.gateway.fleet.instances.values()}
@@ -222,10 +221,7 @@ async def test_a_cut_watch_goes_on_and_a_version_that_is_gone_is_listed_anew(
     tmp_path: Path,
 ) -> None:
     async with machines(4) as made, FakeApiServer() as api:
-        source = {
-            "name": "pods", "kind": "kubernetes", "selector": "app=vllm", "api_url": api.url,
-            "namespace": "default", "port": made.port, "interval_s": 300,
-        }  # fmt: skip
+        source = pods_of(api, port=made.port, interval_s=300)
         api.put(pod("a", address(0)), pod("b", address(1), ready=False))
         async with running_gateway(config_of(source)) as running:
             await eventually(lambda: list(shown(running)) == ["a"])
@@ -252,10 +248,7 @@ async def test_a_cut_watch_goes_on_and_a_version_that_is_gone_is_listed_anew(
 
 async def test_a_pod_that_moves_drains_where_it_was() -> None:
     async with machines(2) as made, FakeApiServer() as api:
-        source = {
-            "name": "pods", "kind": "kubernetes", "selector": "app=vllm", "api_url": api.url,
-            "namespace": "default", "port": made.port,
-        }  # fmt: skip
+        source = pods_of(api, port=made.port)
         api.put(pod("a", address(0)))
         async with running_gateway(config_of(source)) as running:
             await eventually(lambda: list(shown(running)) == ["a"])
@@ -275,11 +268,13 @@ async def test_a_pod_that_moves_drains_where_it_was() -> None:
 
 async def test_endpoint_slices_with_their_ports() -> None:
     async with machines(3) as made, FakeApiServer() as api:
-        source = {
-            "name": "slices", "kind": "kubernetes", "resource": "endpointslices",
-            "selector": "kubernetes.io/service-name=vllm", "api_url": api.url,
-            "namespace": "models",
-        }  # fmt: skip
+        source = pods_of(
+            api,
+            name="slices",
+            resource="endpointslices",
+            selector="kubernetes.io/service-name=vllm",
+            namespace="models",
+        )
         endpoints = [
             {"addresses": [address(0)], "targetRef": {"kind": "Pod", "name": "p0"}},
             {"addresses": [address(1)], "conditions": {"ready": True}},
@@ -300,10 +295,7 @@ async def test_profiles_by_label_and_by_what_the_engine_serves() -> None:
             {"labels": {"gpu": "fast"}, "profile": FAST},
             {"model": "m", "labels": {"gpu": "asked"}, "profile": SLOW},
         ]
-        source = {
-            "name": "pods", "kind": "kubernetes", "selector": "app=vllm", "api_url": api.url,
-            "namespace": "default", "port": made.port, "profiles": rules,
-        }  # fmt: skip
+        source = pods_of(api, port=made.port, profiles=rules)
         api.put(
             pod("a", address(0), gpu="fast"),
             pod("b", address(1), gpu="asked"),

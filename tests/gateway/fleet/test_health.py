@@ -17,7 +17,7 @@ from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.upstream import InstancePool
 from tests.fakes.raw import plain, raw_instance
-from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
+from tests.fakes.running import FAST, RunningGateway, config_for, eventually, rig, running_gateway
 from tests.fakes.vllm import NO_PREFIX_CACHE, fake_instances
 
 RANKS = (
@@ -253,7 +253,7 @@ async def test_megabytes_of_metrics_are_read_with_turns_for_others() -> None:
 async def test_a_probe_that_fails_for_a_reason_of_our_own_counts_neither_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+    async with rig() as (running, _, _):
         (instance,) = running.gateway.fleet.instances.values()
         asked = 0
 
@@ -281,7 +281,7 @@ def parse_metrics(text: str) -> None:
 
 async def test_counters_are_read_where_rows_of_observation_end() -> None:
     # Else what an engine counted between two scrapes would be of parts of rows.
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+    async with rig() as (running, client, _):
         fleet, looks, scrapes = running.gateway.fleet, [], []
         after_look, observe = fleet.on_look, fleet.scheduler.observe_cache
         assert after_look is not None
@@ -297,11 +297,10 @@ async def test_counters_are_read_where_rows_of_observation_end() -> None:
         fleet.on_look = looked
         fleet.scheduler.observe_cache = scraped  # type: ignore[method-assign]
         body = {"model": "m", "stream": True, "fake": {"events": 250, "delay_s": 0.02}}
-        async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
-            monitor = running.gateway.health
-            monitor._config = monitor._config.model_copy(update={"scrape_interval_s": 1.8})
-            scrapes.clear()
-            await client.post("/v1/chat/completions", json=body)
+        monitor = running.gateway.health
+        monitor._config = monitor._config.model_copy(update={"scrape_interval_s": 1.8})
+        scrapes.clear()
+        await client.post("/v1/chat/completions", json=body)
     assert len(looks) >= 4
     assert len(scrapes) >= 2
     for at_s in scrapes:

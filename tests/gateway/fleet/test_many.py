@@ -20,7 +20,7 @@ from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.fleet.lag import LoopLag
 from hetero_gateway.gateway.fleet.probe import LateProbe, Probe
 from hetero_gateway.http import upstream
-from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fakes.running import config_for, eventually, rig, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 
@@ -47,7 +47,7 @@ async def test_a_scrape_that_is_late_is_counted_like_a_probe(
             raise LateProbe(2.0)
         return await ask(probe, method, target, *more)
 
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+    async with rig() as (running, _, _):
         monkeypatch.setattr(Probe, "ask", late_for_metrics)
         await eventually(lambda: running.gateway.health.late > 2)
         (instance,) = running.gateway.fleet.instances.values()
@@ -257,11 +257,9 @@ async def test_probes_go_to_link_local_addresses_where_requests_do(
     allowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upstream, "is_link_local", lambda address: address == "127.0.0.1")
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, server={"link_local_instances": allowed})
-        async with running_gateway(config) as running:
-            [instance] = running.gateway.fleet.instances.values()
-            await eventually(lambda: instance.up or "link-local" in instance.down_reason)
-            assert instance.up == allowed
-            if not allowed:
-                assert not fakes[0].heads
+    async with rig(server={"link_local_instances": allowed}) as (running, _, fakes):
+        [instance] = running.gateway.fleet.instances.values()
+        await eventually(lambda: instance.up or "link-local" in instance.down_reason)
+        assert instance.up == allowed
+        if not allowed:
+            assert not fakes[0].heads

@@ -6,8 +6,6 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,8 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.dataplane import speed
 from hetero_gateway.gateway.fleet import recalibration
-from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import NO_PREFIX_CACHE, FakeInstance, fake_instances
+from tests.fakes.running import FAST, RunningGateway, eventually, rig
+from tests.fakes.vllm import NO_PREFIX_CACHE, FakeInstance
 
 CHAT = "/v1/chat/completions"
 I0 = InstanceId("i0")
@@ -36,17 +34,6 @@ def chat(
 ) -> dict[str, object]:
     fake |= {"delay_s": delay_s, "events": events}
     return {"model": "m", "prompt": [7] * prompt, "stream": True, "fake": fake}
-
-
-@asynccontextmanager
-async def serving(
-    fakes: list[FakeInstance], **options: Any
-) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
-    async with (
-        running_gateway(config_for(fakes, **options)) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
-    ):
-        yield running, client
 
 
 @pytest.fixture
@@ -73,7 +60,7 @@ def speed_of(running: RunningGateway) -> float:
 
 
 async def test_rows_are_told_with_their_fields_and_nothing_of_requests(quick: None) -> None:
-    async with fake_instances(1) as fakes, serving(fakes) as (_, client):
+    async with rig() as (_, client, _):
         await traffic(client, 2.0)
         document = (await client.get("/admin/observations?instance=i0")).json()
         assert tuple(document["step_fields"]) == StepRow._fields
@@ -92,7 +79,7 @@ async def test_rows_are_told_with_their_fields_and_nothing_of_requests(quick: No
 
 async def test_streams_shorter_than_a_look_are_observed() -> None:
     # Each lasts a third of a second, and looks are a second apart.
-    async with fake_instances(1) as fakes, serving(fakes) as (running, client):
+    async with rig() as (running, client, _):
         for _ in range(8):
             await client.post(CHAT, json=chat(0.03, 10))
         seen = running.gateway.fleet.scheduler.members.table[I0].observations
@@ -104,7 +91,7 @@ async def test_streams_shorter_than_a_look_are_observed() -> None:
 async def test_an_engine_that_puts_several_tokens_into_an_event_is_not_slow(quick: None) -> None:
     speeds = {}
     for tokens in (1, 4):
-        async with fake_instances(1) as fakes, serving(fakes) as (running, client):
+        async with rig() as (running, client, _):
             body = chat(0.04, 40, event_tokens=tokens)
             for _ in range(3):
                 await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(3)))
@@ -117,7 +104,7 @@ async def test_drift_is_logged_once_and_shown(
 ) -> None:
     for name, value in (("HOLD_S", 1.5), ("_LEAST_S", 1.0), ("_EVERY_S", 0.5)):
         monkeypatch.setattr(f"hetero_gateway.core.instances.drift.{name}", value)
-    async with fake_instances(1) as fakes, serving(fakes, profiles=(FAST,)) as (running, client):
+    async with rig(profiles=(FAST,)) as (running, client, _):
         with caplog.at_level(logging.WARNING, "hetero_gateway"):
             await traffic(client, 5.0, delay_s=0.06)  # some 12 ms by the profile
         row = (await client.get("/admin/instances")).json()["instances"][0]
@@ -143,10 +130,9 @@ def dated_profile(folder: Path) -> Path:
 
 async def test_the_age_of_a_profile_is_shown_where_it_has_a_date(tmp_path: Path) -> None:
     path = dated_profile(tmp_path)
-    async with fake_instances(2) as fakes:
-        async with serving(fakes, profiles=(str(path), None)) as (running, client):
-            rows = (await client.get("/admin/instances")).json()["instances"]
-            text = await running.metrics()
+    async with rig(2, profiles=(str(path), None)) as (running, client, _):
+        rows = (await client.get("/admin/instances")).json()["instances"]
+        text = await running.metrics()
     assert rows[0]["profile_age_s"] > 86400
     assert rows[1]["profile_age_s"] is None
     ages = [line for line in text.splitlines() if line.startswith("hetero_gateway_profile_age")]
@@ -155,7 +141,7 @@ async def test_the_age_of_a_profile_is_shown_where_it_has_a_date(tmp_path: Path)
 
 
 async def test_nothing_is_recalibrated_unless_it_is_on(quick: None) -> None:
-    async with fake_instances(1) as fakes, serving(fakes, profiles=(FAST,)) as (running, client):
+    async with rig(profiles=(FAST,)) as (running, client, _):
         await traffic(client, 6.0, delay_s=0.05)
         row = (await client.get("/admin/instances")).json()["instances"][0]
         assert row["recalibrated"] is False
@@ -167,14 +153,8 @@ async def test_nothing_is_recalibrated_unless_it_is_on(quick: None) -> None:
 
 
 async def test_recalibrated_constants_are_bounded_and_can_be_taken_back(quick: None) -> None:
-    on = {"scheduler": {"recalibrate": True}}
-    async with (
-        fake_instances(1) as fakes,
-        serving(fakes, profiles=(FAST,), **on) as (
-            running,
-            client,
-        ),
-    ):
+    on = {"recalibrate": True}
+    async with rig(profiles=(FAST,), scheduler=on) as (running, client, _):
         fleet, original = running.gateway.fleet, load_profile(FAST).constants
         load = asyncio.create_task(traffic(client, 9.0, delay_s=0.1))  # 12 ms by the profile
         await eventually(lambda: fleet.instances[I0].calibrated is not None, within_s=15)
@@ -204,10 +184,8 @@ async def test_a_fit_runs_off_the_event_loop_and_not_for_an_instance_that_has_go
 
     monkeypatch.setattr(recalibration, "refit", refit)
     monkeypatch.setattr(recalibration, "_MOST_ERROR", math.inf)
-    async with (
-        fake_instances(1) as fakes,
-        serving(fakes, profiles=(FAST,), scheduler={"recalibrate": True}) as (running, client),
-    ):
+    on = {"recalibrate": True}
+    async with rig(profiles=(FAST,), scheduler=on) as (running, client, _):
         fleet = running.gateway.fleet
         instance = fleet.instances[I0]
         load = asyncio.create_task(traffic(client, 5.0, delay_s=0.1))
@@ -224,24 +202,24 @@ async def test_a_fit_runs_off_the_event_loop_and_not_for_an_instance_that_has_go
 
 
 async def test_an_unprofiled_instance_learns_its_constants_where_that_is_on(quick: None) -> None:
-    on = {"scheduler": {"recalibrate": True}}
-    async with fake_instances(1) as fakes:
-        fakes[0].metrics = METRICS
-        async with serving(fakes, profiles=(None,), **on) as (running, client):
-            status = (await client.get("/admin/instances")).json()["instances"][0]
-            assert status["profile"] == "unprofiled"
-            await traffic(client, 6.0, delay_s=0.05)
-            status = (await client.get("/admin/instances")).json()["instances"][0]
-            assert (status["profile"], status["recalibrated"]) == ("learned", True)
-            assert status["kv_capacity_tokens"] == 64_000
-            profile = running.gateway.fleet.scheduler.members.specs[I0].profile
-            assert profile is not None
-            assert profile.constants.p8 + 3 * profile.constants.p6 == pytest.approx(0.05, rel=0.3)
+    fake = FakeInstance()
+    fake.metrics = METRICS
+    on = {"recalibrate": True}
+    async with rig([fake], profiles=(None,), scheduler=on) as (running, client, _):
+        status = (await client.get("/admin/instances")).json()["instances"][0]
+        assert status["profile"] == "unprofiled"
+        await traffic(client, 6.0, delay_s=0.05)
+        status = (await client.get("/admin/instances")).json()["instances"][0]
+        assert (status["profile"], status["recalibrated"]) == ("learned", True)
+        assert status["kv_capacity_tokens"] == 64_000
+        profile = running.gateway.fleet.scheduler.members.specs[I0].profile
+        assert profile is not None
+        assert profile.constants.p8 + 3 * profile.constants.p6 == pytest.approx(0.05, rel=0.3)
 
 
 async def test_unprofiled_instances_get_requests_by_their_speed() -> None:
     # One makes a token in 10 ms, the other in 60.
-    async with fake_instances(2) as fakes, serving(fakes, profiles=(None,)) as (_, client):
+    async with rig(2, profiles=(None,)) as (_, client, fakes):
 
         async def one() -> None:
             body = {"model": "m", "prompt": [7] * 99, "stream": True, "fake": {"events": 40}}
@@ -264,7 +242,7 @@ async def test_a_profile_from_the_gateway_fits_what_it_saw(
     quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "new.yaml"
-    async with fake_instances(1) as fakes, serving(fakes, profiles=(FAST,)) as (running, client):
+    async with rig(profiles=(FAST,)) as (running, client, _):
         await traffic(client, 6.0, delay_s=0.05)
         assert await profile(running.url, output) == 0
     said = capsys.readouterr().out
@@ -300,7 +278,7 @@ async def test_what_cannot_be_fitted_is_told_in_a_line(
         assert text.count("\n") == 1
         return text
 
-    async with fake_instances(2) as fakes, serving(fakes, **keyed) as (running, _):
+    async with rig(2, **keyed) as (running, _, fakes):
         assert "missing or wrong" in await told(1, running.url, "--instance", "i0")
         assert "--instance: say which; the gateway has i0, i1" in await told(2, running.url, *key)
         assert "nobody" in await told(1, running.url, "--instance", "nobody", *key)

@@ -11,7 +11,7 @@ from hetero_gateway.gateway.records.history import (
     RequestHistory,
     as_trace,
 )
-from tests.fakes.running import config_for, running_gateway
+from tests.fakes.running import config_for, rig, running_gateway
 from tests.fakes.vllm import fake_instances
 
 CHAT = "/v1/chat/completions"
@@ -26,11 +26,7 @@ def finished(arrival_s: float, model: str = "m", limit: int | None = None) -> Fi
 
 
 async def test_finished_requests_are_a_trace_without_prompts_or_ids() -> None:
-    async with (
-        fake_instances(1) as fakes,
-        running_gateway(config_for(fakes)) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
+    async with rig() as (_, client, _):
         headers = {"x-request-id": "id-of-a-person"}
         usage = (await client.post(CHAT, json=chat(), headers=headers)).json()["usage"]
         await asyncio.sleep(0.1)

@@ -6,7 +6,6 @@ import shutil
 from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,8 +17,7 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.families import InstanceGauges
 from hetero_gateway.gateway.records.metrics import Histogram, Metrics
-from tests.fakes.running import config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import eventually, rig
 
 CHAT = "/v1/chat/completions"
 
@@ -67,10 +65,9 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 
 
 async def test_one_request_is_counted_everywhere_once() -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+    async with rig() as (running, client, _):
         body = {"model": "m", "messages": [], "stream": True, "fake": {"events": 4}}
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            await client.post(CHAT, json=body)
+        await client.post(CHAT, json=body)
         await eventually(running.settled)
         text = await running.metrics()
     found = samples(text)
@@ -102,10 +99,9 @@ async def test_one_request_is_counted_everywhere_once() -> None:
 
 
 async def test_labels_stay_bounded_whatever_clients_ask_for() -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            for i in range(50):
-                await client.post(CHAT, json={"model": f"made-up-{i}", "messages": []})
+    async with rig() as (running, client, _):
+        for i in range(50):
+            await client.post(CHAT, json={"model": f"made-up-{i}", "messages": []})
         text = await running.metrics()
     assert "made-up" not in text
     assert (
@@ -141,9 +137,8 @@ async def test_a_forgotten_instance_leaves_no_series() -> None:
 async def test_promtool_finds_nothing_to_say() -> None:
     promtool = shutil.which("promtool")
     assert promtool is not None, "install Debian's package prometheus"
-    async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            await client.post(CHAT, json={"model": "m", "messages": []})
+    async with rig(2) as (running, client, _):
+        await client.post(CHAT, json={"model": "m", "messages": []})
         text = await running.metrics()
     own = "\n".join(line for line in text.splitlines() if "hetero_gateway_" in line) + "\n"
     process = await asyncio.create_subprocess_exec(
@@ -156,25 +151,20 @@ async def test_promtool_finds_nothing_to_say() -> None:
 @pytest.mark.parametrize("retries", [0, 5])
 async def test_a_request_that_fails_for_good_is_counted_once(retries: int) -> None:
     retry = {"budget_min": retries, "budget_ratio": 0, "max_attempts": 2}
-    async with (
-        fake_instances(2) as fakes,
-        running_gateway(config_for(fakes, retry=retry)) as running,
-    ):
+    async with rig(2, retry=retry) as (running, client, _):
         body = {"model": "m", "messages": [], "fake": {"die": "before_head"}}
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            assert (await client.post(CHAT, json=body)).status_code == 502
+        assert (await client.post(CHAT, json=body)).status_code == 502
         found = samples(await running.metrics())
     ended = [v for (name, _), v in found.items() if name == "requests_total"]
     assert sum(ended) == 1
 
 
 async def test_what_we_cannot_serve_and_what_clients_get_wrong_are_told_apart() -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            await client.post(CHAT, content=b"{")
-            await client.post(CHAT, json={"model": "m", "prompt": [1] * 9999})
-            await fakes[0].kill()
-            await client.post(CHAT, json={"model": "m", "messages": []})
+    async with rig() as (running, client, fakes):
+        await client.post(CHAT, content=b"{")
+        await client.post(CHAT, json={"model": "m", "prompt": [1] * 9999})
+        await fakes[0].kill()
+        await client.post(CHAT, json={"model": "m", "messages": []})
         found = samples(await running.metrics())
     requests = "requests_total"
     assert found[key(requests, model="unknown", backend="", outcome="rejected")] == 1

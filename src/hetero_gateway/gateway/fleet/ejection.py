@@ -5,7 +5,7 @@ timer for all instances, the log and the counts. In normal times a request costs
 runs only while an instance stands elsewhere than open, or has failed a moment ago.
 
 Failing fast must not pay: a request that failed stays charged to its instance for as long as it was
-predicted to take, beside what is outbreaker there (as the load of a peer is), or an instance that
+predicted to take, beside what is outstanding there (as the load of a peer is), or an instance that
 answers 500 at once would always be the emptiest.
 """
 
@@ -168,7 +168,7 @@ class OutcomeWatch:
         )
         self._fleet.scheduler.members.table[instance_id].set_peer(_FAILED, shown, now_s)
 
-    # BreakerState
+    # Where instances stand
 
     def _review(self) -> None:
         """The instances have changed: of those that are left, too many may be ejected."""

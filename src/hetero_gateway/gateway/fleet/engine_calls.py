@@ -113,12 +113,13 @@ class EngineCalls:
         if fleet.instances.get(instance.id) is not instance:
             return
         if path in _LISTS_MODELS:
-            if path == paths.LOAD_LORA_ADAPTER and (name := _adapter_in(body)):
+            name = _told(body).lora_name
+            if path == paths.LOAD_LORA_ADAPTER and is_model_name(name):
                 instance.adapters.add(name)
             await self._health.read_models(instance, probe)
         elif path == paths.WAKE_UP:
             # Of a part of it alone, it answers that it still sleeps.
-            instance.asleep = _status_in(answer.body) == "sleeping"
+            instance.asleep = _told(answer.body).status == "sleeping"
         elif path == paths.RESUME:
             instance.paused = False
         else:
@@ -182,24 +183,15 @@ class EngineCalls:
             task.cancel()
 
 
-class _Adapter(msgspec.Struct):
+class _Told(msgspec.Struct):
+    """Of a call's body the adapter's name, of an answer's what the engine does."""
+
     lora_name: str = ""
-
-
-class _Status(msgspec.Struct):
     status: str = ""
 
 
-def _adapter_in(body: bytes) -> str:
+def _told(body: bytes) -> _Told:
     try:
-        name = msgspec.json.decode(body, type=_Adapter).lora_name
+        return msgspec.json.decode(body, type=_Told)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return ""
-    return name if is_model_name(name) else ""
-
-
-def _status_in(body: bytes) -> str:
-    try:
-        return msgspec.json.decode(body, type=_Status).status
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return ""
+        return _Told()

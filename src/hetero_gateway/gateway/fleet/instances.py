@@ -12,7 +12,7 @@ import logging
 import math
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -525,11 +525,9 @@ def _slo_of(limits: SloLimits) -> Slo:
 
 def _age_s(day: Any) -> float | None:
     try:
-        made = day if isinstance(day, date) else datetime.fromisoformat(str(day))
+        made = datetime.fromisoformat(str(day))
     except ValueError:
         return None
-    if not isinstance(made, datetime):
-        made = datetime(made.year, made.month, made.day)
     if made.tzinfo is None:
         made = made.replace(tzinfo=UTC)
     return max(0.0, (datetime.now(UTC) - made).total_seconds())

@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, OTHER, Amounts, added
 from hetero_gateway.gateway.records.families import families_of, family
+from hetero_gateway.gateway.turns import batches
 
 # Entries of a part, of four series each, and entries to add up: some milliseconds.
 _AT_ONCE, _ADDED_AT_ONCE = 100, 4000
@@ -73,8 +74,6 @@ def client_families(
 
 
 def _batches(items: Iterable[_T], size: int = _AT_ONCE) -> Iterator[list[_T]]:
-    """An empty one, if there are none: families are named also where nothing is to be said."""
-    remaining = iter(items)
-    yield list(itertools.islice(remaining, size))
-    while batch := list(itertools.islice(remaining, size)):
-        yield batch
+    """Behind an empty one: families are named also where nothing is to be said."""
+    yield []
+    yield from batches(items, size)

@@ -44,6 +44,7 @@ from hetero_gateway.gateway.records.families import (
     sharing_families,
     single,
 )
+from hetero_gateway.gateway.turns import batches
 from hetero_gateway.http.failures import Blame, Failure
 
 _log = logging.getLogger(__name__)
@@ -368,8 +369,7 @@ class Metrics:
                     lines = lines.split(b"\n", 2)[2]  # its help and type are there
                 written.setdefault(made.name, []).append(lines)
             await asyncio.sleep(0)
-        parts = itertools.chain.from_iterable(written.values())
-        while some := list(itertools.islice(parts, _PARTS_SENT)):
+        for some in batches(itertools.chain.from_iterable(written.values()), _PARTS_SENT):
             yield b"".join(some)
         yield b"".join(map(_exposed, self._process.collect()))
 
@@ -378,9 +378,7 @@ def _batches(make: Callable[[], Iterable[_T]], size: int = _PART) -> Iterator[li
     """An empty one first: families are named also where nothing is to be said of them."""
     yield []
     try:
-        remaining = iter(make())
-        while batch := list(itertools.islice(remaining, size)):
-            yield batch
+        yield from batches(make(), size)
     except Exception:
         _log.exception("some series cannot be shown")
 

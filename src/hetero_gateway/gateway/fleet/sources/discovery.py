@@ -32,6 +32,8 @@ from hetero_gateway.gateway.settings import Prepared, Settings
 _log = logging.getLogger(__name__)
 
 _LONGEST_ID = 63
+# What a source says of all of its instances.
+_OF_INSTANCES = ("model", "weight", "api_key_env", "ca_file", "certificate_file", "key_file")
 # Of instances that may have changed, this many are looked at in a turn of the event loop.
 _LOOKED_AT = 128
 
@@ -174,17 +176,9 @@ class SourceFollower:
             return each.config.model_copy(update={"id": name})
         config = self.config
         rule = self._rule(each, frozenset())
-        return InstanceConfig(
-            id=name,
-            base_url=each.base_url,
-            model=config.model,
-            profile=config.profile if rule is None else config.profiles[rule].profile,
-            weight=config.weight,
-            api_key_env=config.api_key_env,
-            ca_file=config.ca_file,
-            certificate_file=config.certificate_file,
-            key_file=config.key_file,
-        )
+        profile = config.profile if rule is None else config.profiles[rule].profile
+        fields = {field: getattr(config, field) for field in _OF_INSTANCES}
+        return InstanceConfig(id=name, base_url=each.base_url, profile=profile, **fields)
 
     def _rule(self, each: Found, models: frozenset[str]) -> int | None:
         """The first rule that fits, by its position."""
