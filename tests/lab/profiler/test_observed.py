@@ -52,6 +52,7 @@ async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
             await asyncio.sleep(0.5 if k % 30 < 4 else 0.2)
 
 
+@pytest.mark.slow
 async def test_the_constants_are_found_from_live_traffic(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -47,6 +47,8 @@ from tests.fakes.envoy import (
 from tests.fakes.running import FAST, SLOW, config_for, eventually
 from tests.fakes.vllm import FakeInstance, fake_instances
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 
 

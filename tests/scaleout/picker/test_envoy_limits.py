@@ -21,6 +21,8 @@ from tests.fakes.running import config_for, eventually
 from tests.fakes.vllm import fake_instances
 from tests.scaleout.picker.test_envoy import CHAT, behind_envoy, chat, full_duplex
 
+pytestmark = pytest.mark.slow
+
 TLS = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 
 

@@ -209,6 +209,7 @@ async def test_a_broken_file_is_refused_whole_and_log_and_metrics_say_so(
             assert "hetero_gateway_config_last_reload_successful 1.0" in await running.metrics()
 
 
+@pytest.mark.slow
 async def test_a_storm_of_reloads_cuts_no_stream(tmp_path: Path) -> None:
     """One a second, every fifth of them broken, the policy and all settings to and fro."""
     path, reloads = tmp_path / "gateway.yaml", 16
