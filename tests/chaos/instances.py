@@ -20,8 +20,8 @@ import yaml
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
-from hetero_gateway.lab.emulator.server import Server
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.server import EmulatedServer
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from tests.chaos.faults import Faults, faulty
 from tests.fakes.vllm import bound
 
@@ -160,7 +160,7 @@ def _serve(port: int, slowness: float, seed: int, control: Connection) -> None:
     """The process: serve until it is killed, or whoever holds the other end is gone."""
     sys.stderr = open(os.devnull, "w")  # broken connections are meant
     faults = Faults(seed)
-    emulated = EmulatedVLLM(Settings(profile(slowness), models=(MODEL,)))
+    emulated = EmulatedVLLM(EmulatorSettings(profile(slowness), models=(MODEL,)))
     listener = bound(port)
     listener.listen(4096)
 
@@ -174,6 +174,6 @@ def _serve(port: int, slowness: float, seed: int, control: Connection) -> None:
         asyncio.get_running_loop().add_reader(control.fileno(), obey)
         control.send("ready")
 
-    server = Server(emulated, listener, on_ready=ready)
+    server = EmulatedServer(emulated, listener, on_ready=ready)
     server.config.http = faulty(faults)
     server.serve_until_signal()

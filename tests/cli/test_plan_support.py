@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hetero_gateway.cli import main
-from hetero_gateway.planner.accelerators import ACCELERATORS, accelerator
+from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.planner.memory import EngineOptions, estimate_memory
-from hetero_gateway.planner.models import model_card
 
 
 def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

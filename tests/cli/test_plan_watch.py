@@ -12,10 +12,11 @@ from hetero_gateway.cli import main
 from hetero_gateway.cli.plan_again import Again
 from hetero_gateway.cli.plan_watch import Watch
 from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import TraceRequest
-from hetero_gateway.lab.profiler.seen import Seen
+from hetero_gateway.lab.profiler.seen import SeenGateway
 from hetero_gateway.planner.following import Change, Seat, changes
 from hetero_gateway.planner.present import Running, place
 
@@ -74,11 +75,12 @@ class Gateway:
 
     def ask(self) -> Again:
         rows = tuple(TraceRequest(at_s, 500, 150, "m") for at_s in self.arrived)
-        seen = Seen("http://x", "finish-time", self.instances, rows, self.queued, (*self.arrived,))
-        question = self._request.question
-        return Again(
-            seen, self._request, place(self.instances, question.machines, self._request.model)
+        seen = SeenGateway(
+            "http://x", "finish-time", self.instances, rows, self.queued, (*self.arrived,)
         )
+        question = self._request.question
+        present = place(self.instances, question.machines, self._request.model, accelerator)
+        return Again(seen, self._request, present)
 
 
 def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_path):

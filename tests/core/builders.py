@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import ROWS, SEATS, SPEED
-from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
+from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.policies import Policy, PolicyOptions, View, make_policy
 from hetero_gateway.core.policies.base import Backlog, Demand, Outlook
 from hetero_gateway.core.scheduling.decision import Decision

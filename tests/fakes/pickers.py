@@ -28,7 +28,7 @@ def port_of(picker: RunningPicker) -> int:
     return picker.ports[0]
 
 
-def server_of(picker: RunningPicker) -> servers.Server:
+def server_of(picker: RunningPicker) -> servers.GrpcServer:
     return picker.server.picker._servers[0]
 
 

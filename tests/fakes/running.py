@@ -26,8 +26,8 @@ from hetero_gateway.http.protocol import Service
 from hetero_gateway.scaleout.workers.hub import SECRET_ENV, listen
 from hetero_gateway.serve.app import App, create_app
 from hetero_gateway.serve.processes.worker import Worker
-from hetero_gateway.serve.server import BACKLOG, GatewayServer, Served
-from hetero_gateway.serve.wiring.gateway import Gateway
+from hetero_gateway.serve.server import BACKLOG, GatewayServer
+from hetero_gateway.serve.wiring.gateway import Gateway, Parts
 from tests.fakes.admin_key import kept
 from tests.fakes.vllm import FakeInstance, bound
 
@@ -178,7 +178,7 @@ async def running_gateway(
 
 @contextlib.asynccontextmanager
 async def serving(
-    service: Service, gateway: Served, listener: socket.socket | None = None
+    service: Service, gateway: Parts, listener: socket.socket | None = None
 ) -> AsyncIterator[tuple[GatewayServer, str]]:
     """One server until the block ends, and its URL."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -7,7 +7,7 @@ The gateway passes bodies on unchanged, so a test puts what it wants under the k
     die           "before_head", "after_head", "mid_chunk", "after_events": the socket is reset
     die_mid_body  a non-streamed answer stops half way
     status, body  a plain answer instead
-    head          header lines of that, as text
+    head          header lines of that, or of a stream, as text
     empty         "bytes" (content-length: 0) or "chunks" (the last chunk alone), under status 200
     end           "error" (the engine's error event, then [DONE]) or "abort"
     framing       "close" (the body ends with the connection), "bytes" (one byte per write)
@@ -224,6 +224,7 @@ class FakeInstance:
         one_by_one = fake.get("framing") == "bytes"
         framing = b"" if close else b"transfer-encoding: chunked\r\n"
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n" + framing
+        head += fake.get("head", "").encode()
 
         async def write(data: bytes) -> None:
             if one_by_one:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hetero_gateway.cli.arguments import positive_float, positive_int, rate
 
 if TYPE_CHECKING:
-    from hetero_gateway.lab.load.client import Target
+    from hetero_gateway.lab.load.client import LoadTarget
     from hetero_gateway.lab.load.result import RequestRecord
 
 _EXAMPLE = """\
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(target: Target, wanted: str | None) -> str:
+def _model(target: LoadTarget, wanted: str | None) -> str:
     """The model to ask for; also finds out early that nobody listens.
 
     Raises:

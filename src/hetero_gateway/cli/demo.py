@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from hetero_gateway.files.trace import LengthMix
     from hetero_gateway.lab.load.children import Children
     from hetero_gateway.lab.load.comparison import PolicyResult
+    from hetero_gateway.sim.workload import LogNormalLengths
 
 POLICIES = ("round-robin", "capacity-weighted", "finish-time")
 MODEL = "Llama-3-8B"
@@ -261,22 +261,15 @@ class _Demo:
             self._children.check()
 
 
-def _mix() -> LengthMix:
+def _mix() -> LogNormalLengths:
     """Chat with some context: prompts of about 960 tokens on average, outputs about 190.
 
     Between ShareGPT with its history (2 355 and 437) and Azure's conversations (1 237 and 221),
     and shorter, so that the longest answer does not outlast the run.
     """
-    from hetero_gateway.files.trace import LengthMix
+    from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
-    return LengthMix(
-        input_median=768,
-        input_sigma=0.8,
-        input_max=3072,
-        output_median=160,
-        output_sigma=0.7,
-        output_max=512,
-    )
+    return LogNormalLengths(LogNormal(768, 0.8, 3072), LogNormal(160, 0.7, 512))
 
 
 def _print_table(results: list[PolicyResult], document: dict[str, Any]) -> None:

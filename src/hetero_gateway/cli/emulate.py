@@ -11,7 +11,7 @@ from hetero_gateway.cli import standard_streams
 
 if TYPE_CHECKING:
     from hetero_gateway.lab.emulator.lengths import OutputLengths
-    from hetero_gateway.lab.emulator.settings import Settings
+    from hetero_gateway.lab.emulator.settings import EmulatorSettings
 
 _EXAMPLE = """\
 example:
@@ -118,7 +118,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     from hetero_gateway.lab.emulator.app import EmulatedVLLM
-    from hetero_gateway.lab.emulator.server import Server, listen
+    from hetero_gateway.lab.emulator.server import EmulatedServer, listen
 
     standard_streams.tolerate_output()
     settings = settings_of(args)
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         f"emulated vLLM: {settings.profile.name} as {', '.join(settings.model_names)}, "
         f"{settings.time_scale:g} times real speed, on http://{where}:{port}"
     )
-    server = Server(
+    server = EmulatedServer(
         emulated,
         listener,
         shutdown_timeout_s=args.shutdown_timeout,
@@ -140,12 +140,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> EmulatorSettings:
     """What the command's words ask for."""
     from hetero_gateway.files.profile_file import load_profile
-    from hetero_gateway.lab.emulator.settings import Settings
+    from hetero_gateway.lab.emulator.settings import EmulatorSettings
 
-    return Settings(
+    return EmulatorSettings(
         profile=load_profile(args.profile),
         models=tuple(args.model or ()),
         time_scale=args.time_scale,
@@ -167,12 +167,12 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _lengths(args: argparse.Namespace) -> OutputLengths:
-    from hetero_gateway.lab.emulator.lengths import LogNormalLengths, TraceLengths
+    from hetero_gateway.lab.emulator.lengths import LogNormalOutputs, TraceOutputs
 
     if args.output_lengths is not None:
-        return TraceLengths.read(args.output_lengths)
+        return TraceOutputs.read(args.output_lengths)
     given = {
         "mean_tokens": args.mean_output_tokens,
         "cv": args.cv_output_tokens,
     }
-    return LogNormalLengths(**{key: value for key, value in given.items() if value is not None})
+    return LogNormalOutputs(**{key: value for key, value in given.items() if value is not None})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetero_gateway.deploy.starter import Server
-    from hetero_gateway.lab.load.client import Target
+    from hetero_gateway.lab.load.client import LoadTarget
 
 
 def add_parser(subparsers: Any) -> None:
@@ -81,11 +81,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _ask(targets: Sequence[Target]) -> list[Server]:
+async def _ask(targets: Sequence[LoadTarget]) -> list[Server]:
     return await asyncio.gather(*map(_ask_one, targets))
 
 
-async def _ask_one(target: Target) -> Server:
+async def _ask_one(target: LoadTarget) -> Server:
     """What a server says; a server that says nothing is written down all the same."""
     from hetero_gateway.deploy.starter import Server
     from hetero_gateway.errors import HeteroGatewayError
@@ -93,7 +93,7 @@ async def _ask_one(target: Target) -> Server:
 
     client = EngineClient(target)
     try:
-        look = await look_at(client, target)
+        look = await look_at(client)
     except HeteroGatewayError as error:
         return Server(target.base_url, problem=str(error))
     finally:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hetero_gateway.core.costs.profile import Profile
     from hetero_gateway.files.plan_request import PlanRequest
     from hetero_gateway.files.trace import TraceRequest
-    from hetero_gateway.lab.profiler.seen import Seen
+    from hetero_gateway.lab.profiler.seen import SeenGateway
     from hetero_gateway.planner.present import Present
 
 # Fewer requests say little of lengths and rates.
@@ -33,7 +33,7 @@ _TRACE = Path("requests that the gateway has seen")
 class Again:
     """What the gateway has seen, and the question to plan with."""
 
-    seen: Seen
+    seen: SeenGateway
     request: PlanRequest
     present: Present
 
@@ -54,6 +54,7 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
         ConfigError: the URL, the key or the file is wrong, or nothing that runs is in the file.
         HeteroGatewayError: the gateway does not answer, or refuses.
     """
+    from hetero_gateway.files.accelerator_catalogue import accelerator
     from hetero_gateway.lab.load.admin import printable
     from hetero_gateway.lab.profiler.seen import ask
     from hetero_gateway.planner.present import (
@@ -68,7 +69,7 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
     own = _Asked(args, overrides, seen)
     first = own.request([], lengths=False)
     model = first.model
-    present = place(seen.running, first.question.machines, model)
+    present = place(seen.running, first.question.machines, model, accelerator)
     if not present.placed:
         reasons = "; ".join(f"{name}: {why}" for name, why in present.left_out) or "it has none"
         raise ConfigError(
@@ -94,7 +95,9 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
 class _Asked:
     """The file, with flags over what the gateway saw, and that over what the file says."""
 
-    def __init__(self, args: argparse.Namespace, overrides: Mapping[str, Any], seen: Seen) -> None:
+    def __init__(
+        self, args: argparse.Namespace, overrides: Mapping[str, Any], seen: SeenGateway
+    ) -> None:
         from hetero_gateway.files.plan_config import load_plan_config
         from hetero_gateway.files.profile_file import load_profile
         from hetero_gateway.files.trace import read_trace
@@ -132,7 +135,7 @@ class _Asked:
         )
 
 
-def _notes(seen: Seen, own_trace: bool) -> list[str]:
+def _notes(seen: SeenGateway, own_trace: bool) -> list[str]:
     if own_trace:
         return []
     if not seen.rows:

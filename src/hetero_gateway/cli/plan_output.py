@@ -93,7 +93,7 @@ def deployment_options(
     from hetero_gateway.deploy.checkpoints import checkpoint_of
     from hetero_gateway.deploy.command import ON_LOADING
     from hetero_gateway.deploy.instances import DeploymentOptions
-    from hetero_gateway.planner.models import MODEL_CARDS, says_storage
+    from hetero_gateway.files.model_cards import MODEL_CARDS, says_storage
     from hetero_gateway.planner.sample import sample_requests
 
     engines, quantization = request.question.engines, request.model.quantization

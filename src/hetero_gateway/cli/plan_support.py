@@ -64,9 +64,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     from hetero_gateway.cli.reports import plan_support
-    from hetero_gateway.files.model_file import model_config, read_json, read_model, stored_bytes
+    from hetero_gateway.files.model_file import (
+        bounds_of,
+        model_config,
+        read_model,
+        stored_bytes,
+    )
     from hetero_gateway.files.plan_config import load_plan_config
-    from hetero_gateway.planner.support import bounds_of, support
+    from hetero_gateway.files.whole_file import read_json
+    from hetero_gateway.planner.support import support
 
     file = None if args.config is None else load_plan_config(args.config)
     devices = _accelerators(args, file)
@@ -102,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _accelerators(args: argparse.Namespace, file: PlanConfig | None) -> list[Accelerator]:
-    from hetero_gateway.planner.accelerators import ACCELERATORS, accelerator
+    from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
 
     own = {} if file is None else file.own_accelerators(str(args.config))
     if not args.accelerator:
@@ -126,7 +132,7 @@ def _with_context(
     """The context that is asked for, the file's, or that of ``plan``'s own mix of requests."""
     import dataclasses
 
-    from hetero_gateway.files.plan_lengths import DEFAULT_CONTEXT
+    from hetero_gateway.files.plan_request import DEFAULT_CONTEXT
 
     asked = args.max_model_len or (file.max_model_len if file is not None else None)
     if asked is not None and most and asked > most:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
         ScaledType,
         Seat,
     )
-    from hetero_gateway.planner.held_rates import HeldRates, Key
+    from hetero_gateway.planner.held_rates import HeldRates
+    from hetero_gateway.planner.plan import Key
 
 _LENGTHS = 1000
 _LOOKS_BACK_S = 900.0

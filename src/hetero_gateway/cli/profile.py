@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
     from hetero_gateway.core.costs.fitting import Fit, Sample
-    from hetero_gateway.lab.profiler.campaign import Plan, Progress
+    from hetero_gateway.lab.profiler.campaign import CampaignPlan, CampaignProgress
     from hetero_gateway.lab.profiler.engine import EngineFacts, Overrides
-    from hetero_gateway.lab.profiler.live import Measured
+    from hetero_gateway.lab.profiler.live import MeasuredProfile
 
 _EXAMPLE = """\
 examples:
@@ -114,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
 def _recorded(args: argparse.Namespace) -> int:
     from hetero_gateway.cli.reports.profile_table import report
     from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
+    from hetero_gateway.lab.profiler.document import ProfiledInstance
     from hetero_gateway.lab.profiler.recorded import fit_recorded
 
     for name in ("model", "kv_capacity_tokens"):
@@ -122,11 +123,13 @@ def _recorded(args: argparse.Namespace) -> int:
     fitted = fit_recorded(
         args.samples,
         args.output,
-        gpu=args.gpu or _NO_GPU,
-        model=args.model,
-        tensor_parallel=args.tensor_parallel or 1,
-        kv_capacity_tokens=args.kv_capacity_tokens,
-        max_num_seqs=args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        ProfiledInstance(
+            args.gpu or _NO_GPU,
+            args.model,
+            args.tensor_parallel or 1,
+            args.kv_capacity_tokens,
+            args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        ),
         plot=args.plot,
         seed=args.seed,
     )
@@ -182,7 +185,7 @@ def _live(args: argparse.Namespace) -> int:
     with _bar(console) as bar:
         task = bar.add_task("profile", total=None, note="")
 
-        def watch(progress: Progress) -> None:
+        def watch(progress: CampaignProgress) -> None:
             bar.update(
                 task,
                 completed=progress.done,
@@ -194,7 +197,7 @@ def _live(args: argparse.Namespace) -> int:
         def on_start(facts: EngineFacts) -> None:
             console.print(_facts(facts, plan.budget_s), soft_wrap=True)
 
-        async def measured() -> Measured:
+        async def measured() -> MeasuredProfile:
             return await measure(
                 target,
                 args.output,
@@ -212,11 +215,11 @@ def _live(args: argparse.Namespace) -> int:
     return _tell(args, result)
 
 
-def _asked(args: argparse.Namespace) -> tuple[Plan, Overrides]:
-    from hetero_gateway.lab.profiler.campaign import Plan
+def _asked(args: argparse.Namespace) -> tuple[CampaignPlan, Overrides]:
+    from hetero_gateway.lab.profiler.campaign import CampaignPlan
     from hetero_gateway.lab.profiler.engine import Overrides
 
-    plan = Plan(
+    plan = CampaignPlan(
         budget_s=args.budget,
         seed=args.seed,
         passes=args.passes,
@@ -234,7 +237,7 @@ def _asked(args: argparse.Namespace) -> tuple[Plan, Overrides]:
     return plan, given
 
 
-def _tell(args: argparse.Namespace, result: Measured) -> int:
+def _tell(args: argparse.Namespace, result: MeasuredProfile) -> int:
     from hetero_gateway.cli.reports.profile_table import report
     from hetero_gateway.lab.profiler.live import samples_path
 
@@ -271,7 +274,7 @@ def _write_report(
     print(f"wrote {args.report}", file=sys.stderr)
 
 
-def _json(args: argparse.Namespace, result: Measured) -> dict[str, object]:
+def _json(args: argparse.Namespace, result: MeasuredProfile) -> dict[str, object]:
     return {
         "output": str(args.output),
         "profile": result.document,
@@ -301,7 +304,7 @@ def _facts(facts: EngineFacts, budget_s: float) -> str:
     )
 
 
-def _note(progress: Progress) -> str:
+def _note(progress: CampaignProgress) -> str:
     minutes, seconds = divmod(round(progress.left_s), 60)
     discarded = f", {progress.discarded} discarded" if progress.discarded else ""
     return f"{progress.cell}{discarded}, {minutes}:{seconds:02d} left"

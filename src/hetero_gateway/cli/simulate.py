@@ -267,9 +267,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
     """Flags over the cluster file."""
+    from functools import partial
+
     import numpy as np
 
+    from hetero_gateway.core.policies import POLICY_NAMES
     from hetero_gateway.core.policies.slo import Slo
+    from hetero_gateway.files.policies import installed_policy
     from hetero_gateway.sim.experiment import Experiment
 
     if args.scheduling == "chunked":
@@ -315,6 +319,11 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         queue=args.queue,
         batch_share=args.batch_share,
         heeds_slo=args.heed_slo,
+        policies={
+            name: partial(installed_policy, name, {})
+            for name in args.policy
+            if name not in POLICY_NAMES
+        },
     )
 
 
@@ -350,7 +359,7 @@ def _lengths(rows: list[TraceRequest], cluster: Cluster, *, in_order: bool) -> L
     import numpy as np
 
     from hetero_gateway.files.trace import CHAT_MIX
-    from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, TraceLengths
+    from hetero_gateway.sim.workload import LogNormalLengths, TraceLengths
 
     if rows:
         return TraceLengths(
@@ -358,14 +367,10 @@ def _lengths(rows: list[TraceRequest], cluster: Cluster, *, in_order: bool) -> L
             np.array([row.output_tokens for row in rows], np.int64),
             in_order,
         )
-    mix, wanted = CHAT_MIX, cluster.workload
+    wanted = cluster.workload
     return LogNormalLengths(
-        wanted.prompt.to_core()
-        if wanted.prompt
-        else LogNormal(mix.input_median, mix.input_sigma, mix.input_max),
-        wanted.output.to_core()
-        if wanted.output
-        else LogNormal(mix.output_median, mix.output_sigma, mix.output_max),
+        wanted.prompt.to_core() if wanted.prompt else CHAT_MIX.prompt,
+        wanted.output.to_core() if wanted.output else CHAT_MIX.output,
     )
 
 
@@ -445,11 +450,13 @@ def _compare(
 def _check_policies(names: tuple[str, ...]) -> None:
     from hetero_gateway.core.nearest import nearest_names
     from hetero_gateway.core.policies import POLICY_NAMES
+    from hetero_gateway.files.scheduler_config import policy_entry_points
 
+    known = (*POLICY_NAMES, *policy_entry_points())
     for name in names:
-        if name not in POLICY_NAMES:
-            near = nearest_names(name, POLICY_NAMES, 1, least=0.6)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICY_NAMES)}"
+        if name not in known:
+            near = nearest_names(name, known, 1, least=0.6)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             raise ConfigError(f"--policy: no policy is named {name!r}; {hint}")
 
 

@@ -21,7 +21,7 @@ from hetero_gateway.core.instances.table import (
     WAITING_PROMPT,
     Table,
 )
-from hetero_gateway.core.lengths.estimates import STAGE_TOKENS, ResidualLives
+from hetero_gateway.core.lengths.predictors import STAGE_TOKENS, ResidualLives
 from hetero_gateway.core.types import InstanceId, Outcome
 from tests.core.builders import FAST_CONSTANTS, SLOW_CONSTANTS, request
 

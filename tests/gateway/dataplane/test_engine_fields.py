@@ -13,8 +13,7 @@ from pydantic import ValidationError
 
 from hetero_gateway.engines.vllm import GUARDED_FIELDS, GUARDED_HEADERS, WORK_BY_PATH, guarded_at
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.request.body_fields import BodyReaders
-from hetero_gateway.gateway.request.folding import LEAST_BYTES
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES, BodyReaders
 from hetero_gateway.gateway.request.openai import parse_body
 from tests.fakes.gateway_files import clients
 from tests.fakes.running import config_for, rig

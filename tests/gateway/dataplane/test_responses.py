@@ -18,7 +18,7 @@ from hetero_gateway.core.prefixes.keys import (
 from hetero_gateway.core.types import InstanceId, PrefixKeys
 from hetero_gateway.gateway.dataplane import responses
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.scaleout.workers.hub import SECRET_ENV
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.emulated import emulated
@@ -27,7 +27,7 @@ from tests.fakes.vllm import FakeInstance
 
 PATH = "/v1/responses"
 CONSTANTS = Constants(1.2e-4, 1e-3, 0, 8e-3, 1e-7, 3e-4, 0, 1.2e-2)
-ENGINE = Settings(
+ENGINE = EmulatorSettings(
     Profile("GPU", "tiny", 1, CONSTANTS, 120_000, 64),
     models=("m",), store_responses=True, prompt_tokens_details=True,
 )  # fmt: skip

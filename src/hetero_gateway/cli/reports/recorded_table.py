@@ -10,7 +10,7 @@ from typing import Any
 
 from hetero_gateway.cli.reports.columns import print_table
 from hetero_gateway.sim.figures import finite
-from hetero_gateway.sim.recorded import Figures, Replayed
+from hetero_gateway.sim.recorded import Replayed, RequestFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Comparison:
     notes: tuple[str, ...]
 
 
-Figure = Callable[[Figures], float]
+Figure = Callable[[RequestFigures], float]
 
 _OF_ALL: tuple[tuple[str, Figure], ...] = (
     ("latency, mean, s", lambda f: f.latency_s.mean),
@@ -100,7 +100,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _as_dict(figures: Figures) -> dict[str, Any]:
+def _as_dict(figures: RequestFigures) -> dict[str, Any]:
     return {
         "requests": figures.requests,
         "latency_s": figures.latency_s.to_dict(),
@@ -110,7 +110,7 @@ def _as_dict(figures: Figures) -> dict[str, Any]:
     }
 
 
-def _beside(figure: Figure, simulated: Figures, measured: Figures) -> str:
+def _beside(figure: Figure, simulated: RequestFigures, measured: RequestFigures) -> str:
     """A simulated figure, and how many times it the measured one is."""
     value, true = figure(simulated), figure(measured)
     ratio = true / value if value else math.nan
