@@ -20,11 +20,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# What is imported and collected stays to the end: no garbage collection looks through it again.
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays to the end: nobody looks for garbage in it again."""
+    gc.disable()
+    yield
     gc.freeze()
     gc.enable()
 
