@@ -136,12 +136,15 @@ async def test_where_none_can_be_had_the_answer_is_http() -> None:
 
 
 async def test_another_sites_page_opens_none_unless_it_is_named() -> None:
-    page, other = {"origin": "https://chat.example"}, {"origin": "https://evil.example"}
+    page = {"origin": "https://chat.example"}
+    # A page without a site is another site's, too.
+    others = [{"origin": origin} for origin in ("https://evil.example", "null", "")]
     for origins in ([], ["https://chat.example"]):
         server = {"port": 0, "cors": {"origins": origins}}
         async with serving(Speaker(), server=server) as running:
-            refused = await refusal_of(session(running, additional_headers=other))
-            assert (refused[0], refused[1]["code"]) == (403, "origin_not_allowed")
+            for other in others:
+                refused = await refusal_of(session(running, additional_headers=other))
+                assert (refused[0], refused[1]["code"]) == (403, "origin_not_allowed")
             if not origins:
                 assert (await refusal_of(session(running, additional_headers=page)))[0] == 403
                 continue
