@@ -155,11 +155,13 @@ def simulate(
     )
     watch(fleet)
     if compiled:
-        scheduler.compile(jit)
+        scheduler.policy.compile(jit)
     run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)
     if compiled:
-        who, what = (scheduler, predictor, fleet, model), (workload, faults, predictions)
-        arrays = cases.covered(*who, *what, observe_interval_s, run.records)
+        arrays = cases.covered(
+            scheduler, predictor, fleet, model, workload, faults, predictions, observe_interval_s,
+            run.records,
+        )  # fmt: skip
         if arrays is not None:
             arrays(jit_loop)
             return run.records
@@ -201,9 +203,10 @@ class _Run:
         told = workload.arrival_s, workload.prompt_tokens, workload.output_tokens
         self._arrival_s, self._prompt_tokens, self._output_tokens = map(_view, told)
         self._predictions = None if predictions is None else _view(predictions)
-        records = (_view(getattr(self.records, field)) for field in Records.__slots__)
-        self._instance, self._placed_s, self._first_token_s, self._finish_s, *counts = records
-        self._preemptions, self._cached_tokens = counts
+        (
+            self._instance, self._placed_s, self._first_token_s,
+            self._finish_s, self._preemptions, self._cached_tokens,
+        ) = (_view(getattr(self.records, field)) for field in Records.__slots__)  # fmt: skip
         self._prefixes = workload.prefixes
         self._classes = workload.classes
         # By the fleet's slot: who has it.
@@ -287,7 +290,9 @@ class _Run:
         asked = Request(self._model, prompt_tokens, predicted, prefix=self._keys(request))
         if self._classes:
             asked = asked._replace(request_class=self._classes[request])
-        ticket = self._scheduler.submit(asked, self._now_s, owner=request, first=first)
+        ticket = self._scheduler.place(
+            asked, self._now_s, owner=request, first=first, at_once=False
+        )
         return not isinstance(ticket, Reject)
 
     def _keys(self, request: int) -> PrefixKeys | None:
@@ -359,7 +364,7 @@ class _Run:
                     cached_tokens = self._cached_tokens[request] = self._fleet.cached_tokens(slot)
                     usage = Usage(self._prompt_tokens[request], output_tokens, cached_tokens)
                 self._predictor.observe(self._features(request), output_tokens)
-                scheduler.observe_output_tokens(self._model, output_tokens)
+                scheduler.residual.observe(self._model, output_tokens)
                 scheduler.settle(dispatch, Outcome.COMPLETED, log_s[k], usage)
                 self._release(slot)
             elif kind == PREEMPTED:
@@ -381,7 +386,7 @@ class _Run:
             made = steps[i] - self._told_steps[i]
             if made > 0:
                 took_s = seconds[i] - self._told_s[i]
-                self._scheduler.observe_steps(spec.instance_id, made, took_s, self._now_s)
+                self._scheduler.members.observe_steps(spec.instance_id, made, took_s, self._now_s)
         self._told_steps, self._told_s = steps, seconds
 
     def _change_speed(self, fault: Fault, *, begins: bool) -> None:
