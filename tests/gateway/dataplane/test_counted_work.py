@@ -15,7 +15,7 @@ import struct
 import wave
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -85,25 +85,14 @@ TOOLS_TOKENS = count_tokens(json.dumps(TOOLS, separators=(",", ":")))
 PICTURE = {"type": "image_url", "image_url": {"url": IMAGE}}
 
 
-class Case:
-    """A body, and what an engine computes for it.
+class Case(NamedTuple):
+    """A body, and what an engine computes for it."""
 
-    Args:
-        prompt_tokens: of all prompts.
-        prompts: how many sequences are prefilled.
-        n: answers to each.
-        most: output tokens of one at most, where it is given.
-    """
-
-    def __init__(
-        self, body: dict[str, Any], prompt_tokens: int, prompts: int = 1, n: int = 1,
-        most: int | None = None,
-    ) -> None:  # fmt: skip
-        self.body = body
-        self.prompt_tokens = prompt_tokens
-        self.prompts = prompts
-        self.n = n
-        self.most = most
+    body: dict[str, Any]
+    prompt_tokens: int  # of all prompts
+    prompts: int = 1  # sequences that are prefilled
+    n: int = 1  # answers to each
+    most: int | None = None  # output tokens of one, where a limit is given
 
 
 def pairs(query: str, documents: list[str]) -> int:

@@ -49,6 +49,8 @@ from tests.fakes.pickers import one_picker
 from tests.fakes.running import FAST, SLOW, config_for, counted, eventually
 from tests.fakes.vllm import FakeInstance, fake_instances
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 
 

@@ -35,6 +35,8 @@ from tests.fakes import ext_procs
 from tests.fakes.envoy import Envoy, PickerProcess, running_envoy, until_picked
 from tests.fakes.gateway_files import write
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 RIGHT, OTHER, EXPIRED, UNDER_A_SECRET, OF_ONE_MODEL = (
     f"hg-{name}-0123456789abcdef" for name in ("right", "other", "expired", "hmac", "model")

@@ -71,6 +71,7 @@ async def test_it_is_off_unless_types_are_configured() -> None:
         assert "desired_instances" not in await running.metrics()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_more_load_wants_more_instances_and_less_wants_fewer_after_a_while(
     workers: int,
@@ -160,6 +161,7 @@ def test_what_cannot_be_followed_is_an_error_of_one_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_answer_and_its_failure_is_one_line() -> None:
     """In wall time, and without a gateway."""
     types = (ScaledType(("V100-32GB-NVLink2", 1), 1, 4),)

@@ -20,6 +20,7 @@ from tests.fakes.running import rig
 SIZE = Size(keys=1000, models=10, instances=40)
 
 
+@pytest.mark.slow
 async def test_every_control_path_turns_the_loop_as_often_as_it_has_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

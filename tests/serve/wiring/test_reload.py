@@ -257,6 +257,7 @@ async def test_the_instances_are_brought_in_line_with_the_file(tmp_path: Path) -
         assert fleet.scheduler.members.specs[instance.id].weight == 3
 
 
+@pytest.mark.slow
 async def test_a_storm_of_reloads_cuts_no_stream(tmp_path: Path) -> None:
     """One a second, every fifth of them broken, the policy and all settings to and fro."""
     reloads = 16
