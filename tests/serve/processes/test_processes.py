@@ -72,8 +72,7 @@ def gateway(tmp_path: Path, instances: dict[str, str], started: list[Process]) -
             {"id": name, "base_url": url, "profile": FAST} for name, url in instances.items()
         ],
     }
-    path = tmp_path / "gateway.yaml"
-    path.write_text(yaml.safe_dump(document))
+    path = write(tmp_path / "gateway.yaml", document)
     if not started or started[-1].process.poll() is not None:
         started.append(Process("serve", "-c", str(path), "--port", "0", "--workers", "2"))
     url = started[-1].wait_ready()
