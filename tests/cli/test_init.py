@@ -21,9 +21,7 @@ async def run(*argv: str) -> int:
     return await asyncio.to_thread(main, argv)
 
 
-async def test_what_it_writes_serves_the_servers_that_it_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_it_writes_serves_the_servers_that_it_asked(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     async with fake_instances(2, models=("llama-3-8b",)) as fakes:
         assert await run("init", "--probe", fakes[0].url + "/v1", fakes[1].url) == 0
@@ -44,9 +42,7 @@ async def test_what_it_writes_serves_the_servers_that_it_asked(
             assert answer.status_code == 200
 
 
-async def test_a_server_that_does_not_answer_is_warned_of_and_written_down(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_server_that_does_not_answer_is_warned_of_and_written_down(tmp_path, capsys):
     folder = tmp_path / "new" / "folder"
     assert await run("init", "--probe", NOBODY, "-o", str(folder), "--json") == 0
     captured = capsys.readouterr()
@@ -59,9 +55,7 @@ async def test_a_server_that_does_not_answer_is_warned_of_and_written_down(
     assert NOBODY in (folder / "gateway.yaml").read_text("utf-8")
 
 
-async def test_a_second_time_it_refuses_and_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_second_time_it_refuses_and_changes_nothing(tmp_path, capsys):
     assert await run("init", "-o", str(tmp_path)) == 0
     (tmp_path / "gateway.yaml").write_text("{}")
     assert await run("init", "-o", str(tmp_path)) == 2
@@ -72,9 +66,7 @@ async def test_a_second_time_it_refuses_and_changes_nothing(
 
 
 @pytest.mark.parametrize("url", ["10.0.0.5:8000", "http://[::1", "ftp://a"])
-async def test_what_is_no_url_is_refused(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_what_is_no_url_is_refused(url, tmp_path, capsys):
     assert await run("init", "--probe", url, "-o", str(tmp_path)) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "gateway.yaml").exists()

@@ -26,12 +26,7 @@ def admission_of(path: Path, hash_key: str | None = None) -> Admission:
 
 
 @pytest.mark.parametrize("hash_key", [None, "pepper"])
-def test_a_new_key_is_printed_once_and_opens(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    hash_key: str | None,
-) -> None:
+def test_a_new_key_is_printed_once_and_opens(tmp_path, capsys, monkeypatch, hash_key):
     path = config_in(tmp_path, **({"hash_key_env": "PEPPER_9"} if hash_key else {}))
     monkeypatch.setenv("PEPPER_9", "pepper")
     argv = ["key", "new", "alice", "-c", str(path)]
@@ -47,9 +42,7 @@ def test_a_new_key_is_printed_once_and_opens(
     assert (row["name"], row["requests_per_minute"], "hash" in row) == ("alice", 60, False)
 
 
-def test_a_key_that_clients_have_is_read_from_standard_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_clients_have_is_read_from_standard_input(tmp_path, capsys, monkeypatch):
     path, key = config_in(tmp_path), "sk-of-litellm-1234567890"
     monkeypatch.setattr("sys.stdin", io.StringIO(key + "\n"))
     assert main(["key", "new", "bob", "-c", str(path), "--stdin"]) == 0
@@ -63,17 +56,13 @@ def test_a_key_that_clients_have_is_read_from_standard_input(
     "flags",
     [["--group", "nobody"], ["--concurrency", "0"], ["--expires", "soon"], ["--share", "0"]],
 )
-def test_what_cannot_be_is_refused_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
-) -> None:
+def test_what_cannot_be_is_refused_and_nothing_is_written(tmp_path, capsys, flags):
     assert main(["key", "new", "a", "-c", str(config_in(tmp_path)), *flags]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "keys.yaml").exists()
 
 
-def test_envoy_gets_hashes_and_expiry_times_and_no_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_envoy_gets_hashes_and_expiry_times_and_no_key(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PEPPER_9", "pepper")
     monkeypatch.setenv("SHARED_9", "of-everybody")
     instance = {"id": "a", "base_url": "http://127.0.0.1:1", "api_key_env": "SHARED_9"}

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from hetero_gateway.cli import main
 
 
-def test_the_picker_refuses_to_isolate_clients(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_picker_refuses_to_isolate_clients(tmp_path, capsys):
     config = tmp_path / "gateway.yaml"
     config.write_text(
         "scheduler: {isolate_clients: true}\ninstances: [{id: a, base_url: http://127.0.0.1:1}]\n"

@@ -59,7 +59,7 @@ def error(capsys: pytest.CaptureFixture[str], path: Path, *flags: str, code: int
     return err
 
 
-def test_the_document_has_its_fixed_keys(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_document_has_its_fixed_keys(cluster, capsys):
     told = document(capsys, cluster)
     best = told["best"]
     assert [m["id"] for m in best["machines"]] == ["v100-box", "t4-box"]
@@ -91,9 +91,7 @@ def prefix_trace(directory: Path) -> Path:
     return path
 
 
-def test_hits_in_prefix_caches_count_unless_they_are_not_to(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hits_in_prefix_caches_count_unless_they_are_not_to(cluster, tmp_path, capsys):
     one = "machines: [{id: a, accelerator: V100-32GB-NVLink2, count: 1}]"
     cluster.write_text(PLAN + one, encoding="utf-8")
     flags = ("--requests", str(prefix_trace(tmp_path)))
@@ -109,9 +107,7 @@ def test_hits_in_prefix_caches_count_unless_they_are_not_to(
     assert "% of the prompt tokens cached; " in capsys.readouterr().out
 
 
-def test_the_table_fits_a_screen_and_says_why_the_others_lose(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_fits_a_screen_and_says_why_the_others_lose(cluster, capsys):
     assert main(["plan", "-c", str(cluster)]) == 0
     out = capsys.readouterr().out
     assert "v100-box" in out
@@ -121,9 +117,7 @@ def test_the_table_fits_a_screen_and_says_why_the_others_lose(
     assert len(out.splitlines()) < 60
 
 
-def test_a_trace_is_planned_for(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_is_planned_for(cluster, tmp_path, capsys):
     trace = tmp_path / "trace.csv"
     trace.write_text("input_tokens,output_tokens\n100,50\n200,30\n", encoding="utf-8")
     told = document(capsys, cluster, "--requests", str(trace))
@@ -131,9 +125,7 @@ def test_a_trace_is_planned_for(
     assert told["mean_output_tokens"] == pytest.approx(40, rel=0.02)
 
 
-def test_the_fewest_accelerators_hold_a_rate(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fewest_accelerators_hold_a_rate(cluster, capsys):
     told = document(capsys, cluster, "--goal", "fewest", "--rate", "2", "--ttft-p99", "5")
     assert told["best"]["holds"] is True
     assert told["best"]["accelerators"] == 1
@@ -141,9 +133,7 @@ def test_the_fewest_accelerators_hold_a_rate(
     assert told["rate_per_s"] == 2
 
 
-def test_goodput_is_in_the_document_the_table_and_the_report(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_goodput_is_in_the_document_the_table_and_the_report(cluster, tmp_path, capsys):
     limits = ("--slo-ttft", "2", "--slo-tpot", "0.1", "--slo-share", "0.9")
     told = document(capsys, cluster, "--goal", "goodput", *limits)
     best = told["best"]
@@ -161,7 +151,7 @@ def test_goodput_is_in_the_document_the_table_and_the_report(
     assert "<th>goodput/s</th>" in page.read_text("utf-8")
 
 
-def test_offers_are_bought_for_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offers_are_bought_for_a_rate(tmp_path, capsys):
     path = tmp_path / "offers.yaml"
     path.write_text(
         "model: Llama-3-8B\nmax_model_len: 2048\noffers:\n"
@@ -183,31 +173,23 @@ def test_offers_are_bought_for_a_rate(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "valid for plan" in capsys.readouterr().out
 
 
-def test_goodput_without_limits_is_one_line(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_goodput_without_limits_is_one_line(cluster, capsys):
     assert main(["plan", "-c", str(cluster), "--goal", "goodput"]) == 2
     assert "--slo-ttft" in capsys.readouterr().err
 
 
-def test_a_rate_that_nothing_holds_is_a_failure(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rate_that_nothing_holds_is_a_failure(cluster, capsys):
     text = error(capsys, cluster, "--goal", "fewest", "--rate", "1e6", code=1)
     assert "nothing holds" in text
 
 
-def test_the_same_file_gives_the_same_plan(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_file_gives_the_same_plan(cluster, capsys):
     first, again = document(capsys, cluster), document(capsys, cluster)
     assert first["best"] == again["best"]
     assert first["candidates"] == again["candidates"]
 
 
-def test_the_report_is_one_page_without_addresses(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_is_one_page_without_addresses(cluster, tmp_path, capsys):
     pytest.importorskip("plotly")
     target = tmp_path / "plan.html"
     assert main(["plan", "-c", str(cluster), "--report", str(target)]) == 0
@@ -219,15 +201,11 @@ def test_the_report_is_one_page_without_addresses(
         assert part in page
 
 
-def test_a_report_that_cannot_be_written_fails_before_the_search(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_that_cannot_be_written_fails_before_the_search(cluster, tmp_path, capsys):
     assert "folder" in error(capsys, cluster, "--report", str(tmp_path / "no" / "plan.html"))
 
 
-def test_a_model_that_fits_no_machine_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_fits_no_machine_is_one_line(tmp_path, capsys):
     path = tmp_path / "plan.yaml"
     path.write_text(
         "model: Llama-3-70B\nmachines: [{id: t4, accelerator: T4-16GB, count: 2}]\n",
@@ -238,15 +216,15 @@ def test_a_model_that_fits_no_machine_is_one_line(
     assert "T4-16GB" in text
 
 
-def test_a_seed_below_0_is_one_line(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_below_0_is_one_line(cluster, capsys):
     assert "seed" in error(capsys, cluster, "--seed", "-1")
 
 
-def test_an_unknown_policy_is_one_line(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_policy_is_one_line(cluster, capsys):
     assert "policy" in error(capsys, cluster, "--policy", "fastest")
 
 
-def test_validate_takes_a_plan(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_takes_a_plan(cluster, capsys):
     assert main(["validate", "-c", str(cluster)]) == 0
     assert "valid for plan" in capsys.readouterr().out
     assert main(["validate", "-c", str(cluster), "--json"]) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -18,8 +17,8 @@ import pytest
 import yaml
 
 from benchmarks.ports import free_port
-from hetero_gateway.cli import main, plan_watch
-from hetero_gateway.cli import plan as plan_command
+from hetero_gateway.cli import main, parse, plan_watch
+from hetero_gateway.cli.arguments import settings
 from hetero_gateway.deploy.directory import write_deployment
 from hetero_gateway.files.trace import TraceRequest
 from hetero_gateway.lab.profiler.seen import Seen
@@ -290,12 +289,10 @@ def test_an_instance_that_has_become_slower_is_planned_with_its_observed_times(
 
 
 def test_watch_prints_a_line_for_each_change_of_its_proposals(url, cluster, capsys):
-    parser = argparse.ArgumentParser()
-    plan_command.add_parser(parser.add_subparsers())
     for more in ([], ["--json"]):
         words = ["plan", "-c", str(cluster), "--watch", url, "--interval", "0.1", *more]
-        args = parser.parse_args(words)
-        assert plan_watch.run(args, plan_command._overrides(args), looks=2) == 0
+        args = parse(words)
+        assert plan_watch.run(args, settings(args), looks=2) == 0
         (line,) = capsys.readouterr().out.splitlines()
         if more:
             told = json.loads(line)

@@ -43,7 +43,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_the_best_for_the_goal_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_for_the_goal_is_taken(tmp_path, capsys):
     told = document(capsys, written(tmp_path, PLAN), "-o", str(tmp_path / "out"))
     rows = told["checkpoints"]
     assert [row["storage"] for row in rows] == ["bfloat16", "fp8", "awq"]
@@ -58,7 +58,7 @@ def test_the_best_for_the_goal_is_taken(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--served-model-name Llama-3.1-8B " in command
 
 
-def test_one_that_has_no_plan_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_has_no_plan_says_why(tmp_path, capsys):
     old = PLAN.replace("accelerator: L4", "accelerator: V100-32GB")
     rows = document(capsys, written(tmp_path, old))["checkpoints"]
     by_storage = {row["storage"]: row for row in rows}
@@ -67,9 +67,7 @@ def test_one_that_has_no_plan_says_why(tmp_path: Path, capsys: pytest.CaptureFix
     assert sum(row["chosen"] for row in rows) == 1
 
 
-def test_without_any_plan_the_error_is_the_models(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_any_plan_the_error_is_the_models(tmp_path, capsys):
     small = PLAN.replace("Llama-3.1-8B", "Llama-3.1-405B")
     assert main(["plan", "-c", str(written(tmp_path, small))]) == 2
     assert "fits no machine" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ def error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return err
 
 
-def test_a_card_on_every_accelerator_at_every_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_card_on_every_accelerator_at_every_size(capsys):
     told = document(capsys, "Llama-3.1-8B")
     assert told["modelled"]
     assert told["parameters"] == pytest.approx(8.03e9, rel=0.001)
@@ -41,7 +40,7 @@ def test_a_card_on_every_accelerator_at_every_size(capsys: pytest.CaptureFixture
     assert all(a["source"] for a in told["accelerators"])
 
 
-def test_the_memory_is_that_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_memory_is_that_of_a_plan(capsys):
     told = document(
         capsys, "Llama-3.1-8B", "--accelerator", "L4", "--accelerator", "T4", "--max-model-len",
         "8192",
@@ -58,7 +57,7 @@ def test_the_memory_is_that_of_a_plan(capsys: pytest.CaptureFixture[str]) -> Non
     assert t4["fits"][0]["shortfall_bytes"] > 2**30
 
 
-def test_the_table_names_what_fits_and_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_what_fits_and_what_is_missing(capsys):
     assert main(["plan", "support", "Llama-3.3-70B-AWQ", "--accelerator", "A10G"]) == 0
     out = capsys.readouterr().out
     assert "70.55 billion" in out
@@ -67,16 +66,12 @@ def test_the_table_names_what_fits_and_what_is_missing(capsys: pytest.CaptureFix
     assert re.search(r"−2\d\.\d GiB .* −\d\.\d GiB .* \d+k · \d+ .* \d+k · \d+ ", row)
 
 
-def test_a_storage_that_a_card_does_not_load_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_storage_that_a_card_does_not_load_is_refused(capsys):
     (card,) = document(capsys, "Llama-3.1-8B-AWQ", "--accelerator", "V100")["accelerators"]
     assert "awq needs CUDA capability 7.5" in card["fits"][0]["reason"]
 
 
-def test_users_own_accelerators_and_engine_count(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_users_own_accelerators_and_engine_count(tmp_path, capsys):
     path = tmp_path / "plan.yaml"
     path.write_text(
         "model: Llama-3.1-8B\nmachines: [{id: a, accelerator: mine, count: 1}]\n"
@@ -95,17 +90,13 @@ def test_users_own_accelerators_and_engine_count(
     assert "no link" in mine["fits"][1]["reason"]
 
 
-def test_layers_that_keep_a_window_or_a_state_are_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_layers_that_keep_a_window_or_a_state_are_named(capsys):
     kinds = document(capsys, "gpt-oss-20b", "--accelerator", "H100")["layer_kinds"]
     assert any("a window of 128 tokens" in kind for kind in kinds)
     assert any("32 experts, 4 a token" in kind for kind in kinds)
 
 
-def test_a_family_that_is_not_modelled_has_bounds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_that_is_not_modelled_has_bounds(tmp_path, capsys):
     (tmp_path / "config.json").write_text(
         json.dumps({
             "model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"],
@@ -127,9 +118,7 @@ def test_a_family_that_is_not_modelled_has_bounds(
     assert "T4-16GB: at least 2, by the weights alone" in capsys.readouterr().out
 
 
-def test_a_family_that_nobody_checked_is_uncertain(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_that_nobody_checked_is_uncertain(tmp_path, capsys):
     config = {
         "model_type": "brand_new", "num_hidden_layers": 4, "hidden_size": 512,
         "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024,
@@ -141,7 +130,7 @@ def test_a_family_that_nobody_checked_is_uncertain(
     assert doubt["kv_error"] == 0.3
 
 
-def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(tmp_path, capsys):
     assert "no built-in card" in error(capsys, "support", "Lama-9B")
     assert "not in the catalogue" in error(capsys, "support", "Llama-3-8B", "--accelerator", "X9")
     assert "made for" in error(capsys, "support", "Llama-3-8B", "--max-model-len", "9000")

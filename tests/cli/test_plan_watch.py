@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hetero_gateway.cli import main
-from hetero_gateway.cli.plan_again import Again
-from hetero_gateway.cli.plan_watch import Watch
+from hetero_gateway.cli import main, parse
+from hetero_gateway.cli.plan_again import Replan
+from hetero_gateway.cli.plan_watch import LoadWatch
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.files.profile_file import load_profile
@@ -72,18 +71,18 @@ class Gateway:
         self.arrived += [self.now_s + i * step_s for i in range(round(60 * number * rate_per_s))]
         self.now_s += 60 * number
 
-    def ask(self) -> Again:
+    def ask(self) -> Replan:
         rows = tuple(TraceRequest(at_s, 500, 150, "m") for at_s in self.arrived)
         seen = Seen("http://x", "finish-time", self.instances, rows, self.queued, (*self.arrived,))
         question = self._request.question
-        return Again(
+        return Replan(
             seen, self._request, place(self.instances, question.machines, self._request.model)
         )
 
 
 def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_path):
     gateway = Gateway(tmp_path, running("a"), running("b", asleep=True))
-    watch = Watch(gateway.ask, lambda name: False)
+    watch = LoadWatch(gateway.ask, lambda name: False)
     gateway.minutes(5, 0.5)
     assert watch.look(gateway.now_s)[0] == []
     gateway.minutes(3, 7.0)
@@ -102,7 +101,7 @@ def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_pa
 def test_without_a_request_there_is_nothing_to_propose(tmp_path):
     gateway = Gateway(tmp_path, running("a"))
     with pytest.raises(HeteroGatewayError, match="no request yet"):
-        Watch(gateway.ask, lambda name: False).look(gateway.now_s)
+        LoadWatch(gateway.ask, lambda name: False).look(gateway.now_s)
 
 
 def test_it_does_not_go_with_what_plans_once(tmp_path, capsys):
@@ -113,9 +112,5 @@ def test_it_does_not_go_with_what_plans_once(tmp_path, capsys):
     assert "--watch: not together with" in capsys.readouterr().err
 
 
-def test_its_arguments_are_those_of_plan() -> None:
-    parser = argparse.ArgumentParser()
-    from hetero_gateway.cli import plan_watch
-
-    plan_watch.add_arguments(parser)
-    assert parser.parse_args(["--watch", "http://x"]).interval == 60
+def test_its_arguments_are_those_of_plan():
+    assert parse(["plan", "--watch", "http://x"]).interval == 60

@@ -32,9 +32,7 @@ def predict(path: Path, prompt_tokens: int) -> float:
     return TrainedPredictor(read_length_model(path)).predict(LengthFeatures("", prompt_tokens))
 
 
-def test_a_trace_gives_a_file_that_predicts_and_a_table_of_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_gives_a_file_that_predicts_and_a_table_of_errors(tmp_path, capsys):
     output = tmp_path / "predictor.json"
     assert (
         main(["predictor", "fit", "--requests", str(write_trace(tmp_path)), "-o", f"{output}"]) == 0
@@ -54,9 +52,7 @@ def test_a_trace_gives_a_file_that_predicts_and_a_table_of_errors(
     assert (about["source"], about["requests"]) == ("trace.csv", 2000)
 
 
-def test_the_document_tells_each_predictors_error_by_prompt_length(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_document_tells_each_predictors_error_by_prompt_length(tmp_path, capsys):
     trace, output = write_trace(tmp_path), tmp_path / "p.json"
     assert main(["predictor", "fit", "--requests", f"{trace}", "-o", f"{output}", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -69,9 +65,7 @@ def test_the_document_tells_each_predictors_error_by_prompt_length(
     assert document["leaves"] == {"": 2}
 
 
-def test_the_held_out_requests_are_the_last_to_arrive_whatever_the_order_of_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_held_out_requests_are_the_last_to_arrive_whatever_the_order_of_rows(tmp_path, capsys):
     found = []
     for shuffled in (False, True):
         trace = write_trace(tmp_path, shuffled=shuffled)
@@ -81,9 +75,7 @@ def test_the_held_out_requests_are_the_last_to_arrive_whatever_the_order_of_rows
     assert found[0] == found[1]
 
 
-async def test_a_gateways_own_requests_are_learnt_with_their_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_gateways_own_requests_are_learnt_with_their_limits(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KEY", "admin-secret-31415")
     output = tmp_path / "predictor.json"
     async with fake_instances(1) as fakes:
@@ -116,9 +108,7 @@ async def test_a_gateways_own_requests_are_learnt_with_their_limits(
         (["--from-gateway", "ftp://x"], 2, "URL: must be http://"),
     ],
 )
-def test_what_cannot_be_read_is_told_in_one_line(
-    argv: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_is_told_in_one_line(argv, code, said, tmp_path, capsys):
     assert main(["predictor", "fit", *argv, "-o", str(tmp_path / "p.json")]) == code
     error = capsys.readouterr().err
     assert said in error
@@ -126,14 +116,14 @@ def test_what_cannot_be_read_is_told_in_one_line(
     assert not (tmp_path / "p.json").exists()
 
 
-def test_too_few_requests_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_requests_are_refused(tmp_path, capsys):
     trace = write_trace(tmp_path, count=60)
     assert main(["predictor", "fit", "--requests", f"{trace}", "-o", f"{tmp_path}/p.json"]) == 2
     assert "60 requests, of which 45 are to train on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("share", ["0", "1", "nan", "x"])
-def test_a_share_that_is_none_is_a_usage_error(share: str) -> None:
+def test_a_share_that_is_none_is_a_usage_error(share):
     with pytest.raises(SystemExit) as caught:
         main(["predictor", "fit", "--requests", "t.csv", "-o", "p.json", "--hold-out", share])
     assert caught.value.code == 2

@@ -23,7 +23,7 @@ async def run(*argv: str) -> int:
         return int(usage.code or 0)
 
 
-async def test_status_shows_a_row_per_instance(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_status_shows_a_row_per_instance(capsys):
     async with fake_instances(2) as fakes:
         config = config_for(fakes, profiles=(FAST, None))
         async with running_gateway(config) as running, httpx.AsyncClient() as client:
@@ -46,9 +46,7 @@ async def test_status_shows_a_row_per_instance(capsys: pytest.CaptureFixture[str
             assert [row["id"] for row in document["instances"]] == ["i0", "i1"]
 
 
-async def test_explain_shows_the_candidates_and_the_reason(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_explain_shows_the_candidates_and_the_reason(capsys):
     async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
         assert await run("explain", running.url, *QUESTION) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -69,7 +67,7 @@ async def test_explain_shows_the_candidates_and_the_reason(
         assert (document["chosen"], document["candidates"]) == (None, [])
 
 
-async def test_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_names_cannot_steer_the_terminal(capsys):
     name = "m\x1b]0;owned\x07\x1b[2J\n"
     async with fake_instances(1) as fakes:
         config = config_for(fakes)
@@ -86,9 +84,7 @@ async def test_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str
             assert not set("\x1b\x07") & set(out)
 
 
-async def test_the_key_comes_from_the_named_variable(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_key_comes_from_the_named_variable(capsys, monkeypatch):
     monkeypatch.setenv("TEST_ADMIN_KEY", "s3cret")
     monkeypatch.setenv("TEST_WRONG_KEY", "wr0ng")
     monkeypatch.setenv("TEST_BROKEN_KEY", "s3cret\n")
@@ -108,7 +104,7 @@ async def test_the_key_comes_from_the_named_variable(
     assert "Traceback" not in captured.err
 
 
-async def test_a_gateway_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_gateway_that_is_not_there_is_one_line(capsys):
     for argv in (("status", NOBODY), ("explain", NOBODY, *QUESTION)):
         assert await run(*argv) == 1
         captured = capsys.readouterr()
@@ -117,17 +113,13 @@ async def test_a_gateway_that_is_not_there_is_one_line(capsys: pytest.CaptureFix
         assert captured.out == ""
 
 
-async def test_something_else_at_the_address_is_told_apart(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_something_else_at_the_address_is_told_apart(capsys):
     async with fake_instances(1) as fakes:
         assert await run("status", fakes[0].url) == 1
     assert "not a gateway's answer" in capsys.readouterr().err
 
 
-async def test_what_the_gateway_refuses_is_told_in_its_words(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_what_the_gateway_refuses_is_told_in_its_words(capsys):
     async with fake_instances(1, models=("a", "b")) as fakes:
         async with running_gateway(config_for(fakes)) as running:
             assert await run("explain", running.url, *QUESTION) == 1
@@ -147,9 +139,7 @@ async def test_what_the_gateway_refuses_is_told_in_its_words(
         ("explain", NOBODY, "--prompt-tokens", "5", "--max-tokens", "-1"),
     ],
 )
-async def test_a_usage_error_exits_with_2(
-    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_usage_error_exits_with_2(argv, capsys):
     assert await run(*argv) == 2
     err = capsys.readouterr().err
     assert "Traceback" not in err
@@ -157,6 +147,6 @@ async def test_a_usage_error_exits_with_2(
 
 
 @pytest.mark.parametrize("command", ["status", "explain"])
-async def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_help_has_an_example(command, capsys):
     assert await run(command, "--help") == 0
     assert f"example: hetero-gateway {command} http://" in capsys.readouterr().out

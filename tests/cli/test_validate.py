@@ -19,7 +19,7 @@ from tests.fakes.gateway_files import TP4, instance, write
 ROOT = Path(__file__).parents[2]
 
 
-def test_validate_says_what_it_checked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_says_what_it_checked(capsys):
     assert main(["validate", "-c", str(ROOT / "configs" / "gateway.yaml")]) == 0
     out, err = capsys.readouterr()
     assert "valid; policy finish-time, 2 instances" in out
@@ -46,9 +46,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
-def test_validate_prints_one_line_and_exits_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Any
-) -> None:
+def test_validate_prints_one_line_and_exits_2(tmp_path, capsys, data):
     path = tmp_path / "bad.yaml"
     if data is not None:
         write(path, data)
@@ -59,7 +57,7 @@ def test_validate_prints_one_line_and_exits_2(
     assert len(err.splitlines()) == 1
 
 
-def test_the_command_itself_exits_2_without_a_traceback(tmp_path: Path) -> None:
+def test_the_command_itself_exits_2_without_a_traceback(tmp_path):
     path = write(tmp_path / "bad.yaml", {"scheduler": {"thetta": 1}})
     done = subprocess.run(
         [sys.executable, "-m", "hetero_gateway", "validate", "-c", str(path)],
@@ -94,9 +92,7 @@ def warnings_of(
     return lines
 
 
-def test_a_file_without_instances_is_valid_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_instances_is_valid_with_a_warning(tmp_path, capsys):
     (line,) = warnings_of(tmp_path, capsys)
     assert line == " warning: there are no instances: every request gets an error"
     source = {"name": "pods", "kind": "file", "file": "instances.yaml"}
@@ -115,9 +111,7 @@ def test_a_file_without_instances_is_valid_with_a_warning(
         ("http://a/vllm/", "http://a/vllm"),
     ],
 )
-def test_one_address_twice_is_warned_of_in_any_spelling(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, other: str
-) -> None:
+def test_one_address_twice_is_warned_of_in_any_spelling(tmp_path, capsys, url, other):
     (line,) = warnings_of(tmp_path, capsys, {"base_url": url}, {"base_url": other})
     number, said = line.split(": warning: ")
     text = (tmp_path / "gateway.yaml").read_text("utf-8").splitlines()
@@ -125,16 +119,12 @@ def test_one_address_twice_is_warned_of_in_any_spelling(
     assert said == "instance i1: it has the address of i0: one server would be counted as two"
 
 
-def test_two_servers_are_not_taken_for_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_servers_are_not_taken_for_one(tmp_path, capsys):
     urls = ["http://a:8000", "http://b:8000", "http://a:8001", "https://a:8000", "http://a:8000/x"]
     assert warnings_of(tmp_path, capsys, *({"base_url": url} for url in urls)) == []
 
 
-def test_a_profile_of_another_model_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_of_another_model_is_warned_of(tmp_path, capsys):
     lines = warnings_of(
         tmp_path,
         capsys,
@@ -151,9 +141,7 @@ def test_a_profile_of_another_model_is_warned_of(
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name
 )
-def test_no_configuration_that_ships_is_warned_of(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_configuration_that_ships_is_warned_of(path, capsys):
     assert main(["validate", "-c", str(path)]) == 0
     assert capsys.readouterr().err == ""
 
@@ -170,9 +158,7 @@ models: {m: {fallbacks: [{model: n, base_url: "https://127.0.0.1:9", ca_file: no
 """
 
 
-def test_validate_reports_every_file_and_package_that_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_reports_every_file_and_package_that_is_missing(tmp_path, monkeypatch, capsys):
     found = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> Any:
@@ -201,7 +187,7 @@ def test_validate_reports_every_file_and_package_that_is_missing(
     assert text.count("\n") == 11
 
 
-def test_packages_and_files_that_are_there_are_no_problem(tmp_path: Path) -> None:
+def test_packages_and_files_that_are_there_are_no_problem(tmp_path):
     (tmp_path / "ca.pem").touch()
     path = tmp_path / "gateway.yaml"
     path.write_text(

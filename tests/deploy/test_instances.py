@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_gateway.deploy.checkpoints import CHECKPOINTS, checkpoint_of
+from hetero_gateway.deploy.checkpoints import checkpoint_of
 from hetero_gateway.deploy.command import emulate_arguments, serve_arguments
 from hetero_gateway.deploy.directory import render_deployment
 from hetero_gateway.deploy.instances import deployed_instances, on_one_host
 from hetero_gateway.deploy.script import instance_program
+from hetero_gateway.deploy.templates import pieces
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS
@@ -191,7 +192,7 @@ def test_a_layout_larger_than_its_machine_is_refused():
 
 
 def test_every_card_has_a_checkpoint_and_every_checkpoint_a_card():
-    assert set(CHECKPOINTS) <= set(MODEL_CARDS)
+    assert set(pieces("checkpoints.yaml")["cards"]) <= set(MODEL_CARDS)
     assert all("/" in checkpoint_of(card) for card in MODEL_CARDS)
     assert checkpoint_of("my-model") == "my-model"
 
@@ -234,7 +235,7 @@ def wide_plan(size: Size, machines: int = 2) -> Plan:
     return plan({f"box-{i}": ("L40S-48GB", int(size), (size,)) for i in range(machines)})
 
 
-def test_stages_copies_and_experts_are_written_as_vllms_flags() -> None:
+def test_stages_copies_and_experts_are_written_as_vllms_flags():
     deployed = deployed_instances(made := wide_plan(Size(1, 2), 1), options(), made.best)
     words = serve_arguments(deployed[0], options())
     assert words[words.index("--pipeline-parallel-size") + 1] == "2"
@@ -249,7 +250,7 @@ def test_stages_copies_and_experts_are_written_as_vllms_flags() -> None:
     assert words[words.index("--max-num-seqs") + 1] == str(most // 2)
 
 
-def test_an_instance_over_machines_has_a_part_on_each() -> None:
+def test_an_instance_over_machines_has_a_part_on_each():
     made = wide_plan(Size(2, 2, machines=2), 4)
     deployed = deployed_instances(made, options(), made.best)
     assert [(i.machine.id, i.rank, i.master) for i in deployed] == [
@@ -265,7 +266,7 @@ def test_an_instance_over_machines_has_a_part_on_each() -> None:
         assert words[words.index("--master-addr") + 1] == "box-0"
 
 
-def test_only_the_first_part_is_behind_the_gateway() -> None:
+def test_only_the_first_part_is_behind_the_gateway():
     made = wide_plan(Size(2, 2, machines=2))
     files = render_deployment(made, options())
     assert files["gateway.yaml"].count("base_url") == 1

@@ -20,7 +20,7 @@ class ContainerFiles:
 
     root = ROOT
     docker = ROOT / "docker"
-    monitoring = ROOT / "src" / "hetero_gateway" / "deployment" / "monitoring"
+    monitoring = ROOT / "src" / "hetero_gateway" / "deploy" / "monitoring"
     compose_names = COMPOSE_FILES
 
     def dockerfile(self) -> list[tuple[str, str]]:

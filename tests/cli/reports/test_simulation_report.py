@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from hetero_gateway.cli import main
-from hetero_gateway.cli.reports import page, simulation_report
+from hetero_gateway.cli.reports import page, simulation
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.sim import alone
-from hetero_gateway.sim.experiment import Experiment, Rate, compare, measure_bound
+from hetero_gateway.sim.experiment import Experiment, Rate, compare, measure_bound, mix_moments
 from hetero_gateway.sim.result import Cell
 from hetero_gateway.sim.workload import Fault, FaultKind, TraceLengths
 from tests.fakes.cluster import FakeSimulate, profile, simulated
@@ -89,11 +89,11 @@ def cells_of(
 
 
 def render(made: Experiment, cells: list[Cell], name: str = "cluster.yaml") -> str:
-    document = {
-        "mix": {"mean_prompt_tokens": 20.0, "mean_output_tokens": 6.0},
-        "results": [cell.to_dict() for cell in cells],
-    }
-    return simulation_report.render(name, made, measure_bound(made), cells, document)
+    bound, moments = measure_bound(made), mix_moments(made.lengths)
+    found = simulation.PolicyComparison(Path(name), made, bound, moments, cells, {})
+    html = simulation.report(found).html
+    assert html is not None
+    return html()
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def short_library(monkeypatch: pytest.MonkeyPatch) -> None:
 # The page
 
 
-def test_the_page_is_whole_and_its_library_stands_in_it() -> None:
+def test_the_page_is_whole_and_its_library_stands_in_it():
     made = experiment()
     page = render(made, cells_of(made))
     assert "{{" not in page.split('<script type="application/json"')[0]
@@ -117,7 +117,7 @@ def test_the_page_is_whole_and_its_library_stands_in_it() -> None:
 
 
 @pytest.mark.usefixtures("short_library")
-def test_nothing_is_fetched_from_elsewhere() -> None:
+def test_nothing_is_fetched_from_elsewhere():
     made = experiment()
     page = render(made, cells_of(made))
     parsed = Page(page)
@@ -135,7 +135,7 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
 
 
 @pytest.mark.usefixtures("short_library")
-def test_text_from_files_stays_text() -> None:
+def test_text_from_files_stays_text():
     evil = profile(gpu=EVIL, model=EVIL, source={"how": EVIL, "note": EVIL})
     instance = dataclasses.replace(
         simulated("x"), instance_id=InstanceId(EVIL), profile=evil, believed=evil
@@ -155,7 +155,7 @@ def test_text_from_files_stays_text() -> None:
 
 
 @pytest.mark.usefixtures("short_library")
-def test_the_tables_say_what_was_simulated() -> None:
+def test_the_tables_say_what_was_simulated():
     believed = profile(0.04)
     wrong = dataclasses.replace(simulated("wrong", 0.02), believed=believed)
     unknown = dataclasses.replace(simulated("unknown", 0.05), believed=None)
@@ -172,7 +172,7 @@ def test_the_tables_say_what_was_simulated() -> None:
 
 
 @pytest.mark.usefixtures("short_library")
-def test_runs_in_which_nothing_finished_are_gaps_not_broken_json() -> None:
+def test_runs_in_which_nothing_finished_are_gaps_not_broken_json():
     made = experiment()
     fake = FakeSimulate(refuse=range(30))
     cells = compare(made, ["min-max"], [Rate(5.0)], (0,), measure_bound(made), simulate=fake)
@@ -183,22 +183,22 @@ def test_runs_in_which_nothing_finished_are_gaps_not_broken_json() -> None:
 # The figures
 
 
-def test_plotly_accepts_every_figure() -> None:
+def test_plotly_accepts_every_figure():
     from plotly.graph_objects import Figure
 
     made = experiment()
     cells = cells_of(made)
     for figure in (
-        simulation_report.throughput_figure(cells, 100.0),
-        simulation_report.completion_figure(cells[:2]),
-        simulation_report.latency_figure(cells[:2], ["round-robin", "min-max"]),
+        simulation.throughput_figure(cells, 100.0),
+        simulation.completion_figure(cells[:2]),
+        simulation.latency_figure(cells[:2], ["round-robin", "min-max"]),
     ):
         assert len(Figure(figure).data) == len(figure["data"]) > 0
 
 
-def test_the_throughput_figure_has_each_policy_at_each_rate_and_the_bound() -> None:
+def test_the_throughput_figure_has_each_policy_at_each_rate_and_the_bound():
     cells = cells_of(experiment())
-    figure = simulation_report.throughput_figure(cells, 123.0)
+    figure = simulation.throughput_figure(cells, 123.0)
     assert [trace["name"] for trace in figure["data"]] == ["round-robin", "min-max", "bound"]
     bars = figure["data"][0]
     assert bars["x"] == ["4 requests/s (50% of the bound)", "all at once"]
@@ -207,30 +207,28 @@ def test_the_throughput_figure_has_each_policy_at_each_rate_and_the_bound() -> N
     assert figure["data"][-1]["y"] == [123.0, 123.0]
 
 
-def test_the_completion_figure_has_each_instance_or_the_first_and_the_last_of_many() -> None:
-    few = simulation_report.completion_figure(cells_of(experiment())[:2])
+def test_the_completion_figure_has_each_instance_or_the_first_and_the_last_of_many():
+    few = simulation.completion_figure(cells_of(experiment())[:2])
     assert [trace["name"] for trace in few["data"]] == ["fast", "slow"]
     assert few["data"][0]["y"][0] < few["data"][1]["y"][0]
     many = experiment(instances=tuple(simulated(f"i{n}", 0.01 + n / 1000) for n in range(25)))
-    figure = simulation_report.completion_figure(cells_of(many)[:2])
+    figure = simulation.completion_figure(cells_of(many)[:2])
     first, last = figure["data"]
     assert (first["name"], last["name"]) == ("first to finish", "last to finish")
     assert all(a < b for a, b in zip(first["y"], last["y"], strict=True))
 
 
-def test_a_policy_has_one_colour_in_every_figure() -> None:
+def test_a_policy_has_one_colour_in_every_figure():
     cells = cells_of(experiment())
-    bars = simulation_report.throughput_figure(cells, 1.0)["data"]
-    lines = simulation_report.latency_figure(cells[:2], ["round-robin", "min-max"])["data"]
+    bars = simulation.throughput_figure(cells, 1.0)["data"]
+    lines = simulation.latency_figure(cells[:2], ["round-robin", "min-max"])["data"]
     assert [b["marker"]["color"] for b in bars[:2]] == [t["line"]["color"] for t in lines]
 
 
 # The command
 
 
-def test_the_report_is_written_and_the_table_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_is_written_and_the_table_printed(tmp_path, capsys):
     cluster = tmp_path / "c.yaml"
     cluster.write_text(
         "instances: [{profile: V100-32GB-NVLink2/Llama-3-8B/tp4, count: 2}]\n"
@@ -248,7 +246,7 @@ def test_the_report_is_written_and_the_table_printed(
     assert document["results"][0]["policy"] == "round-robin"
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
     from hetero_gateway.errors import ConfigError
 
     with pytest.raises(ConfigError, match="is one itself"):

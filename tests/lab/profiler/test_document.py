@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hetero_gateway.cli.reports.profile_table import report
+from hetero_gateway.cli.reports.profile import report
 from hetero_gateway.core.costs.fitting import Fit, PartFit
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.profile_file import load_profile, write_profile_file
