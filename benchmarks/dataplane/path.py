@@ -172,6 +172,33 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             )
 
 
+def request(number: int, key: str, text: str) -> bytes:
+    """A short request; no two numbers begin their prompts alike."""
+    number = number * 0x9E3779B97F4A7C15 % 2**64
+    body = json.dumps(
+        {
+            "model": "m",
+            "messages": [
+                {"role": "system", "content": "You are a helpful assistant."},
+                {"role": "user", "content": f"{number:016x}{text}"},
+            ],
+            "temperature": 0.7,
+            "max_tokens": 200,
+            "stream": False,
+        }
+    ).encode()
+    return (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:8000\r\n"
+        f"User-Agent: path\r\nAccept: */*\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode() + body
+
+
+def prompt_of(size_bytes: int) -> str:
+    """The text of prompts of this size, without the number that each begins with."""
+    return "".join("abcdefghij "[i % 11] for i in range(size_bytes - 16))
+
+
 class Traffic:
     """Clients of a gateway in this process: ``ask`` sends requests, as many at once as there are.
 
@@ -186,7 +213,7 @@ class Traffic:
         self._gateway = gateway
         self._port = port
         self._key = key
-        self._text = "".join("abcdefghij "[i % 11] for i in range(prompt_bytes - 16))
+        self._text = prompt_of(prompt_bytes)
         self._numbers = iter(range(10**9))
         self._open: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
@@ -208,24 +235,7 @@ class Traffic:
         self._gateway.metrics.catch_up()
 
     def _request(self) -> bytes:
-        number = next(self._numbers) * 0x9E3779B97F4A7C15 % 2**64
-        body = json.dumps(
-            {
-                "model": "m",
-                "messages": [
-                    {"role": "system", "content": "You are a helpful assistant."},
-                    {"role": "user", "content": f"{number:016x}{self._text}"},
-                ],
-                "temperature": 0.7,
-                "max_tokens": 200,
-                "stream": False,
-            }
-        ).encode()
-        return (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\n"
-            f"User-Agent: path\r\nAccept: */*\r\nAuthorization: Bearer {self._key}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        ).encode() + body
+        return request(next(self._numbers), self._key, self._text)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -237,10 +247,10 @@ class Traffic:
 
 
 @contextlib.asynccontextmanager
-async def traffic(
-    folder: Path, sections: Mapping[str, Any], key: str, prompt_bytes: int = PROMPT_BYTES
-) -> AsyncIterator[Traffic]:
-    """Clients of a gateway with these sections of a configuration, in front of two instances."""
+async def serving(
+    folder: Path, sections: Mapping[str, Any]
+) -> AsyncIterator[tuple[GatewayServer, int]]:
+    """A gateway with these sections of a configuration in front of two instances, and its port."""
     servers = [await asyncio.start_server(answer, "127.0.0.1", 0) for _ in range(2)]
     profile = "A100-80GB-SXM/Llama-3-8B/tp1"
     document: dict[str, Any] = {
@@ -256,23 +266,36 @@ async def traffic(
     path = folder / "gateway.yaml"
     path.write_text(yaml.safe_dump(document), "utf-8")
     app = create_app(load_gateway_config(path), path)
+    if sections.get("log"):
+        app.gateway.access = lambda lines: None  # else nobody takes its lines
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = GatewayServer(app, app.gateway, ready.set_result)
     task = asyncio.ensure_future(server.serve())
-    port = int((await ready).rsplit(":", 1)[1])
-    clients = Traffic(app.gateway, port, key, prompt_bytes)
     try:
+        port = int((await ready).rsplit(":", 1)[1])
         while not all(instance.up for instance in app.gateway.fleet.instances.values()):  # noqa: ASYNC110 - they are probed at the start
             await asyncio.sleep(0.01)
-        await clients.connect()
-        await clients.ask(WARM_UP)
-        yield clients
+        yield server, port
     finally:
-        clients.close()
         server.should_exit = True
         await task
         for each in servers:
             each.close()
+
+
+@contextlib.asynccontextmanager
+async def traffic(
+    folder: Path, sections: Mapping[str, Any], key: str, prompt_bytes: int = PROMPT_BYTES
+) -> AsyncIterator[Traffic]:
+    """Clients of such a gateway, which has served some requests."""
+    async with serving(folder, sections) as (server, port):
+        clients = Traffic(server.gateway, port, key, prompt_bytes)
+        try:
+            await clients.connect()
+            await clients.ask(WARM_UP)
+            yield clients
+        finally:
+            clients.close()
 
 
 def features(folder: Path, key: str) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -283,6 +306,9 @@ def features(folder: Path, key: str) -> Iterator[tuple[str, dict[str, Any], int]
         yield f"policy: {policy}", {"scheduler": {"policy": policy}}, PROMPT_BYTES
     yield "without prefix caches", {"scheduler": {"prefix_cache": False}}, PROMPT_BYTES
     yield "with limits of TTFT", {"scheduler": {"slo": {"ttft_s": 2.0}}}, PROMPT_BYTES
+    yield "with an access log", {"log": {"access": True}}, PROMPT_BYTES
+    yield "an alias", {"models": {"other": {"serve": "m"}}}, PROMPT_BYTES
+    yield "classes", {"scheduler": {"queue": {"discipline": "classes"}}}, PROMPT_BYTES
     entry = {"name": "one", "hash": hash_of(key), **LIMITS}
     grouped = {"tokens_per_minute": 10**11}
     for name, keys in (

@@ -72,7 +72,7 @@ def rejected(result: Decision | Reject) -> Reject:
 
 
 def state(s: Scheduler, instance_id: str) -> InstanceState:
-    return s._members.table[InstanceId(instance_id)]
+    return s.members.table[InstanceId(instance_id)]
 
 
 def loads(s: Scheduler) -> list[float]:
@@ -81,7 +81,7 @@ def loads(s: Scheduler) -> list[float]:
 
 def view_of(s: Scheduler, body: Request, now_s: float = 0.0) -> View:
     """What the policy would see of a request now."""
-    eligible = s._members.eligible(body, ())
+    eligible = s.members.eligible(body, ())
     assert not isinstance(eligible, Reject)
     return s._decider.views.wide(body, eligible, now_s, s._queues.get(body.model), keep=False)
 

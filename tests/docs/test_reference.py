@@ -54,7 +54,7 @@ def test_every_error_code_is_documented():
     page = (ROOT / "docs" / "reference" / "http.md").read_text("utf-8")
     table = page.partition("\n## Errors\n")[2]
     codes = {failure.code for failure in Failure} | {"queue_full", "queue_timeout", "wait_too_long"}
-    for folder in ("gateway", "picker"):
+    for folder in ("gateway", "http", "scaleout"):
         for file in (ROOT / "src" / "hetero_gateway" / folder).rglob("*.py"):
             for _, code, other in CODE.findall(file.read_text("utf-8")):
                 codes.add(code or other)
@@ -65,7 +65,7 @@ def test_every_error_code_is_documented():
 def test_every_header_of_our_own_is_documented():
     page = (ROOT / "docs" / "reference" / "http.md").read_text("utf-8")
     named = set()
-    for file in (ROOT / "src" / "hetero_gateway" / "gateway").rglob("*.py"):
+    for file in (ROOT / "src" / "hetero_gateway").rglob("*.py"):
         named |= set(re.findall(r'"(x-hetero-gateway-[a-z-]+)"', file.read_text("utf-8")))
     named -= {"x-hetero-gateway-peer"}  # between the gateway's own processes
     assert named

@@ -158,7 +158,7 @@ class _Gateway:
         return sum(load.in_flight for load in self._loads())
 
     def _loads(self) -> list[object]:
-        table = self.fleet.scheduler._members.table
+        table = self.fleet.scheduler.members.table
         peers = [table[i]._peer_loads.get(OTHERS) for i in self.fleet.instances]
         return [each for each in peers if each is not None]
 
@@ -171,7 +171,7 @@ class _Gateway:
             if load.in_flight > 2 * 512 or load.waiting + load.streaming > 2 * 512:  # type: ignore[attr-defined]
                 return f"more than two engines hold: {load}"
         for instance_id in self.fleet.instances:
-            speed = self.fleet.scheduler._members.table[instance_id].speed
+            speed = self.fleet.scheduler.members.table[instance_id].speed
             if not 0.2 <= speed <= 5:
                 return f"a speed factor of {speed}"
         return ""

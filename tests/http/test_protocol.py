@@ -15,8 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from hetero_gateway.gateway.dataplane.intake import Intake
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Exchange
-from hetero_gateway.http.cycle import EngineCycle
-from hetero_gateway.http.protocol import EngineProtocol, _CycleTransport
+from hetero_gateway.http.protocol import EngineCycle, EngineProtocol, _CycleTransport
 from tests.fakes.running import RunningGateway, config_for, counted, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 

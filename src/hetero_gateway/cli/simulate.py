@@ -20,6 +20,8 @@ from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.cluster_config import Cluster, load_cluster
 from hetero_gateway.files.length_model_file import read_length_model
+from hetero_gateway.files.policies import installed_policy
+from hetero_gateway.files.scheduler_config import policy_entry_points
 from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
 from hetero_gateway.lab.load.progress import progress_bar
 from hetero_gateway.sim.cluster import simulate
@@ -119,6 +121,11 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         queue=args.queue,
         batch_share=args.batch_share,
         heeds_slo=args.heed_slo,
+        policies={
+            name: partial(installed_policy, name, {})
+            for name in args.policy
+            if name not in POLICY_NAMES
+        },
     )
 
 
@@ -216,8 +223,9 @@ def _compare(
 
 
 def _check_policies(names: tuple[str, ...]) -> None:
+    there_are = (*POLICY_NAMES, *policy_entry_points())
     for name in names:
-        if name not in POLICY_NAMES:
-            near = nearest_names(name, POLICY_NAMES, 1, least=0.6)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICY_NAMES)}"
+        if name not in there_are:
+            near = nearest_names(name, there_are, 1, least=0.6)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(there_are)}"
             raise ConfigError(f"--policy: no policy is named {name!r}; {hint}")

@@ -73,16 +73,8 @@ class Request(NamedTuple):
         """Tokens that the request will hold in the KV cache when it is finished."""
         return self.sequences * (self.prompt_tokens + round(self.predicted_output_tokens))
 
-    def check(self) -> None:
-        """Raise ValueError where a number is negative, not finite or absurd."""
-        if not (
-            0 <= self.prompt_tokens <= MOST_TOKENS
-            and 0 <= self.predicted_output_tokens <= MOST_TOKENS
-            and 1 <= self.sequences <= MOST_SEQUENCES
-        ):
-            raise ValueError(self._what_is_wrong())
-
-    def _what_is_wrong(self) -> str:
+    def what_is_wrong(self) -> str:
+        """Which number is negative, not finite or absurd; "" where none is."""
         for name, low, high in (
             ("prompt_tokens", 0, MOST_TOKENS),
             ("predicted_output_tokens", 0, MOST_TOKENS),

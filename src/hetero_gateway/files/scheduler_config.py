@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from hetero_gateway.core.nearest import nearest_names
 from hetero_gateway.core.scheduling.discipline_settings import (
     DEFAULT_PATIENCE_S,
     DEFAULT_RESERVE,
@@ -36,6 +37,19 @@ PolicyName = Literal[
 BUILTIN_PREDICTORS = ("bucket-mean", "constant", "normal", "trained")
 # Packages that bring a predictor of their own register it here; docs/design/predictors.md.
 PREDICTOR_GROUP = "hetero_gateway.predictors"
+# And those that bring a policy, here; docs/design/scheduling.md.
+POLICY_GROUP = "hetero_gateway.policies"
+
+
+def _check_policy(name: str) -> str:
+    built_in = get_args(PolicyName)
+    if name not in built_in:
+        names = (*built_in, *sorted(policy_entry_points()))
+        if name not in names:
+            near = nearest_names(name, names, 1, least=0.6)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"must be one of {', '.join(names)}{hint}")
+    return name
 
 
 class PredictorConfig(StrictModel):
@@ -253,7 +267,15 @@ class SloConfig(SloLimits):
 class SchedulerConfig(StrictModel):
     """Which policy chooses, and its constants."""
 
-    policy: PolicyName = Field("finish-time", description="The policy that chooses the instance.")
+    policy: Annotated[str, AfterValidator(_check_policy)] = Field(
+        "finish-time",
+        description="The policy that chooses the instance: "
+        + ", ".join(get_args(PolicyName))
+        + ", or an installed one.",
+    )
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict, description="What an installed policy is made with."
+    )
     objective: Literal["latency", "makespan"] = Field(
         "latency", description="finish-time: keep latencies low, or the end of a batch early."
     )
@@ -323,6 +345,17 @@ class SchedulerConfig(StrictModel):
     queue: QueueConfig = Field(default_factory=QueueConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
     tokens: TokensConfig = Field(default_factory=TokensConfig)
+
+    @model_validator(mode="after")
+    def _check_options(self) -> SchedulerConfig:
+        if self.policy_options and self.policy in get_args(PolicyName):
+            raise ValueError("policy_options: only an installed policy has any")
+        return self
+
+
+def policy_entry_points() -> dict[str, metadata.EntryPoint]:
+    """The policies that installed packages bring, by name; none of them is imported."""
+    return {point.name: point for point in metadata.entry_points(group=POLICY_GROUP)}
 
 
 def predictor_entry_points() -> dict[str, metadata.EntryPoint]:

@@ -1,7 +1,7 @@
 """A client's WebSocket: uvicorn's protocol for them, over the ``websockets`` package.
 
-``wire.protocol`` hands a connection over once its head asks for one. It stays among those that the
-watch looks after (``wire.clients``), so that a client that reads nothing, or never ends, is cut.
+``http.protocol`` hands a connection over once its head asks for one. It stays among those that the
+watch looks after (``http.clients``), so that a client that reads nothing, or never ends, is cut.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ _DOTS = re.compile(r"/\.{1,2}(?:/|$)")
 class App:
     """What uvicorn serves. ``gateway`` is the running state, ``control`` the FastAPI part.
 
-    A ``wire.protocol.Service``, and an ASGI application for all that does not come that way.
+    A ``http.protocol.Service``, and an ASGI application for all that does not come that way.
     """
 
     def __init__(self, gateway: Gateway, control: FastAPI) -> None:
@@ -171,6 +171,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await gateway.start()
+        # A request goes there straight from its connection.
+        app.open = gateway.dataplane.open  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -180,7 +182,8 @@ def create_app(
     control.state.gateway = gateway
     control.include_router(admin.router)
     _add_control_paths(control, gateway)
-    return App(gateway, control)
+    app = App(gateway, control)
+    return app
 
 
 def worker_paths(worker: Public) -> FastAPI:

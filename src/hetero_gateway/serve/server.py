@@ -27,8 +27,7 @@ from hetero_gateway.http.clients import (
     default_max_connections,
     raise_descriptor_limit,
 )
-from hetero_gateway.http.cycle import Service
-from hetero_gateway.http.protocol import engine_protocol
+from hetero_gateway.http.protocol import Service, engine_protocol
 from hetero_gateway.http.tls import ServerTls
 from hetero_gateway.http.websocket import MOST_MESSAGE_BYTES, ClientWebSocket
 from hetero_gateway.serve.control.access import ADDRESS, ADMIN_LISTENER, UNIX

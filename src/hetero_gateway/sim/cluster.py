@@ -39,7 +39,7 @@ from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
-from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import (
     InstanceId,
     InstanceSpec,

@@ -11,8 +11,8 @@ by length, so that each instance gets those that suit it, may come out a little 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ from hetero_gateway.core.lengths.predictors import (
     NormalPredictor,
     OutputLengthPredictor,
 )
-from hetero_gateway.core.policies import PolicyOptions, default_predictor, make_policy
+from hetero_gateway.core.policies import PolicyMaker, PolicyOptions, make_policy
 from hetero_gateway.core.policies.base import Objective
 from hetero_gateway.core.policies.slo import Slo, Slos
 from hetero_gateway.core.scheduling.discipline_settings import DisciplineName
@@ -103,6 +103,7 @@ class Experiment:
         prefixes: of the requests, in the order of ``lengths``; then their engines have prefix
             caches, as far as they are not switched off. The bound is without them.
         prefix_cache: whether the scheduler knows of them.
+        policies: that are not built in, by the names that they are compared under.
         queue: the discipline of those that wait.
         batch_share: of the requests, drawn at random, are of the class ``batch``.
         heeds_slo: ``finish-time`` knows ``slo``; or else it is only judged by it.
@@ -127,6 +128,7 @@ class Experiment:
     length_model: LengthModel | None = None
     prefixes: Prefixes | None = None
     prefix_cache: bool = True
+    policies: Mapping[str, PolicyMaker] = field(default_factory=dict)
     queue: DisciplineName = "fifo"
     batch_share: float = 0.0
     heeds_slo: bool = False
@@ -198,7 +200,7 @@ def run_once(
     workload = make_workload(experiment, rate_per_s, seed)
     choice: PredictorChoice = experiment.predictor
     if choice == "auto":
-        choice = default_predictor(policy)
+        choice = make_policy(policy, installed=experiment.policies).default_predictor
     predictions = workload.output_tokens.astype(np.float64) if choice == "oracle" else None
     records = simulate(
         experiment.instances,
@@ -287,7 +289,7 @@ def _scheduler(experiment: Experiment, policy: str, seed: int, moments: Moments)
         slos=Slos(experiment.slo) if experiment.heeds_slo else None,
     )
     return Scheduler(
-        make_policy(policy, options),
+        make_policy(policy, options, experiment.policies),
         np.random.default_rng((seed, 2)),
         reference=(moments.mean_prompt, moments.mean_output),
         discipline=make_discipline(experiment.queue),

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.sharing.exchange import OTHERS, Exchange
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request, Usage
 
@@ -108,7 +108,7 @@ class ReplicaScheduler(Scheduler):
 
     def drain_s(self, request: Request) -> float:
         """How long all its instances together take for one such request at full speed, s."""
-        pool = self._members.pool(request.model)
+        pool = self.members.pool(request.model)
         times_s = pool.request_times_s(
             request.prompt_tokens, request.predicted_output_tokens, as_if_it_fitted=True
         )

@@ -14,7 +14,7 @@ from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.types import MOST_SEQUENCES, MOST_TOKENS, InstanceId, Outcome, Request
-from tests.core.builders import FAST_CONSTANTS, request
+from tests.core.builders import FAST_CONSTANTS, request, scheduler, spec
 
 ABSURD = (math.nan, math.inf, -math.inf, -1, 1e308, 10**310, "many")
 absurd = st.sampled_from(ABSURD)
@@ -108,14 +108,16 @@ def test_an_event_that_fails_has_changed_nothing(steps: list[tuple[str, Any]]) -
 @pytest.mark.parametrize("value", ABSURD[:-1])
 @pytest.mark.parametrize("name", ["prompt_tokens", "predicted_output_tokens", "sequences"])
 def test_a_request_of_absurd_numbers_says_which_one(name: str, value: Any) -> None:
+    asked = scheduler(spec("a"))
     with pytest.raises(ValueError, match=f"a request's {name} must be within"):
-        request()._replace(**{name: value}).check()
+        asked.place(request()._replace(**{name: value}), 0.0)
+    assert asked.queued == asked.in_flight(InstanceId("a")) == 0
 
 
 def test_the_largest_request_that_is_let_in_can_be_charged_and_taken_off() -> None:
     state = instance()
     largest = Request("m", MOST_TOKENS, float(MOST_TOKENS), MOST_SEQUENCES)
-    largest.check()
+    assert largest.what_is_wrong() == ""
     entry = state.dispatch(largest, 1e90, 0.0)
     assert state.first_token(entry, 1.0)
     assert state.settle(entry, Outcome.COMPLETED, 2.0)

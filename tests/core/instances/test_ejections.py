@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.core.instances.ejections import Ejections
-from hetero_gateway.core.instances.outcomes import EjectionRules, Standing
+from hetero_gateway.core.instances.outcomes import BreakerState, EjectionRules
 from hetero_gateway.core.types import InstanceId
 
 
@@ -83,7 +83,7 @@ def test_when_others_go_the_ejection_that_would_end_first_ends_now() -> None:
     assert fleet.ejections.review(fleet.now_s) == []
     fleet.gone = {"c"}
     assert fleet.ejections.review(fleet.now_s) == ["b"]
-    assert fleet.ejections[InstanceId("b")].standing is Standing.RECOVERING
+    assert fleet.ejections[InstanceId("b")].breaker is BreakerState.SLOW_START
     fleet.gone = {"c", "d"}
     assert fleet.ejections.review(fleet.now_s) == []  # a of two
     fleet.gone = {"b", "c", "d"}

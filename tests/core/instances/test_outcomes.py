@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hetero_gateway.core.instances.outcomes import (
     SLOW_START_S,
+    BreakerState,
     EjectionRules,
     OutcomeRing,
     Outcomes,
-    Standing,
 )
 from hetero_gateway.core.types import Outcome
 
@@ -39,7 +39,7 @@ def ejected(now_s: float = 100.0) -> Outcomes:
     outcomes = Outcomes(RULES)
     for _ in range(5):
         fail(outcomes, now_s)
-    assert outcomes.standing is Standing.EJECTED
+    assert outcomes.breaker is BreakerState.OPEN
     return outcomes
 
 
@@ -108,13 +108,13 @@ def test_while_it_is_half_open_one_request_is_under_way_and_only_its_end_counts(
     assert bar.why == "ejected"
     assert not fail(outcomes, now_s, SomeRequest())  # one from before
     assert not outcomes.succeeded(now_s, SomeRequest())
-    assert outcomes.standing is Standing.HALF_OPEN
+    assert outcomes.breaker is BreakerState.HALF_OPEN
     trial.outcome = Outcome.CLIENT_DISCONNECTED  # that says nothing: the next one may try
     assert outcomes.bar(now_s, 0) is None
     outcomes.sent(second := SomeRequest())
     assert outcomes.bar(now_s, 1) is not None
     assert outcomes.succeeded(now_s, second)
-    assert outcomes.standing is Standing.RECOVERING
+    assert outcomes.breaker is BreakerState.SLOW_START
 
 
 def test_time_alone_and_successes_of_earlier_requests_bring_nobody_back() -> None:
@@ -138,7 +138,7 @@ def test_after_recovery_its_share_grows_within_ten_seconds() -> None:
     assert most == sorted(most)
     assert most[-1] > 100
     assert outcomes.bar(now_s + SLOW_START_S, 10**6) is None
-    assert outcomes.standing is Standing.OPEN
+    assert outcomes.breaker is BreakerState.CLOSED
 
 
 def test_slow_start_begins_above_what_was_under_way() -> None:
@@ -153,7 +153,7 @@ def test_a_failure_that_is_taken_back_ends_the_ejection_that_rests_on_it() -> No
     for i in range(5):
         fail(outcomes, 100.0 + i / 10)
     assert outcomes.retract(100.4, 100.5)
-    assert outcomes.standing is Standing.OPEN
+    assert outcomes.breaker is BreakerState.CLOSED
     assert outcomes.ring.failed == 4
     fail(outcomes, 100.6)
     assert outcomes.until_s == 102.6  # and it was no first one
@@ -167,7 +167,7 @@ def test_enough_other_failures_keep_an_ejection_up() -> None:
     assert outcomes.failed(100.0)  # the panic rule was against it until now
     outcomes.eject(100.0, "reset")
     assert not outcomes.retract(100.0, 100.1)
-    assert outcomes.standing is Standing.EJECTED
+    assert outcomes.breaker is BreakerState.OPEN
     assert outcomes.retract(100.0, 100.1)
 
 
@@ -176,7 +176,7 @@ def test_a_trial_that_failed_by_its_own_fault_is_made_again() -> None:
     fail(outcomes, now_s, trial)
     trial.outcome = Outcome.UPSTREAM_ERROR
     assert outcomes.retract(now_s, now_s + 0.1)
-    assert outcomes.standing is Standing.HALF_OPEN
+    assert outcomes.breaker is BreakerState.HALF_OPEN
     assert outcomes.bar(now_s + 0.1, 0) is None
 
 
@@ -266,7 +266,7 @@ class AnyEvents(RuleBasedStateMachine):
     def send(self) -> None:
         if self.outcomes.bar(self.now_s, len(self.open)) is None:
             assert self.now_s >= self.shut_until_s
-            if self.outcomes.standing is Standing.HALF_OPEN:
+            if self.outcomes.breaker is BreakerState.HALF_OPEN:
                 assert self.outcomes.trial is None or self.outcomes.trial.outcome is not None
             self.open.append(request := SomeRequest())
             self.outcomes.sent(request)
@@ -277,7 +277,7 @@ class AnyEvents(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.open))
         self.open.remove(request)
         request.outcome = Outcome.COMPLETED
-        before = self.outcomes.standing
+        before = self.outcomes.breaker
         if how == "good":
             self.outcomes.succeeded(self.now_s, request)
         elif how == "failed":
@@ -289,7 +289,7 @@ class AnyEvents(RuleBasedStateMachine):
         elif how == "busy":
             self.outcomes.busy(self.now_s, len(self.open), request)
         else:
-            assert self.outcomes.standing is before
+            assert self.outcomes.breaker is before
 
     @precondition(lambda self: self.failures)
     @rule(data=st.data())
@@ -315,7 +315,7 @@ class AnyEvents(RuleBasedStateMachine):
         assert outcomes.ejections >= 0
         if outcomes.trial is not None:
             assert outcomes.ejected
-        waits_for_an_event = outcomes.standing in (Standing.OPEN, Standing.HALF_OPEN)
+        waits_for_an_event = outcomes.breaker in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
         assert math.isinf(outcomes.until_s) is waits_for_an_event
 
 

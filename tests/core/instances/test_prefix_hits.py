@@ -65,7 +65,7 @@ class Engine:
 
     @property
     def state(self) -> InstanceState:
-        return self.scheduler._members.table[I0]
+        return self.scheduler.members.table[I0]
 
     def arrive(self) -> None:
         prompt, output = int(self.rng.integers(100, 1500)), int(self.rng.integers(10, 120))

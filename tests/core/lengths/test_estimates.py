@@ -12,8 +12,8 @@ from hetero_gateway.core.lengths.estimates import (
     STAGE_TOKENS,
     BytesPerToken,
     ResidualLives,
-    capped_output_tokens,
 )
+from hetero_gateway.core.lengths.predictors import capped_output_tokens
 
 # Caps
 

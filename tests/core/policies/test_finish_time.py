@@ -17,8 +17,8 @@ from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime, _part, idle_before_drain_s
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, PrefixKeys, Reject, RejectReason, Request
 from tests.core.builders import (
     FAST,

@@ -13,8 +13,8 @@ from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.policies.slo import Slo, Slos, violations, violations_wide
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Request
 from tests.core.builders import SLOW, request, spec, state, view_of
 
@@ -58,7 +58,7 @@ def expected(s: Scheduler, body: Request, slo: Slo, waited_s: float = 0.0, now_s
     output = float(body.predicted_output_tokens)
     step_s = (latency_s - ttft_s) / output
     there = state(s, "a")
-    member = s._members.pool(body.model).members[0]
+    member = s.members.pool(body.model).members[0]
     lengths = (float(body.sequences), float(body.prompt_tokens), output)
     plain = violations(there, member, ttft_s, step_s, *lengths, now_s, waited_s, slo)
     wide = violations_wide(

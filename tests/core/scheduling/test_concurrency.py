@@ -11,8 +11,8 @@ import pytest
 
 from hetero_gateway.core.instances.concurrency import Concurrency
 from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Request
 from tests.core.builders import spec
 

@@ -7,7 +7,7 @@ import pytest
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.core.scheduling.decider import SMALL_POOL
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
-from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.scheduling.queue import Ticket
 from tests.core.builders import SLOW, request, scheduler, spec
 
 

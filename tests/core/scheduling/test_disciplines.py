@@ -14,12 +14,11 @@ from hetero_gateway.core.scheduling.disciplines import (
     Classes,
     ClassRule,
     Clients,
-    QueueDiscipline,
     Shortest,
     make_discipline,
 )
+from hetero_gateway.core.scheduling.queue import QueueDiscipline, Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Usage
 from tests.core.builders import profile, request, spec
 

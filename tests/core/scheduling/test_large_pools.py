@@ -14,8 +14,8 @@ from hetero_gateway.core.instances.speed import UNSEEN_S
 from hetero_gateway.core.scheduling import members
 from hetero_gateway.core.scheduling.decider import SMALL_POOL
 from hetero_gateway.core.scheduling.pool import Eligible
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request
 from tests.core.builders import FAST, FAST_CONSTANTS, SLOW, profile, request, scheduler, spec
 
@@ -46,7 +46,7 @@ def test_who_may_get_a_request_is_judged_one_by_one(
     s = scheduler(*(spec(f"i{i}", p, max_model_len=m) for i, (p, m) in enumerate(told)))  # type: ignore[arg-type]
     exclude = [InstanceId(f"i{i}") for i in tried]
     wanted = Request("m", prompt, output, only=None if only is None else InstanceId(f"i{only}"))
-    pool = s._members.pool("m")
+    pool = s.members.pool("m")
     for _ in range(2):  # the second time from what was kept
         judged = pool.eligible(wanted, exclude)
         reasons = [_why_not(each, wanted, exclude) for each in s.specs()]
@@ -121,12 +121,12 @@ def test_among_those_left_it_is_decided_as_if_the_others_were_not_there(policy: 
 def test_the_same_few_cost_one_look_at_the_many() -> None:
     s = many()
     ejected(s, "i1")
-    (eligible,) = {id(one): one for one in (s._members.eligible(request(), ()),)}.values()
+    (eligible,) = {id(one): one for one in (s.members.eligible(request(), ()),)}.values()
     assert isinstance(eligible, Eligible)
     left = s._restraints.judge(eligible, (), 1.0)
     assert isinstance(left, Eligible)
     assert s._restraints.judge(eligible, (), 2.0) is left
-    pool = s._members.pool("m")
+    pool = s.members.pool("m")
     assert pool.narrowed(left.kept) is pool.narrowed(left.kept)
     assert pool.narrowed(left.kept).ids == tuple(f"i{i}" for i in range(MANY) if i != 1)
     ejected(s, "i2")
@@ -139,14 +139,14 @@ def test_an_instance_of_another_model_restrains_nobody() -> None:
     s = many()
     s.add(spec("other", models=frozenset({"else"})))
     ejected(s, "other")
-    eligible = s._members.eligible(request(), ())
+    eligible = s.members.eligible(request(), ())
     assert isinstance(eligible, Eligible)
     assert s._restraints.judge(eligible, (), 1.0) is eligible
 
 
 def test_a_doubted_one_among_many_is_tried() -> None:
     s = many()
-    state = s._members.table[InstanceId("i20")]
+    state = s.members.table[InstanceId("i20")]
     state.set_speed(8.0)
     now_s = 100.0
     assert state.unseen_s(now_s) >= UNSEEN_S
@@ -169,7 +169,7 @@ def test_what_stands_in_for_the_unknown_is_made_once(monkeypatch: pytest.MonkeyP
         *(spec(f"i{i}", None if i % 2 else FAST, weight=1.0 + i) for i in range(MANY)),
         policy="finish-time",
     )
-    pool = s._members.pool("m")
+    pool = s.members.pool("m")
     assert len(calls) == 1
     assert pool.members[3].p8 == pytest.approx(FAST.constants.p8 / 4)
     assert pool.members[2].p8 == FAST.constants.p8
@@ -211,7 +211,7 @@ def test_two_models_are_decided_as_by_two_schedulers() -> None:
 def test_slow_is_a_profile_of_its_own() -> None:
     """Instances that share a profile share what is computed of it."""
     s = scheduler(*(spec(f"i{i}", SLOW if i % 3 else FAST) for i in range(MANY)))
-    pool = s._members.pool("m")
+    pool = s.members.pool("m")
     assert pool.profile_of is not None
     assert pool.profile_of.tolist() == [1 if i % 3 else 0 for i in range(MANY)]
     assert pool.columns.constants.shape[1] == MANY

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, make_policy
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import CachedPrefix, InstanceId, Outcome, PrefixKeys, Request
 from tests.core.builders import SLOW, chosen, profile, request, scheduler, spec, state
 

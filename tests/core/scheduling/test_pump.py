@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.policies.base import Choice
 from hetero_gateway.core.scheduling.decider import Decider
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, Request
 from tests.core.builders import SLOW, loads, profile, request, scheduler, spec, state
 

@@ -6,8 +6,8 @@ import pytest
 
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject
 from tests.core.builders import SLOW, request, scheduler, spec
 

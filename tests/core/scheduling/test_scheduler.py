@@ -17,8 +17,8 @@ from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, View
 from hetero_gateway.core.policies.base import Choice
 from hetero_gateway.core.policies.rotation import RoundRobin
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import (
     InstanceId,
     InstanceSpec,
@@ -182,7 +182,7 @@ def test_unknown_names_are_not_remembered() -> None:
     s = scheduler(spec("a"))
     for i in range(1000):
         s.choose(request(model=f"x{i}"))
-    assert len(s._members.pools) == 0
+    assert len(s.members.pools) == 0
 
 
 def test_a_context_that_is_too_short_excludes_the_instance() -> None:
@@ -204,7 +204,7 @@ def test_an_embedding_may_fill_the_context() -> None:
 def test_a_context_that_nobody_knows_excludes_nobody() -> None:
     s = scheduler(spec("a", max_model_len=None))
     assert excluded(s, request(500_000)) == {}
-    assert s.context_tokens("m") is None
+    assert s.members.pool("m").context_tokens is None
 
 
 def test_a_kv_cache_that_is_too_small_excludes_the_instance() -> None:
@@ -607,10 +607,10 @@ def test_the_context_of_a_model_is_the_longest_available_one() -> None:
         spec("b", max_model_len=4000),
         spec("c", max_model_len=9000, available=False),
     )
-    assert s.context_tokens("m") == 4000
+    assert s.members.pool("m").context_tokens == 4000
     assert s.context_tokens("x") is None
     s.replace(spec("c", max_model_len=None))
-    assert s.context_tokens("m") is None
+    assert s.members.pool("m").context_tokens is None
 
 
 def test_one_instance_among_many_profiles_is_costed_by_its_own() -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import POLICY_NAMES, make_policy
 from hetero_gateway.core.scheduling.disciplines import DisciplineName, make_discipline
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.scheduling.tickets import Ticket
 from hetero_gateway.core.types import Outcome
 from tests.core.builders import FAST, SLOW, chosen, request, scheduler, spec, state
 

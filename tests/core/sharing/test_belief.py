@@ -166,7 +166,7 @@ class Gateway:
         self.scheduler: Scheduler = scheduler(SPEC, policy="finish-time")
         self.exchange = Exchange(self.scheduler, ttl_s=1e9, interval_s=0.05)
         self.exchange.set_instances([(A, URL)])
-        self.state = self.scheduler._members.table[A]
+        self.state = self.scheduler.members.table[A]
         self.sequence = 0
 
     def hear(self, rows: np.ndarray, now_s: float) -> None:
@@ -236,7 +236,7 @@ def test_speeds_of_peers_move_a_factor_by_two_and_do_not_creep() -> None:
         for step in range(200):
             now_s = 0.1 * step
             g.hear(row(observed_s=observed_s, modelled_s=modelled_s + 1e-9 * step), now_s)
-            g.scheduler._members.table[A].revise_speed(1.0, now_s)
+            g.scheduler.members.table[A].revise_speed(1.0, now_s)
             assert low * 0.99 <= g.state.speed <= high * 1.01
         g.state.streaming = 0
 

@@ -61,7 +61,7 @@ def test_the_others_rows_and_ones_own_are_what_one_scheduler_would_see() -> None
         gateway = (first, second)[i % 2]
         dispatched = gateway.place(0.0, prompt_tokens=60 + i, output_tokens=50 + i)
         # The same request on the same instance.
-        same = one.scheduler._members.table[dispatched.instance_id]  # type: ignore[attr-defined]
+        same = one.scheduler.members.table[dispatched.instance_id]  # type: ignore[attr-defined]
         same.dispatch(
             dispatched.request,  # type: ignore[attr-defined]
             dispatched.workload,  # type: ignore[attr-defined]
@@ -147,12 +147,12 @@ A, B = INSTANCES[0][0], INSTANCES[1][0]
 def test_news_are_of_some_instances_and_leave_the_others_as_they_were() -> None:
     g, other = Gateway(), Gateway()
     other.place(0.0)  # on a, the fast one
-    on_b = other.scheduler._members.table[B].dispatch(request(), 1.0, 0.0)
+    on_b = other.scheduler.members.table[B].dispatch(request(), 1.0, 0.0)
     g.exchange.hear("him", told(other.say(0.0)), 0.0)
     g.apply(0.0)
     other.scheduler.settle(on_b, Outcome.COMPLETED, 0.0)
     before = dict(g.exchange.totals())
-    dispatch = other.scheduler._members.table[A].dispatch(request(), 1.0, 0.0)
+    dispatch = other.scheduler.members.table[A].dispatch(request(), 1.0, 0.0)
     news = told(other.exchange.say_news({A}, 0.0))
     assert news.keys.size == 1
     g.exchange.hear("him", unpack(pack(news)), 0.0)
@@ -195,7 +195,7 @@ def test_whatever_is_lost_or_late_the_next_whole_makes_it_exact(seed: int) -> No
                 now_s,
             )
         else:
-            state = other.scheduler._members.table[(A, B)[step % 2]]
+            state = other.scheduler.members.table[(A, B)[step % 2]]
             outstanding.append(state.dispatch(request(prompt_tokens=10 + step), 1.0, now_s))
         message = (
             other.exchange.say_news([A, B][: int(rng.integers(1, 3))], now_s)
@@ -278,7 +278,7 @@ def test_the_mode_says_what_the_view_is_worth() -> None:
 
 def test_what_others_saw_of_an_engines_speed_is_averaged_by_modelled_time() -> None:
     g = Gateway()
-    state = g.scheduler._members.table[InstanceId("a")]
+    state = g.scheduler.members.table[InstanceId("a")]
     seen = PeerLoad(observed_s=4.0, modelled_s=2.0)
     g.scheduler.set_peer(InstanceId("a"), OTHERS, seen)
     assert state.speed == pytest.approx((0.2 + 4.0) / (0.2 + 2.0))
@@ -291,7 +291,7 @@ def test_an_engine_shared_with_another_gateway_is_not_taken_for_slow() -> None:
 
     def speed(*, told: bool) -> float:
         g = Gateway(INSTANCES[:1])
-        state = g.scheduler._members.table[InstanceId("a")]
+        state = g.scheduler.members.table[InstanceId("a")]
         dispatches = [g.place(0.0, prompt_tokens=1000, output_tokens=400) for _ in range(4)]
         for dispatch in dispatches:
             g.scheduler.first_token(dispatch, 0.0)  # type: ignore[arg-type]
@@ -319,7 +319,7 @@ def test_an_engine_shared_with_another_gateway_is_not_taken_for_slow() -> None:
 
 def test_a_replica_that_comes_or_goes_is_no_burst_of_prompts() -> None:
     g = Gateway()
-    state = g.scheduler._members.table[InstanceId("a")]
+    state = g.scheduler.members.table[InstanceId("a")]
     dispatch = g.place(0.0)
     g.scheduler.first_token(dispatch, 0.0)  # type: ignore[arg-type]
     other = Gateway()

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import Outcome, Reject, Request
-from hetero_gateway.gateway.dataplane.placement import Placed, Placement, SleeperGone
+from hetero_gateway.gateway.dataplane.dispatcher import Placed
+from hetero_gateway.gateway.dataplane.placement import Placement, SleeperGone
 from tests.fakes.running import RunningGateway, eventually, running_gateway
 from tests.gateway.dataplane.test_placement import fake_instances, narrow
 
@@ -41,7 +42,9 @@ def ticket_of(placement: Placement) -> Ticket:
 
 
 def observed(running: RunningGateway) -> int:
-    return sum(running.gateway.metrics.decision_s.counts)
+    decisions = running.gateway.metrics.decision_s
+    decisions.count_noted()
+    return sum(decisions.counts)
 
 
 async def test_where_there_is_room_a_place_is_given_at_once() -> None:

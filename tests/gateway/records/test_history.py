@@ -87,8 +87,7 @@ def test_the_history_gives_back_what_was_put_in() -> None:
         finished(1.5, model="another", limit=9),
         FinishedRequest(1e9 + 0.125, "m", 2**40, 1, 2**50, 16),
     ]
-    for row in put_in:
-        history.append(*row)
+    history.extend(put_in)
     assert list(history) == put_in
     assert len(history) == 3
 
@@ -96,7 +95,7 @@ def test_the_history_gives_back_what_was_put_in() -> None:
 def test_the_history_is_bounded() -> None:
     history = RequestHistory()
     for i in range(MAX_REQUESTS + 5):
-        history.append(*finished(float(i), model=f"m{i}"))
+        history.extend([finished(float(i), model=f"m{i}")])
     rows = list(history)
     assert len(history) == len(rows) == MAX_REQUESTS
     assert [(row.arrival_s, row.model) for row in rows[:2]] == [(5.0, "m5"), (6.0, "m6")]

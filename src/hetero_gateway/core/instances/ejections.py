@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 
-from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes, Sent, Standing
+from hetero_gateway.core.instances.outcomes import BreakerState, EjectionRules, Outcomes, Sent
 from hetero_gateway.core.types import InstanceId
 
 _MOST_SUSPECTS = 256
@@ -144,7 +144,7 @@ class Ejections:
         outcomes = self._by_id.get(instance_id)
         if outcomes is None or not outcomes.failed(now_s, request):
             return []
-        if outcomes.standing is not Standing.HALF_OPEN and not self.may_eject(instance_id):
+        if outcomes.breaker is not BreakerState.HALF_OPEN and not self.may_eject(instance_id):
             return []
         outcomes.eject(now_s, reason)
         return [instance_id]
@@ -166,7 +166,7 @@ class Ejections:
         # Those whose term ends first go first; half-open ones before them.
         ejected = sorted(
             (i for i, o in self._by_id.items() if o.ejected),
-            key=lambda i: (self._by_id[i].standing is Standing.EJECTED, self._by_id[i].until_s),
+            key=lambda i: (self._by_id[i].breaker is BreakerState.OPEN, self._by_id[i].until_s),
         )
         for instance_id in ejected:
             for pool in self._pools_of(instance_id):

@@ -1,33 +1,33 @@
 """What became of an instance's requests, and whether it is sent more of them: passive health.
 
-Each instance stands somewhere, and only what real requests met moves it on. A good answer to a
+Each instance has a circuit breaker, and only what real requests met moves it on. A good answer to a
 probe of its health does not: an engine may answer that and fail all that it is asked for.
 
-    event            open            busy, ejected     half-open            recovering
+    event            closed          busy, open        half-open            slow start
     ---------------  --------------  ----------------  -------------------  ---------------
     success          –               – (noted)         of the trial:        –
-                                                       recovering
-    failure          ejected, if it  – (noted)         of the trial:        as open
-                     is one too                        ejected, for longer;
-                     many                              else noted
-    busy answer      recovering, or  –                 of the trial: busy   as open
+                                                       slow start
+    failure          open, if it is  – (noted)         of the trial: open,  as closed
+                     one too many                      for longer; else
+                                                       noted
+    busy answer      slow start, or  –                 of the trial: busy   as closed
                      busy if it has
                      nothing else
     no outcome       –               –                 of the trial: the    –
                                                        next is the trial
-    its term ends    –               ejected:          –                    open
-                                     half-open; busy:
-                                     recovering
-    retracted        –               ejected: as       –                    –
-                                     before, if too
-                                     few are left
-    reprieved        –               recovering        recovering           –
+    its term ends    –               open: half-open;  –                    closed
+                                     busy: slow start
+    retracted        –               open: as before,  –                    –
+                                     if too few are
+                                     left
+    reprieved        –               slow start        slow start           –
 
 "One too many": ``consecutive_failures`` in a row, or ``failure_ratio`` of at least
-``min_outcomes`` within 10 s. An ejection lasts base_s·2^k, at most max_s; k is how many came before
-it, and is forgotten when the last one ended max_s ago. Half-open: one request at a time. Recovering
-(slow start): as many requests at once as it had, and twice as many every 1.4 s, for 10 s. Busy: its
-engine said 503 or 429, which is no failure; for 0.5 s·2^k it gets nothing while others can.
+``min_outcomes`` within 10 s. An ejection (the breaker is open) lasts base_s·2^k, at most max_s; k
+is how many came before it, and is forgotten when the last one ended max_s ago. Half-open: one
+request at a time. Slow start: as many requests at once as it had, and twice as many every 1.4 s,
+for 10 s. Busy: its engine said 503 or 429, which is no failure; for 0.5 s·2^k it gets nothing while
+others can.
 
 What is no outcome: 4xx answers, clients that left, errors of the gateway's own. A time-out is one
 only if nothing good was heard of the instance since the request was sent: a long request says
@@ -68,13 +68,16 @@ class EjectionRules(NamedTuple):
     max_s: float = 60.0
 
 
-class Standing(enum.Enum):
-    """Whether an instance is sent requests, as far as outcomes go."""
+class BreakerState(enum.Enum):
+    """Whether an instance is sent requests, as far as outcomes go: a circuit breaker's states.
 
-    OPEN = "open"
-    RECOVERING = "recovering"
+    The values are /admin's words, in which an instance, and not its breaker, is open.
+    """
+
+    CLOSED = "open"
+    SLOW_START = "recovering"
     BUSY = "busy"
-    EJECTED = "ejected"
+    OPEN = "ejected"
     HALF_OPEN = "half-open"
 
 
@@ -130,11 +133,11 @@ class OutcomeRing:
         self._place = self._part % WINDOW_PARTS
         self._part_ends_s = self._part + 1.0
 
-    def add_good(self, now_s: float) -> None:
+    def add_good(self, now_s: float, count: int = 1) -> None:
         if now_s >= self._part_ends_s:
             self.advance(now_s)
-        self._good[self._place] += 1
-        self.good += 1
+        self._good[self._place] += count
+        self.good += count
 
     def add_failed(self, now_s: float) -> None:
         self.advance(now_s)
@@ -176,7 +179,7 @@ class Outcomes:
     """One instance's.
 
     Attributes:
-        standing: as of the last event or ``advance``.
+        breaker: its state as of the last event or ``advance``.
         until_s: when that ends by itself; infinite where it does not.
         reason: of the last ejection, a short label; "" where there was none.
         ejections: k + 1, of those that still count.
@@ -193,18 +196,18 @@ class Outcomes:
         "_run",
         "_run_began_s",
         "_since_s",
+        "breaker",
         "ejections",
         "reason",
         "ring",
         "rules",
-        "standing",
         "trial",
         "until_s",
     )
 
     def __init__(self, rules: EjectionRules) -> None:
         self.rules = rules
-        self.standing = Standing.OPEN
+        self.breaker = BreakerState.CLOSED
         self.until_s = math.inf
         self.reason = ""
         self.ejections = 0
@@ -220,17 +223,17 @@ class Outcomes:
         self._first_requests: int | None = None
 
     def __repr__(self) -> str:
-        return f"<Outcomes {self.standing.value}: {self.ring!r}, {self._run} failed in a row>"
+        return f"<Outcomes {self.breaker.value}: {self.ring!r}, {self._run} failed in a row>"
 
     @property
     def ejected(self) -> bool:
         """It gets nothing, or only its trial."""
-        return self.standing in (Standing.EJECTED, Standing.HALF_OPEN)
+        return self.breaker in (BreakerState.OPEN, BreakerState.HALF_OPEN)
 
     @property
     def shut(self) -> bool:
         """It gets nothing at all, until ``until_s``."""
-        return self.standing is Standing.EJECTED
+        return self.breaker is BreakerState.OPEN
 
     # What happens to its requests
 
@@ -244,6 +247,12 @@ class Outcomes:
         self._recover(now_s)
         return True
 
+    def answered(self, last_s: float, count: int) -> None:
+        """So many were answered well within a moment, up to ``last_s``, none of them a trial."""
+        self.ring.add_good(last_s, count)
+        self._good_s = max(self._good_s, last_s)
+        self._run = self._busy_run = 0
+
     def failed(self, now_s: float, request: Sent | None = None) -> bool:
         """One failed, and it is the instance's fault. Returns whether this is one too many."""
         self.ring.add_failed(now_s)
@@ -253,9 +262,9 @@ class Outcomes:
         self.advance(now_s)
         if not self.rules.enabled:
             return False
-        if self.standing is Standing.HALF_OPEN:
+        if self.breaker is BreakerState.HALF_OPEN:
             return request is not None and request is self.trial
-        if self.standing is Standing.EJECTED or self.standing is Standing.BUSY:
+        if self.breaker is BreakerState.OPEN or self.breaker is BreakerState.BUSY:
             return False
         return _Grounds(now_s, self._run, self.ring, trial=False).suffice(self.rules)
 
@@ -269,13 +278,13 @@ class Outcomes:
         if now_s - self._ended_s >= rules.max_s:
             self.ejections = 0
         term_s = min(rules.max_s, rules.base_s * 2.0 ** min(self.ejections, 60))
-        trial = self.standing is Standing.HALF_OPEN
+        trial = self.breaker is BreakerState.HALF_OPEN
         self._grounds = _Grounds(now_s, self._run, self.ring, trial=trial)
         self.ejections += 1
         self.reason = reason
         self.trial = None
         self._ended_s = now_s + term_s
-        self._stand(Standing.EJECTED, self._ended_s)
+        self._turn(BreakerState.OPEN, self._ended_s)
 
     def retract(self, at_s: float, now_s: float) -> bool:
         """A failure at ``at_s`` was not its fault. Returns whether it is ejected no more."""
@@ -283,18 +292,18 @@ class Outcomes:
         if self._run and at_s >= self._run_began_s:
             self._run -= 1
         grounds = self._grounds
-        if self.standing is not Standing.EJECTED or grounds is None or at_s > grounds.at_s:
+        if self.breaker is not BreakerState.OPEN or grounds is None or at_s > grounds.at_s:
             return False
         grounds.run -= 1
         grounds.failed -= 1
         if grounds.trial:
             if at_s < grounds.at_s:
                 return False
-            self._stand(Standing.HALF_OPEN, math.inf)
+            self._turn(BreakerState.HALF_OPEN, math.inf)
         elif grounds.suffice(self.rules):
             return False
         else:
-            self._stand(Standing.OPEN, math.inf)
+            self._turn(BreakerState.CLOSED, math.inf)
         self.ejections -= 1
         self._grounds = None
         return True
@@ -314,12 +323,12 @@ class Outcomes:
             retry_after_s: what the engine said, if it did.
         """
         self.advance(now_s)
-        standing = self.standing
-        if not self.rules.enabled or standing in (Standing.EJECTED, Standing.BUSY):
+        breaker = self.breaker
+        if not self.rules.enabled or breaker in (BreakerState.OPEN, BreakerState.BUSY):
             return False
-        if standing is Standing.HALF_OPEN and request is not self.trial:
+        if breaker is BreakerState.HALF_OPEN and request is not self.trial:
             return False
-        if others > 0 and standing is not Standing.HALF_OPEN:
+        if others > 0 and breaker is not BreakerState.HALF_OPEN:
             # It serves as many as these; no more until some time has shown that it can.
             self._begin_slow(now_s, others)
             return True
@@ -328,7 +337,7 @@ class Outcomes:
             told_s = retry_after_s
         self._busy_run += 1
         self.trial = None
-        self._stand(Standing.BUSY, now_s + min(_BUSY_MAX_S, told_s))
+        self._turn(BreakerState.BUSY, now_s + min(_BUSY_MAX_S, told_s))
         return True
 
     def reprieve(self, now_s: float) -> None:
@@ -346,10 +355,10 @@ class Outcomes:
         self._grounds = None
         self._since_s = now_s
         self._first_requests = first_requests
-        self._stand(Standing.RECOVERING, now_s + SLOW_START_S)
+        self._turn(BreakerState.SLOW_START, now_s + SLOW_START_S)
 
-    def _stand(self, standing: Standing, until_s: float) -> None:
-        self.standing = standing
+    def _turn(self, breaker: BreakerState, until_s: float) -> None:
+        self.breaker = breaker
         self.until_s = until_s
 
     # Time, and whether it may be sent a request
@@ -358,12 +367,12 @@ class Outcomes:
         """Move on where a term is over. Returns whether it stands elsewhere now."""
         if now_s < self.until_s:
             return False
-        if self.standing is Standing.EJECTED:
-            self._stand(Standing.HALF_OPEN, math.inf)
-        elif self.standing is Standing.BUSY:
+        if self.breaker is BreakerState.OPEN:
+            self._turn(BreakerState.HALF_OPEN, math.inf)
+        elif self.breaker is BreakerState.BUSY:
             self._begin_slow(now_s, None)
         else:
-            self._stand(Standing.OPEN, math.inf)
+            self._turn(BreakerState.CLOSED, math.inf)
         return True
 
     def bar(self, now_s: float, in_flight: int) -> Bar | None:
@@ -372,18 +381,18 @@ class Outcomes:
         ``in_flight``: requests on it.
         """
         self.advance(now_s)
-        standing = self.standing
-        if standing is Standing.RECOVERING:
+        breaker = self.breaker
+        if breaker is BreakerState.SLOW_START:
             if self._first_requests is None:
                 # What was there before it recovered is no new load.
                 self._first_requests = max(_FIRST_REQUESTS, in_flight + 1)
             growth = 2.0 ** ((now_s - self._since_s) / _DOUBLING_S)
             return _FULL if in_flight >= self._first_requests * growth else None
-        if standing is Standing.BUSY:
+        if breaker is BreakerState.BUSY:
             return _BUSY
-        if standing is Standing.EJECTED:
+        if breaker is BreakerState.OPEN:
             return _EJECTED
-        if standing is Standing.HALF_OPEN and self._on_trial():
+        if breaker is BreakerState.HALF_OPEN and self._on_trial():
             return _TRIED
         return None
 

@@ -23,6 +23,11 @@ from __future__ import annotations
 
 import math
 
+from hetero_gateway.core.costs.cost_model import attended_pairs
+from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.instances.prefix_hits import PrefixHits
+
 # Long enough to average the noise of a network, short enough to notice a slow-down within a few
 # answers. It starts as if 0.2 s had been as modelled.
 FORGET_S = 5.0
@@ -141,3 +146,48 @@ class SpeedEstimate:
         self._modelled_s = max(LEAST_WEIGHT_S, self._modelled_s * keep)
         # Without what others report: else their factor would become ours, again and again.
         self._observed_s = self._modelled_s * self._own
+
+
+# An answer whose tokens nobody saw says something of the speed, too, by the time that it took: with
+# how long its first token may have taken.
+
+
+def first_token_times_s(
+    entry: Dispatch,
+    ttft_s: float,
+    hits: float | None,
+    prefix: PrefixHits,
+    constants: Constants,
+    speed: float,
+) -> list[float]:
+    """The time to a first token, s, as predicted, had it been known what was prefilled of its
+    prompt and of those in front of it; where that is not known, the most and the least.
+
+    Args:
+        ttft_s: as predicted when it was sent, with what was charged.
+        hits: cached tokens of its prompt, as its answer reported; None: it did not.
+        speed: the factor f, observed over modelled time.
+    """
+    if prefix.off:
+        return [ttft_s]
+    ratio, c = prefix.ratio, constants
+    prompt, charged = entry.prompt_tokens, entry.prefill_tokens
+    in_front = 0.0 if entry.before is None else entry.before[2]
+    # What of its prompt was prefilled, and which part of what was to be in front of it.
+    may_be: tuple[tuple[float, float], ...]
+    if ratio is None:
+        least = 0.0 if hits is None else prompt - hits
+        may_be = ((charged if hits is None else least, 1.0), (least, 0.0))
+    else:
+        new = min(float(prompt), ratio * charged) if hits is None else prompt - hits
+        may_be = ((new, ratio),)
+    times_s = []
+    for new, of_others in may_be:
+        spared_s = c.p1 * (charged - new + (1 - of_others) * in_front)
+        if c.p9:
+            pairs = attended_pairs(charged, prompt - charged)
+            pairs -= attended_pairs(new, prompt - new)
+            # In front of it, as if all prompts were of this one's length.
+            spared_s += c.p9 * (pairs + (1 - of_others) * in_front * prompt / 2)
+        times_s.append(max(0.0, ttft_s - speed * spared_s))
+    return times_s

@@ -63,13 +63,12 @@ import math
 
 from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.costs.profile import Constants
-from hetero_gateway.core.instances.answer_times import first_token_times_s
 from hetero_gateway.core.instances.concurrency import NO_LIMIT, PATIENCE, PATIENCE_S, Concurrency
 from hetero_gateway.core.instances.dispatch import NO_PEERS, UNITS_PER_S, Dispatch, PeerLoad
 from hetero_gateway.core.instances.observation import StepRow, seconds
 from hetero_gateway.core.instances.prefix_hits import Interval, reported_hits
 from hetero_gateway.core.instances.sightings import Sightings
-from hetero_gateway.core.instances.speed import SpeedEstimate
+from hetero_gateway.core.instances.speed import SpeedEstimate, first_token_times_s
 from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
 from hetero_gateway.core.types import MOST_TOKENS, InstanceId, Outcome, Request, Usage
 
@@ -389,7 +388,13 @@ class InstanceState:
         entry.outcome = outcome
         if entry.streaming:
             self._freed_s = now_s
-        if not self.prefix.off:
+        prefix = self.prefix
+        if not prefix.off and (
+            prefix.counts
+            or entry.interval is not None
+            or entry.first_token is not None
+            or (usage is not None and usage.cached_tokens is not None)
+        ):
             self._sightings.end(entry, usage)
         if entry.tracked:
             self.tracked -= 1

@@ -8,7 +8,7 @@ entry, which is also what is known of a model that was never seen.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -57,6 +57,8 @@ class ResidualLives:
         self._prior_tokens = prior_tokens
         self._prior_requests = prior_requests
         self._models: dict[str, _Finished] = {}
+        # What ``of`` has as ``plain`` for models that need not be made anew.
+        self.plain: dict[str, list[float]] = {}
         self._unknown = _Finished(np.full(len(STAGE_TOKENS), prior_tokens))
 
     def __len__(self) -> int:
@@ -76,7 +78,14 @@ class ResidualLives:
             lengths = np.array(finished.lengths)
             finished.table = residuals(lengths, self._prior_tokens, self._prior_requests)
             finished.plain = finished.table.tolist()
+        if model in self._models:
+            self.plain[model] = finished.plain
         return finished
+
+    def observe_many(self, finished: Iterable[tuple[str, float]]) -> None:
+        """Learn from finished sequences: (model, output tokens) of each."""
+        for model, output_tokens in finished:
+            self.observe(model, output_tokens)
 
     def observe(self, model: str, output_tokens: float) -> None:
         """Learn from one finished sequence."""
@@ -91,6 +100,8 @@ class ResidualLives:
             lengths[finished.oldest] = output_tokens
             finished.oldest = (finished.oldest + 1) % HISTORY
         finished.unseen += 1
+        if finished.unseen == REFRESH_EVERY:
+            self.plain.pop(model, None)
 
 
 def residuals(lengths: FloatArray, prior_tokens: float, prior_requests: float) -> FloatArray:
@@ -156,6 +167,11 @@ class BytesPerToken:
         """Estimated tokens of ``text_bytes`` bytes of prompt, at least 1."""
         return max(1, round(text_bytes / self._ratios.get(model, self._ratio_of_others)))
 
+    def observe_many(self, prompts: Iterable[tuple[str, int, int]]) -> None:
+        """``observe`` some (model, text bytes, prompt tokens)."""
+        for prompt in prompts:
+            self.observe(*prompt)
+
     def observe(self, model: str, text_bytes: int, prompt_tokens: int) -> None:
         """Learn from one finished request whose prompt length the engine told."""
         if text_bytes <= 0 or prompt_tokens <= 0:
@@ -205,23 +221,6 @@ _TEMPLATE_TOKENS = 4096
 def can_hold(text_bytes: int, prompt_tokens: int) -> bool:
     """Whether this many bytes of text can be this many tokens: no token is shorter than a byte."""
     return prompt_tokens <= text_bytes + _TEMPLATE_TOKENS
-
-
-def capped_output_tokens(
-    predicted_tokens: float,
-    max_output_tokens: int | None,
-    context_tokens: int | None,
-    prompt_tokens: int,
-) -> float:
-    """A prediction capped by the client's limit and by what the context window leaves; at least 1.
-
-    vLLM clamps the output silently when prompt + max_tokens is more than the context.
-    """
-    if max_output_tokens is not None:
-        predicted_tokens = min(predicted_tokens, max_output_tokens)
-    if context_tokens is not None:
-        predicted_tokens = min(predicted_tokens, context_tokens - prompt_tokens)
-    return max(1.0, predicted_tokens)
 
 
 def bounded_model(model: str, known: Mapping[str, object]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -96,6 +96,35 @@ class OutputLengthPredictor(Protocol):
     def observe(self, features: LengthFeatures, output_tokens: float) -> None:
         """Learn from a finished request: its output tokens, the mean where it had n sequences."""
         ...
+
+
+def capped_output_tokens(
+    predicted_tokens: float,
+    max_output_tokens: int | None,
+    context_tokens: int | None,
+    prompt_tokens: int,
+) -> float:
+    """A prediction capped by the client's limit and by what the context window leaves; at least 1.
+
+    vLLM clamps the output silently when prompt + max_tokens is more than the context.
+    """
+    if max_output_tokens is not None:
+        predicted_tokens = min(predicted_tokens, max_output_tokens)
+    if context_tokens is not None:
+        predicted_tokens = min(predicted_tokens, context_tokens - prompt_tokens)
+    return max(1.0, predicted_tokens)
+
+
+def learn(
+    predictor: OutputLengthPredictor, finished: Sequence[tuple[LengthFeatures, float]]
+) -> None:
+    """Have a predictor observe some finished requests, at once if it has a way to."""
+    at_once = getattr(predictor, "observe_many", None)
+    if at_once is not None:
+        at_once(finished)
+        return
+    for features, output_tokens in finished:
+        predictor.observe(features, output_tokens)
 
 
 class ConstantPredictor:
@@ -183,6 +212,10 @@ class BucketMeanPredictor:
         if mean is None:
             mean = self._buckets.get((model, size)) or self._models.get(model)
         return max(1.0, self.prior_tokens if mean is None else mean.value)
+
+    def observe_many(self, finished: Iterable[tuple[LengthFeatures, float]]) -> None:
+        for features, output_tokens in finished:
+            self.observe(features, output_tokens)
 
     def observe(self, features: LengthFeatures, output_tokens: float) -> None:
         model = features.model

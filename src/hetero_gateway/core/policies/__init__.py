@@ -7,10 +7,11 @@ given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from hetero_gateway.core.policies.affinity import PrefixAffinity, Session
-from hetero_gateway.core.policies.base import DefaultPredictor, Policy, PolicyOptions, View
+from hetero_gateway.core.policies.base import LowestScore, Policy, PolicyOptions, View
 from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
 from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, WeightedRoundRobin
@@ -35,14 +36,26 @@ _POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
 POLICY_NAMES = tuple(_POLICIES)
 
 
-def make_policy(name: str, options: PolicyOptions | None = None) -> Policy:
-    """A new policy by its configuration name. Raises KeyError for a name that does not exist."""
+PolicyMaker = Callable[[], Policy]
+
+
+def make_policy(
+    name: str,
+    options: PolicyOptions | None = None,
+    installed: Mapping[str, PolicyMaker] = MappingProxyType({}),
+) -> Policy:
+    """A new policy by its name, a built-in one or another. KeyError: there is none of this name."""
+    if name in installed:
+        return installed[name]()
     return _POLICIES[name](options or PolicyOptions())
 
 
-def default_predictor(name: str) -> DefaultPredictor:
-    """The predictor that a policy is used with where none is configured. KeyError: no such name."""
-    return make_policy(name).default_predictor
-
-
-__all__ = ["POLICY_NAMES", "Policy", "PolicyOptions", "View", "default_predictor", "make_policy"]
+__all__ = [
+    "POLICY_NAMES",
+    "LowestScore",
+    "Policy",
+    "PolicyMaker",
+    "PolicyOptions",
+    "View",
+    "make_policy",
+]

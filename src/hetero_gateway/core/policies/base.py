@@ -381,6 +381,25 @@ class PlacesAtOnce:
         pass
 
 
+class LowestScore(PlacesAtOnce):
+    """A policy that gives each candidate a number: the lowest has it; equals are drawn from."""
+
+    def scores(self, view: View) -> FloatArray:
+        """One number for each candidate, none of them NaN."""
+        raise NotImplementedError
+
+    def position(self, view: View, rng: np.random.Generator) -> int:
+        return argmin_with_random_ties(self.scores(view), rng)
+
+    def figures(self, view: View) -> Figures:
+        data = (view.request_time_s, view.kv_usage, view.load, view.in_flight, self.scores(view))
+        return Figures((*COLUMNS, "score"), data)
+
+    def because(self, decision: Decided) -> str:
+        ours = f"by {self.name} its score was {{}}, the lowest"
+        return lowest(decision, decision.choice.figures.column("score"), ours, "{} had {}")
+
+
 def argmin_with_random_ties(scores: FloatArray, rng: np.random.Generator) -> int:
     """The position of the lowest score; among equals a seeded draw (erratum 2).
 

@@ -1,25 +1,213 @@
-"""One request, its candidates and a policy: the decision."""
+"""One request and its candidates, as a policy sees them; and the decision that comes of it.
+
+Candidates have two forms: plain numbers for small pools, arrays for large ones.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.instances.table import Table
+from hetero_gateway.core.lengths.estimates import ResidualLives
 from hetero_gateway.core.policies import Policy, View
-from hetero_gateway.core.policies.base import Choice, SmallView
+from hetero_gateway.core.policies.base import Backlog, Choice, Demand, Outlook, SmallView
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.scheduling.pool import Eligible
+from hetero_gateway.core.scheduling.pool import Eligible, Pool
+from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import ModelQueue
-from hetero_gateway.core.scheduling.views import Views
 from hetero_gateway.core.types import Request
 
 # Up to so many candidates, plain floats are faster than numpy (benchmarks/scheduling/pump.py).
 SMALL_POOL = 16
 
-# One for every request: a NamedTuple's own constructor is a function in Python.
+# Made for every request: a NamedTuple's own constructor is a function in Python, and takes as long
+# again as what it makes.
+_new_small_view: Callable[[type[SmallView], tuple[Any, ...]], SmallView] = tuple.__new__
+_new_backlog: Callable[[Any, tuple[Any, ...]], Backlog[list[float]]] = tuple.__new__
+_new_demand: Callable[[type[Demand], tuple[Any, ...]], Demand] = tuple.__new__
 _new_decision: Callable[[type[Decision], tuple[Any, ...]], Decision] = tuple.__new__
+
+
+class Views:
+    """Makes views.
+
+    Args:
+        table: the states.
+        theta: θ of Eq. (7), above 0.
+        reference: (prompt, output) tokens of a typical request while nothing has arrived.
+        caches: what is known of prefix caches; None: nothing is to be known.
+
+    ``queues``: the policy wants an ``Outlook``.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        theta: float,
+        reference: tuple[float, float],
+        caches: PrefixCaches | None = None,
+    ) -> None:
+        self.residual = ResidualLives(reference[1])
+        self._table = table
+        self.theta = theta
+        self._reference = reference
+        self.queues = False
+        self._caches = caches
+
+    def small(
+        self,
+        request: Request,
+        eligible: Eligible,
+        now_s: float,
+        queue: ModelQueue | None,
+        waited_s: float = 0.0,
+    ) -> SmallView:
+        """The form in plain numbers. ``waited_s``: since the request arrived."""
+        pool, kept, _ = eligible
+        ids, states, members = pool.ids, pool.states, pool.members
+        if kept is not None:
+            ids = tuple([ids[i] for i in kept])
+            states = tuple([states[i] for i in kept])
+            members = tuple([members[i] for i in kept])
+        queued, idle_s, gap_s, prompt_tokens, output_tokens, mean_times = self._waiting(
+            eligible, now_s, queue
+        )
+        demand = _demand(request)
+        if self._caches is not None and request.prefix is not None:
+            demand = self._caches.behind(demand, request, request.prefix, states)
+        # As that method begins: it is no call while lengths stay as they are.
+        typical_prompt, typical_output = pool.typical_lengths
+        if not (
+            abs(prompt_tokens - typical_prompt) <= typical_prompt / 20
+            and abs(output_tokens - typical_output) <= typical_output / 20
+        ):
+            pool.typical_request_time_s(prompt_tokens, output_tokens, keep=True)
+        typical = pool.typical_plain
+        if kept is not None:
+            typical = [typical[i] for i in kept]
+        profiled, stands_in = (True, pool.stands_in) if pool.profiled else _known(eligible)
+        backlog = _new_backlog(
+            Backlog,
+            (
+                queued,
+                idle_s,
+                gap_s,
+                mean_times,
+                typical,
+                self.residual.plain.get(request.model) or self.residual.of(request.model).plain,
+                profiled,
+                stands_in,
+                waited_s,
+            ),
+        )
+        return _new_small_view(
+            SmallView,
+            (
+                request,
+                ids,
+                states,
+                members,
+                demand,
+                self.theta,
+                now_s,
+                backlog,
+            ),
+        )
+
+    def wide(
+        self,
+        request: Request,
+        eligible: Eligible,
+        now_s: float,
+        queue: ModelQueue | None,
+        waited_s: float = 0.0,
+        *,
+        keep: bool,
+    ) -> View:
+        """The form in arrays. ``keep``: a decision is made of it, not only an explanation."""
+        pool, kept, _ = eligible
+        times = pool.request_times_s(request.prompt_tokens, request.predicted_output_tokens)
+        n = request.sequences
+        if n != 1:
+            times = times * n
+        columns = pool.narrowed(kept)
+        if columns.at is not None:
+            times = times[columns.at]
+        load, kv_tokens, in_flight = self._table.loads(columns.where)
+        demand = _demand(request)
+        if self._caches is not None and request.prefix is not None:
+            demand = self._caches.behind_wide(demand, request, request.prefix, columns.where)
+        view = View(
+            request,
+            columns.ids,
+            columns.slots,
+            demand,
+            times,
+            load,
+            kv_tokens / columns.kv_capacity_tokens,
+            in_flight,
+            columns.capacity,
+            columns.weight,
+            self.theta,
+        )
+        if self.queues:
+            view.outlook = Outlook(
+                columns.constants,
+                columns.kv_capacity_tokens,
+                columns.kv_limit_tokens,
+                columns.max_num_seqs,
+                self._table.rows(columns.where, now_s),
+                self._table.stages(columns.where),
+                self._backlog(request.model, eligible, now_s, queue, waited_s, keep=keep),
+            )
+        return view
+
+    def _backlog(
+        self,
+        model: str,
+        eligible: Eligible,
+        now_s: float,
+        queue: ModelQueue | None,
+        waited_s: float,
+        *,
+        keep: bool,
+    ) -> Backlog[FloatArray]:
+        pool, kept, _ = eligible
+        queued, idle_s, gap_s, prompt_tokens, output_tokens, mean_times = self._waiting(
+            eligible, now_s, queue
+        )
+        typical = pool.typical_request_time_s(prompt_tokens, output_tokens, keep=keep)
+        return Backlog(
+            queued,
+            idle_s,
+            gap_s,
+            mean_times,
+            typical if kept is None else typical[pool.narrowed(kept).at],
+            self.residual.table(model),
+            *_known(eligible),
+            waited_s,
+        )
+
+    def _waiting(
+        self, eligible: Eligible, now_s: float, queue: ModelQueue | None
+    ) -> tuple[int, float, float, float, float, Callable[[], FloatArray] | None]:
+        """Of who waits and what arrives, as in ``Backlog``; the typical lengths among it."""
+        prompt_tokens, output_tokens = self._reference
+        if queue is None:
+            return 0, 0.0, math.inf, prompt_tokens, output_tokens, None
+        queued, mean_times = queue.size, None
+        if queued:
+            mean_times = partial(mean_request_times_s, eligible.pool, queue, eligible.kept)
+        if queue.arrivals:
+            prompt_tokens, output_tokens = queue.mean_prompt_tokens, queue.mean_output_tokens
+        idle_s = now_s - queue.last_arrival_s
+        return queued, idle_s, queue.mean_gap_s, prompt_tokens, output_tokens, mean_times
 
 
 class Decider:
@@ -118,3 +306,38 @@ class Decider:
         decision = self.decide(request, eligible, now_s, queue, asks=asks)
         assert decision is not None
         return decision
+
+
+def _known(eligible: Eligible) -> tuple[bool, bool]:
+    """Its last ones: ``profiled`` and ``stands_in``."""
+    pool, kept, _ = eligible
+    profiled = pool.profiled
+    if not profiled:
+        states = pool.states if kept is None else [pool.states[i] for i in kept]
+        profiled = any(state.stands_in and state.observed for state in states)
+    return profiled, pool.stands_in
+
+
+def _demand(request: Request) -> Demand:
+    """The same of all."""
+    n, prompt = request.sequences, request.prompt_tokens
+    # As ``Request.kv_tokens``.
+    kv_tokens = n * (prompt + round(request.predicted_output_tokens))
+    return _new_demand(Demand, (float(n * prompt), float(kv_tokens), None))
+
+
+def mean_request_times_s(
+    pool: Pool, queue: ModelQueue, kept: list[int] | None = None
+) -> FloatArray:
+    """T of the mean queued request on each instance, s, as if it fitted."""
+    waiting = len(queue)
+    times = pool.request_times_s(
+        queue.prompt_tokens / waiting, queue.output_tokens / waiting, as_if_it_fitted=True
+    )
+    return times if kept is None else times[pool.narrowed(kept).at]
+
+
+def drain_time_s(pool: Pool, queue: ModelQueue) -> float:
+    """How long a queue would take with every instance at full speed, s; neither may be empty."""
+    speed = np.array([state.speed for state in pool.states])
+    return len(queue) / float((1 / (speed * mean_request_times_s(pool, queue))).sum())

@@ -35,53 +35,68 @@ class LoggedDecision(NamedTuple):
 
 
 class DecisionLog:
-    """Keeps the last ``size`` decisions."""
+    """Keeps the last ``size`` decisions.
+
+    ``noted``: decisions that are kept by the next ``keep_noted``, as arguments of ``append``; some
+    at a time, since a decision by itself would find none of this in the processor's caches.
+    """
 
     def __init__(self, size: int) -> None:
         self._rows: deque[tuple[Any, ...]] = deque(maxlen=size)
+        self.noted: list[tuple[float, bytes, Decision, float]] = []
 
     def __len__(self) -> int:
+        self.keep_noted()
         return len(self._rows)
 
     def append(self, unix_s: float, request_id: bytes, decision: Decision, waited_s: float) -> None:
-        request, choice = decision.request, decision.choice
-        numbers = array(
-            "d",
-            (
-                unix_s,
-                waited_s,
-                choice.position,
-                choice.charge,
-                request.prompt_tokens,
-                request.predicted_output_tokens,
-                request.sequences,
-                request.streams,
-                decision.prefill_tokens,
-                decision.kv_tokens,
-            ),
-        )
-        figures, prefix = choice.figures, decision.prefix
-        if prefix is not None and isinstance(prefix.trust, list):
-            # Without an object for each number.
-            match, trust, cached = prefix
-            prefix = Prefix(array("d", match), array("d", trust), array("d", cached))
-        self._rows.append(
-            (
-                numbers,
-                figures.data,
-                figures.names,
-                figures.by_speed,
-                request_id,
-                request.model,
-                decision.ids,
-                decision.theta,
-                decision.policy,
-                decision.excluded,
-                prefix,
+        """Keep one. ``unix_s``, ``waited_s``: as of a ``LoggedDecision``."""
+        self.noted.append((unix_s, request_id, decision, waited_s))
+        self.keep_noted()
+
+    def keep_noted(self) -> None:
+        """Keep the decisions that were noted."""
+        noted, self.noted = self.noted, []
+        for unix_s, request_id, decision, waited_s in noted:
+            request, choice = decision.request, decision.choice
+            numbers = array(
+                "d",
+                (
+                    unix_s,
+                    waited_s,
+                    choice.position,
+                    choice.charge,
+                    request.prompt_tokens,
+                    request.predicted_output_tokens,
+                    request.sequences,
+                    request.streams,
+                    decision.prefill_tokens,
+                    decision.kv_tokens,
+                ),
             )
-        )
+            figures, prefix = choice.figures, decision.prefix
+            if prefix is not None and isinstance(prefix.trust, list):
+                # Without an object for each number.
+                match, trust, cached = prefix
+                prefix = Prefix(array("d", match), array("d", trust), array("d", cached))
+            self._rows.append(
+                (
+                    numbers,
+                    figures.data,
+                    figures.names,
+                    figures.by_speed,
+                    request_id,
+                    request.model,
+                    decision.ids,
+                    decision.theta,
+                    decision.policy,
+                    decision.excluded,
+                    prefix,
+                )
+            )
 
     def newest_first(self) -> Iterator[LoggedDecision]:
+        self.keep_noted()
         for row in reversed(self._rows):
             yield _unpacked(*row)
 

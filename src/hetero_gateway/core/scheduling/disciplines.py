@@ -24,7 +24,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.discipline_settings import (
@@ -33,7 +33,7 @@ from hetero_gateway.core.scheduling.discipline_settings import (
     DisciplineName,
 )
 from hetero_gateway.core.scheduling.pool import Pool
-from hetero_gateway.core.scheduling.tickets import Ticket, Turn
+from hetero_gateway.core.scheduling.queue import QueueDiscipline, Ticket, Turn
 from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS, Request, Usage
 
 # A retry has waited its turn before.
@@ -48,41 +48,6 @@ _MOST_COUNTERS = 10_000
 _MOST_TIMES = 32.0
 # Who has not asked for so long needs no room kept free.
 _LATELY_S = 60.0
-
-
-class QueueDiscipline(Protocol):
-    """Who is next. ``sorts``: within a line of requests that the same instances can take, too.
-
-    ``has_rows``: those stand in several rows, whose turns move on as requests go: or else neither
-    ``line`` nor ``went`` has anything to do.
-    """
-
-    sorts: bool
-    has_rows: bool
-
-    def line(self, request: Request) -> str:
-        """In which row a request stands, of those that the same instances can take."""
-        ...
-
-    def join(self, ticket: Ticket, *, first: bool) -> Turn:
-        """Give a ticket its place, for good; ``first``: it goes ahead of the others (a retry)."""
-        ...
-
-    def turn(self, ticket: Ticket, now_s: float) -> Turn:
-        """When it is the turn of one that stands first in its line."""
-        ...
-
-    def went(self, ticket: Ticket, now_s: float) -> None:
-        """It was placed."""
-        ...
-
-    def weight(self, request: Request) -> float:
-        """Of its row, beside the others' rows; above 0."""
-        ...
-
-    def behind_s(self, request: Request) -> float:
-        """What others are given, over their weight, until it is its row's turn; s of work."""
-        ...
 
 
 class Fifo:

@@ -23,7 +23,15 @@ from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Slots
 from hetero_gateway.core.policies.estimates import KV_ROOM, seats
 from hetero_gateway.core.policies.member import Member
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason, Request
+from hetero_gateway.core.types import (
+    MOST_SEQUENCES,
+    MOST_TOKENS,
+    InstanceId,
+    InstanceSpec,
+    Reject,
+    RejectReason,
+    Request,
+)
 
 UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody knows
 # Some machine: about an A800 with a model of 8 billion parameters (instance_profiles.csv). What is
@@ -183,7 +191,7 @@ class Pool:
             self._yardstick = dataclasses.replace(
                 distinct[fastest], kv_capacity_tokens=UNLIMITED_TOKENS
             )
-        self._typical_lengths = (0.0, 0.0)
+        self.typical_lengths = (0.0, 0.0)
         self._typical_times_s = np.ones(len(profiles))
         # The same as a list; see ``typical_request_time_s``.
         self.typical_plain: list[float] = []
@@ -248,16 +256,16 @@ class Pool:
 
         ``keep``: it is the typical one from now on, in ``typical_plain`` as well.
         """
-        old_prompt, old_output = self._typical_lengths
+        typical_prompt, typical_output = self.typical_lengths
         if (
-            abs(prompt_tokens - old_prompt) <= old_prompt / 20
-            and abs(output_tokens - old_output) <= old_output / 20
+            abs(prompt_tokens - typical_prompt) <= typical_prompt / 20
+            and abs(output_tokens - typical_output) <= typical_output / 20
         ):
             return self._typical_times_s
         times = self.request_times_s(prompt_tokens, output_tokens, as_if_it_fitted=True)
         times = np.maximum(times, 1e-9)
         if keep:
-            self._typical_lengths = (prompt_tokens, output_tokens)
+            self.typical_lengths = (prompt_tokens, output_tokens)
             self._typical_times_s = times
             self.typical_plain = times.tolist()
         return times
@@ -269,7 +277,17 @@ class Pool:
         return request_time_s(self._yardstick, prompt_tokens, max(1.0, output_tokens))
 
     def eligible(self, request: Request, exclude: Collection[InstanceId] = ()) -> Eligible | Reject:
-        """Who may get the request: it fits, was not tried there, and is not bound elsewhere."""
+        """Who may get the request: it fits, was not tried there, and is not bound elsewhere.
+
+        Raises:
+            ValueError: a number of the request is negative, not finite or absurd.
+        """
+        if not (
+            0 <= request.prompt_tokens <= MOST_TOKENS
+            and 0 <= request.predicted_output_tokens <= MOST_TOKENS
+            and 1 <= request.sequences <= MOST_SEQUENCES
+        ):
+            raise ValueError(request.what_is_wrong())
         tokens = request.prompt_tokens + request.predicted_output_tokens
         if (
             request.prompt_tokens < self.shortest_context_tokens

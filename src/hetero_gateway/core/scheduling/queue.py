@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
 
-from hetero_gateway.core.scheduling.disciplines import QueueDiscipline
-from hetero_gateway.core.scheduling.pool import Pool
-from hetero_gateway.core.scheduling.tickets import LineName, Ticket, Turn
-from hetero_gateway.core.types import Request
+from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.pool import Eligible, Pool
+from hetero_gateway.core.types import InstanceId, Reject, Request
 
 # What is typical of a model's requests changes over minutes, not from one to the next.
 MEAN_OVER_REQUESTS = 1000
@@ -31,6 +31,109 @@ MEAN_OVER_GAPS = 16
 MEAN_OVER_DEPARTURES = 64
 # A line is tidied when it has so many more that left from its middle than twice those that stand.
 _MOST_DROPPED = 64
+
+
+# When it is one's turn: the lower, the sooner; whole numbers of arrival decide among equals.
+Turn = tuple[float, float, int]
+# Which instances can take a ticket (positions in its pool; None: all), whether it is a crowd, and
+# the row that its discipline wants it in. None: all can, it is none, and there is one row.
+LineName = tuple[tuple[int, ...] | None, bool, str] | None
+
+
+class Ticket:
+    """One request waiting for an instance, or placed on one. Changed by the scheduler alone.
+
+    ``waits``: nothing has become of it yet. ``exclude``: instances it was tried on. ``owner``:
+    whatever the shell wants to find again.
+    ``eligible``: who may get it, as judged in its model's present pool; ``line``: where it stands,
+    ``rank``: since when, ``first``: as a retry, in front of who came after it. When it leaves
+    the queue by being placed or refused, it has either ``decision`` and ``dispatch``, or
+    ``rejected``, or ``failed``: what its placement met, a bug that is nobody else's.
+    """
+
+    __slots__ = (
+        "decision",
+        "dispatch",
+        "eligible",
+        "enqueued_s",
+        "exclude",
+        "failed",
+        "first",
+        "line",
+        "owner",
+        "rank",
+        "rejected",
+        "request",
+        "waits",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        enqueued_s: float,
+        exclude: Collection[InstanceId],
+        owner: Any,
+        eligible: Eligible,
+    ) -> None:
+        self.request = request
+        self.enqueued_s = enqueued_s
+        self.exclude = exclude
+        self.owner = owner
+        self.eligible = eligible
+        self.line: LineName = None
+        self.rank: Turn = (0.0, 0.0, 0)
+        self.first = False
+        self.decision: Decision | None = None
+        self.dispatch: Dispatch | None = None
+        self.rejected: Reject | None = None
+        self.failed: Exception | None = None
+        self.waits = True
+
+    def __repr__(self) -> str:
+        if self.rejected is not None:
+            state = f"rejected: {self.rejected.reason.value}"
+        elif self.failed is not None:
+            state = f"failed: {self.failed!r}"
+        else:
+            state = "waiting" if self.dispatch is None else f"placed: {self.dispatch!r}"
+        return f"<Ticket {self.request.model} since {self.enqueued_s:.3f} s, {state}>"
+
+
+class QueueDiscipline(Protocol):
+    """Who is next. ``sorts``: within a line of requests that the same instances can take, too.
+
+    ``has_rows``: those stand in several rows, whose turns move on as requests go: or else neither
+    ``line`` nor ``went`` has anything to do.
+
+    A discipline that neither sorts nor has rows gets to ``join`` only those that have to wait.
+    """
+
+    sorts: bool
+    has_rows: bool
+
+    def line(self, request: Request) -> str:
+        """In which row a request stands, of those that the same instances can take."""
+        ...
+
+    def join(self, ticket: Ticket, *, first: bool) -> Turn:
+        """Give a ticket its place, for good; ``first``: it goes ahead of the others (a retry)."""
+        ...
+
+    def turn(self, ticket: Ticket, now_s: float) -> Turn:
+        """When it is the turn of one that stands first in its line."""
+        ...
+
+    def went(self, ticket: Ticket, now_s: float) -> None:
+        """It was placed."""
+        ...
+
+    def weight(self, request: Request) -> float:
+        """Of its row, beside the others' rows; above 0."""
+        ...
+
+    def behind_s(self, request: Request) -> float:
+        """What others are given, over their weight, until it is its row's turn; s of work."""
+        ...
 
 
 class Line(Protocol):
@@ -208,12 +311,14 @@ class ModelQueue:
     def arrive(self, ticket: Ticket, *, first: bool) -> None:
         """A request came, or, ``first``, one that has waited before (a retry).
 
-        It is to ``stand`` in its line right away, or has ``passed``, as most do where nobody waits.
+        It is to ``wait`` in its line right away, or has ``passed``, as most do where nobody waits.
         """
-        ticket.rank = self._discipline.join(ticket, first=first)
+        discipline = self._discipline
+        if discipline.sorts or discipline.has_rows:
+            ticket.rank = discipline.join(ticket, first=first)
         ticket.first = first
         request, eligible = ticket.request, ticket.eligible
-        if eligible.kept is not None or request.sequences > 1 or self._discipline.has_rows:
+        if eligible.kept is not None or request.sequences > 1 or discipline.has_rows:
             ticket.line = self._line_of(ticket)
         if not self.size:
             # Those who wait already were judged in the pool before: the pump judges all anew.
@@ -242,8 +347,14 @@ class ModelQueue:
             return (None if kept is None else tuple(kept), crowd, row)
         return None
 
-    def stand(self, ticket: Ticket) -> None:
-        """One that has arrived has to wait."""
+    def wait(self, ticket: Ticket) -> None:
+        """One that has just arrived has to wait."""
+        discipline = self._discipline
+        if not (discipline.sorts or discipline.has_rows):
+            ticket.rank = discipline.join(ticket, first=ticket.first)
+        self._stand(ticket)
+
+    def _stand(self, ticket: Ticket) -> None:
         name = ticket.line
         line = self._lines.get(name)
         if line is None:
@@ -280,10 +391,10 @@ class ModelQueue:
         for ticket in staying:
             ticket.line = self._line_of(ticket)
         for ticket in (t for t in staying if not t.first):
-            self.stand(ticket)
+            self._stand(ticket)
         # The one that is put first last stands in front.
         for ticket in reversed([t for t in staying if t.first]):
-            self.stand(ticket)
+            self._stand(ticket)
         for ticket in refused:
             self.passed(ticket, ticket.enqueued_s)
         return refused
@@ -299,7 +410,7 @@ class ModelQueue:
         for ticket in [t for t in tickets if not t.first] + retries[::-1]:
             ticket.rank = discipline.join(ticket, first=ticket.first)
             ticket.line = self._line_of(ticket)
-            self.stand(ticket)
+            self._stand(ticket)
 
     def change(self, ticket: Ticket, request: Request) -> None:
         """What a ticket asks for is taken to be something else."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection
 
 from hetero_gateway.core.instances.dispatch import Dispatch
-from hetero_gateway.core.instances.outcomes import RETRY_RANK, Bar, Outcomes, Standing
+from hetero_gateway.core.instances.outcomes import RETRY_RANK, Bar, BreakerState, Outcomes
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.types import InstanceId, Reject, RejectReason
 
@@ -63,7 +63,7 @@ class Restraints:
         It is tried, and not left to the policy: one that looks slow would stay half-open for ever.
         """
         for position, outcomes in self._here(eligible):
-            if outcomes.standing is Standing.HALF_OPEN:
+            if outcomes.breaker is BreakerState.HALF_OPEN:
                 others = [i for i in eligible.positions() if i != position]
                 name = eligible.pool.ids[position]
                 return eligible.without(others, f"{name} is tried after its ejection")
@@ -108,7 +108,7 @@ class Restraints:
         A slow start grows all the time; once a second is soon enough.
         """
         times = [
-            min(o.until_s, now_s + 1.0) if o.standing is Standing.RECOVERING else o.until_s
+            min(o.until_s, now_s + 1.0) if o.breaker is BreakerState.SLOW_START else o.until_s
             for o in self.by_id.values()
         ]
         return min(times, default=math.inf)

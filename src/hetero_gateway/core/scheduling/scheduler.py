@@ -35,23 +35,21 @@ from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.instances.drift import Drift
 from hetero_gateway.core.instances.observation import Observations, seconds
-from hetero_gateway.core.instances.outcomes import Outcomes, Standing
+from hetero_gateway.core.instances.outcomes import BreakerState, Outcomes
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
-from hetero_gateway.core.scheduling.decider import SMALL_POOL, Decider
+from hetero_gateway.core.scheduling.decider import SMALL_POOL, Decider, Views, drain_time_s
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.scheduling.disciplines import Clients, Fifo, QueueDiscipline
+from hetero_gateway.core.scheduling.disciplines import Clients, Fifo
 from hetero_gateway.core.scheduling.members import Members, constants_of
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.probes import Probes
-from hetero_gateway.core.scheduling.queue import ModelQueue
+from hetero_gateway.core.scheduling.queue import ModelQueue, QueueDiscipline, Ticket
 from hetero_gateway.core.scheduling.restraints import Restraints
 from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits, predicted_wait_s
-from hetero_gateway.core.scheduling.tickets import Ticket
-from hetero_gateway.core.scheduling.views import Views, drain_time_s
 from hetero_gateway.core.types import (
     COMPLETED,
     InstanceId,
@@ -94,6 +92,8 @@ class Fresh(NamedTuple):
 class Scheduler:
     """Queues, chooses, dispatches and settles. One per gateway or simulated cluster.
 
+    ``members``: the instances, and the pools that they form for models.
+
     Args:
         policy: what chooses among the eligible instances.
         theta: θ of Eq. (7), above 0.
@@ -123,8 +123,8 @@ class Scheduler:
         self.caches = PrefixCaches() if prefix_cache else None
         self.queued = 0
         queues = policy.queues
-        self._members = Members(reference, stand_ins=queues, observes=observes)
-        views = Views(self._members.table, theta, reference, self.caches)
+        self.members = Members(reference, stand_ins=queues, observes=observes)
+        views = Views(self.members.table, theta, reference, self.caches)
         self.residual = views.residual  # what streams have still to come
         self._decider = Decider(policy, rng, views, small_pool)
         # What chooses among the eligible instances; ``set_policy`` changes it.
@@ -141,13 +141,13 @@ class Scheduler:
         # (when, tie-break, dispatch): first tokens that nobody will see, by prediction.
         self._unseen: list[tuple[float, int, Dispatch]] = []
         self._dispatched = 0
-        self._probes = Probes(self._members, active=queues)
+        self._probes = Probes(self.members, active=queues)
         self._pumped_s = -math.inf
         # Called with (instance, now_s) when a request was sent there. It must not raise.
         self.on_dispatch: Callable[[InstanceId, float], None] | None = None
 
     def __repr__(self) -> str:
-        return f"<Scheduler {self.policy.name}: {self.queued} waiting; {self._members!r}>"
+        return f"<Scheduler {self.policy.name}: {self.queued} waiting; {self.members!r}>"
 
     def compile(self, jit: Jit) -> None:
         """Have ``jit`` compile what the policy computes with. See ``Policy.compile``."""
@@ -158,7 +158,7 @@ class Scheduler:
 
         None: it has placed something, or more than its policy and its instances' profiles decide.
         """
-        pool = self._members.pool(model)
+        pool = self.members.pool(model)
         if (
             self._queues
             or self._observes
@@ -167,7 +167,7 @@ class Scheduler:
             or self._max_queued < MOST_QUEUED
             or self.on_dispatch is not None
             or not pool.ids
-            or len(pool.ids) < len(self._members.specs)
+            or len(pool.ids) < len(self.members.specs)
             or any(spec.profile is None or spec.max_model_len for spec in pool.specs)
             or any(state.in_flight or state.peers for state in pool.states)
         ):
@@ -184,7 +184,7 @@ class Scheduler:
         queues = policy.queues
         self.policy = policy
         self._decider.set_policy(policy)
-        self._members.set_stand_ins(queues)
+        self.members.set_stand_ins(queues)
         self._probes.activate(queues)
 
     def set_limits(self, theta: float, max_queued: int, waits: WaitLimits | None = None) -> None:
@@ -207,17 +207,17 @@ class Scheduler:
 
     def add(self, spec: InstanceSpec) -> None:
         """An instance joins. Raises ValueError when the id is taken."""
-        self._members.join(spec)
+        self.members.join(spec)
         if self.caches is not None:
-            self.caches.join(spec, self._members.table[spec.instance_id].slot)
+            self.caches.join(spec, self.members.table[spec.instance_id].slot)
 
     def replace(self, spec: InstanceSpec) -> None:
         """Change an instance's models, profile or availability; its load stays.
 
         Raises KeyError when there is none.
         """
-        before = self._members.specs[spec.instance_id]
-        self._members.change(spec)
+        before = self.members.specs[spec.instance_id]
+        self.members.change(spec)
         if self.caches is not None:
             self.caches.change(before, spec)
 
@@ -225,46 +225,41 @@ class Scheduler:
         """An instance leaves; everything on it is settled and returned. KeyError: unknown."""
         self._restraints.by_id.pop(instance_id, None)
         if self._shares is not None:
-            for dispatch in self._members.table[instance_id].outstanding():
+            for dispatch in self.members.table[instance_id].outstanding():
                 self._shares.settled(dispatch, None, 0.0)
-        orphans = self._members.leave(instance_id, now_s)
+        orphans = self.members.leave(instance_id, now_s)
         if self.caches is not None:
             self.caches.leave(instance_id)
         return orphans
 
     def restrain(self, instance_id: InstanceId, outcomes: Outcomes) -> None:
         """Heed where an instance's outcomes have it stand, until it is open again."""
-        if outcomes.standing is Standing.OPEN:
+        if outcomes.breaker is BreakerState.CLOSED:
             self._restraints.by_id.pop(instance_id, None)
         else:
             self._restraints.by_id[instance_id] = outcomes
 
     def specs(self) -> list[InstanceSpec]:
-        return list(self._members.specs.values())
+        return list(self.members.specs.values())
 
     def spec(self, instance_id: InstanceId) -> InstanceSpec:
-        return self._members.specs[instance_id]
+        return self.members.specs[instance_id]
 
     def knows(self, model: str) -> bool:
         """Whether any instance, available or not, serves the model."""
-        return self._members.knows(model)
-
-    def context_tokens(self, model: str) -> int | None:
-        """The longest sequence that any available instance of the model takes; None: unknown."""
-        members = self._members
-        return (members.pools.get(model) or members.pool(model)).context_tokens
+        return self.members.knows(model)
 
     def in_flight(self, instance_id: InstanceId) -> int:
         """How many requests are on an instance now. KeyError: unknown."""
-        return self._members.table[instance_id].in_flight
+        return self.members.table[instance_id].in_flight
 
     def outstanding(self, instance_id: InstanceId) -> frozenset[Dispatch]:
         """What is on an instance now. KeyError: unknown."""
-        return self._members.table[instance_id].outstanding()
+        return self.members.table[instance_id].outstanding()
 
     def snapshot(self, instance_id: InstanceId) -> InstanceSnapshot:
         """All that there is to show of an instance. KeyError: unknown."""
-        return self._members.snapshot(instance_id)
+        return self.members.snapshot(instance_id)
 
     def set_peer(
         self, instance_id: InstanceId, peer: str, load: PeerLoad | None, now_s: float = 0.0
@@ -273,11 +268,11 @@ class Scheduler:
 
         None: the peer is gone, or has nothing there.
         """
-        self._members.table[instance_id].set_peer(peer, load, now_s)
+        self.members.table[instance_id].set_peer(peer, load, now_s)
 
     def own_load(self, instance_id: InstanceId, now_s: float) -> PeerLoad:
         """What is ours on an instance now, for other gateways. KeyError: unknown."""
-        return self._members.table[instance_id].own_load(now_s)
+        return self.members.table[instance_id].own_load(now_s)
 
     # The queue
 
@@ -327,13 +322,12 @@ class Scheduler:
         Args:
             at_once: False: it waits for the next pump all the same.
         """
-        request.check()
         eligible: Eligible | Reject | None = None
-        pool = self._members.pools.get(request.model)
+        pool = self.members.pools.get(request.model)
         if pool is not None and pool.ids:
             eligible = pool.eligible(request, exclude)
         if not isinstance(eligible, Eligible):
-            judged = self._members.judge(request, exclude)
+            judged = self.members.judge(request, exclude)
             if isinstance(judged, Reject):
                 return judged
             request, eligible = judged
@@ -362,7 +356,7 @@ class Scheduler:
         queue.arrive(ticket, first=first)
         self.queued += 1
         if self.queued > 1 or not at_once:
-            queue.stand(ticket)
+            queue.wait(ticket)
             return ticket
         self._pumped_s = now_s
         if self._unseen and self._unseen[0][0] <= now_s:
@@ -371,7 +365,7 @@ class Scheduler:
             queue.passed(ticket, now_s)
             self.queued = 0
         else:
-            queue.stand(ticket)
+            queue.wait(ticket)
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -401,7 +395,7 @@ class Scheduler:
             if len(open_queues) > 1:
                 queue = min(open_queues, key=lambda q: q.turn(q.head(now_s), now_s))
             ticket = queue.head(now_s)
-            if self._members.pools.get(ticket.request.model) is not queue.pool:
+            if self.members.pools.get(ticket.request.model) is not queue.pool:
                 self._judge_anew(queue, done)
             elif self._place(ticket, queue, now_s):
                 self._leave(ticket, queue, now_s, done)
@@ -421,7 +415,7 @@ class Scheduler:
 
     def _judge_anew(self, queue: ModelQueue, done: list[Ticket]) -> None:
         """The membership has changed since those in a queue were judged."""
-        members = self._members
+        members = self.members
 
         def judge(ticket: Ticket) -> bool:
             judged = members.judge(ticket.request, ticket.exclude)
@@ -509,7 +503,7 @@ class Scheduler:
 
     def drain_time_s(self, model: str) -> float:
         """How long the model's queue would take at full speed, in seconds, by the cost model."""
-        pool, queue = self._members.pool(model), self._queues.get(model)
+        pool, queue = self.members.pool(model), self._queues.get(model)
         return drain_time_s(pool, queue) if queue and pool.ids else 0.0
 
     def _place(
@@ -606,8 +600,7 @@ class Scheduler:
         self, request: Request, exclude: Collection[InstanceId], now_s: float
     ) -> tuple[Request, Eligible] | Reject:
         """As ``Members.judge``, and without those that had better not get it now."""
-        request.check()
-        judged = self._members.judge(request, exclude)
+        judged = self.members.judge(request, exclude)
         if isinstance(judged, Reject) or judged[0] is not request or not self._restraints.by_id:
             return judged
         eligible = self._restraints.judge(judged[1], exclude, now_s)
@@ -623,10 +616,10 @@ class Scheduler:
 
     def dispatch(self, decision: Decision, now_s: float = 0.0) -> Dispatch:
         """Put the decision's charge on its instance. ValueError: that cannot be charged."""
-        state = self._members.table.states[decision.instance_id]
+        state = self.members.table.states[decision.instance_id]
         request, choice, queues = decision.request, decision.choice, self.policy.queues
         if state.constants is None and state.stands_in:
-            self._members.stand_in_for(state, request.model)
+            self.members.stand_in_for(state, request.model)
         due_s = now_s + (choice.ttft_s or 0.0)
         if queues and not due_s < math.inf:
             # In a heap, what compares with nothing would keep all others there for ever.
@@ -663,7 +656,7 @@ class Scheduler:
         The policy's turn and its random draws are not taken, and nothing is learnt of the
         instance's speed from it. Raises KeyError when there is no such instance.
         """
-        eligible = self._members.alone(instance_id, request.model)
+        eligible = self.members.alone(instance_id, request.model)
         decision = self._would_choose(request, eligible, now_s, takes_turn=False)
         dispatch = self.dispatch(decision, now_s)
         dispatch.before = None
@@ -712,15 +705,15 @@ class Scheduler:
         Returns whether its profile has begun or ceased to drift (``drift``). Raises KeyError when
         there is no such instance.
         """
-        state = self._members.table[instance_id]
+        state = self.members.table[instance_id]
         if state.tracked != state.in_flight:
             # Others are there whose progress nobody sees: the row would say that it is slow.
             duration_s = 0.0
         row = state.observe_steps(steps, duration_s, now_s)
         if state.stands_in and row is not None:
-            self._members.table.spread_stand_in_speed()
-        drift = self._members.drifts.get(instance_id)
-        constants = constants_of(self._members.specs[instance_id])
+            self.members.table.spread_stand_in_speed()
+        drift = self.members.drifts.get(instance_id)
+        constants = constants_of(self.members.specs[instance_id])
         seen = state.observations
         first_tokens, steps_known, observed_s = seen.take_fresh(), seen.take_fresh_steps(), 0.0
         if drift is None or constants is None:
@@ -739,7 +732,7 @@ class Scheduler:
 
         Raises KeyError when there is no such instance.
         """
-        self._members.table[instance_id].observe_queue(running, waiting, now_s)
+        self.members.table[instance_id].observe_queue(running, waiting, now_s)
 
     def observe_cache(
         self,
@@ -753,7 +746,7 @@ class Scheduler:
 
         ``caching`` None: it does not say. ``counters`` None: they are not known (any more).
         """
-        renewed = self._members.table[instance_id].observe_cache(caching, counters, now_s)
+        renewed = self.members.table[instance_id].observe_cache(caching, counters, now_s)
         if self.caches is not None:
             self.caches.switch(instance_id, on=caching is not False)
             if renewed:
@@ -785,12 +778,12 @@ class Scheduler:
 
     def drift(self, instance_id: InstanceId) -> Drift | None:
         """How far an instance's profile is from what is seen of it; None: it has no profile."""
-        return self._members.drifts.get(instance_id)
+        return self.members.drifts.get(instance_id)
 
     def stand_in(self, instance_id: InstanceId) -> Constants:
         """What an instance without a profile is taken for."""
-        return self._members.stand_in(instance_id)
+        return self.members.stand_in(instance_id)
 
     def observations(self, instance_id: InstanceId) -> Observations:
         """What was seen of an instance. Raises KeyError when there is none."""
-        return self._members.table[instance_id].observations
+        return self.members.table[instance_id].observations

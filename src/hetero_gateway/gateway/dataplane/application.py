@@ -1,6 +1,6 @@
 """The hot path: it opens every request on an engine path, and closes all of them at the end.
 
-Two ways lead in. The server's own protocol (``wire.protocol``) calls ``open`` and what that returns
+Two ways lead in. The server's own protocol (``http.protocol``) calls ``open`` and what that returns
 from its callbacks; any other ASGI server runs ``serve``. From there on there is one way
 (``attempts``). Per request there is one pass through the policy, the ledger and the metrics; per
 chunk there is none.
@@ -26,10 +26,9 @@ from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.admission.limits import Limiter
 from hetero_gateway.gateway.dataplane.access_log import AccessLog
 from hetero_gateway.gateway.dataplane.attempts import Attempts
-from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Take, Tracing
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
-from hetero_gateway.gateway.dataplane.placement import Placement
+from hetero_gateway.gateway.dataplane.placement import LocalDispatcher, Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
 from hetero_gateway.gateway.dataplane.priorities import priorities_of
 from hetero_gateway.gateway.dataplane.recording import (
@@ -268,7 +267,10 @@ class DataPlane:
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Attempts:
         """Take a request whose head is here; it may be answered at once."""
-        self.name(inbound)
+        if inbound.asked_id:
+            self.name(inbound)
+        else:
+            inbound.request_id = b"%b-%x" % (self._request_id_prefix, next(self._request_ids))
         attempts = Attempts(self.rooms, inbound, downstream)
         attempts.arrive()
         return attempts

@@ -56,7 +56,6 @@ from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
 from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
 from hetero_gateway.gateway.dataplane.relay import MOST_EMPTY_BYTES, Exchange
-from hetero_gateway.gateway.dataplane.request_heads import head_to_instance, head_to_outside
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
 from hetero_gateway.gateway.dataplane.understanding import Understanding
@@ -67,7 +66,7 @@ from hetero_gateway.http.downstream import Downstream
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.hops import LOOP_DETECTED
 from hetero_gateway.http.inbound import Inbound
-from hetero_gateway.http.upstream import UpstreamConnection
+from hetero_gateway.http.upstream import UpstreamConnection, head_to_instance, head_to_outside
 
 _log = logging.getLogger(__name__)
 
@@ -220,7 +219,7 @@ class Attempts(Understanding):
         if rooms.priorities is not None:
             rooms.priorities.check(inbound, self._client)
         self._job = rooms.dispatcher.describe(inbound, self._client, parsed, counted)
-        rooms.budget.note_request(inbound.received_s)
+        rooms.budget.requests += 1
         self._deadline_s = inbound.received_s + rooms.total_timeout_s
         self._place()
 
@@ -323,7 +322,7 @@ class Attempts(Understanding):
         assert placed is not None
         if first:
             self._overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
-            rooms.metrics.overhead_s.observe(self._overhead_s)
+            rooms.metrics.overhead_s.note(self._overhead_s)
         body, hops = inbound.body, rooms.hops
         if isinstance(instance, Outside):
             head = head_to_outside(inbound, instance, hops)

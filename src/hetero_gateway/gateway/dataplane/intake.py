@@ -14,8 +14,12 @@ import time
 from collections.abc import Callable
 from urllib.parse import parse_qs
 
-from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
-from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
+from hetero_gateway.core.lengths.estimates import BytesPerToken
+from hetero_gateway.core.lengths.predictors import (
+    LengthFeatures,
+    OutputLengthPredictor,
+    capped_output_tokens,
+)
 from hetero_gateway.core.limits.accounts import Charge, Standing
 from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.types import InstanceId, Request
@@ -394,10 +398,11 @@ class Intake:
         keys = parsed.prefix
         beginning = keys.hashes[0] if keys is not None and keys.hashes else None
         features = LengthFeatures(model, prompt_tokens, limit, body, prompt_text, beginning)
+        members = self._fleet.scheduler.members
         output_tokens = capped_output_tokens(
             self.predictor.predict(features),
             limit,
-            self._fleet.scheduler.context_tokens(model),
+            (members.pools.get(model) or members.pool(model)).context_tokens,
             prompt_tokens,
         )
         streams = parsed.stream and starts_with_a_token(inbound.path)

@@ -25,7 +25,7 @@ from hetero_gateway.core.lengths.predictors import (
     NormalPredictor,
     OutputLengthPredictor,
 )
-from hetero_gateway.core.policies import default_predictor
+from hetero_gateway.core.policies import POLICY_NAMES, make_policy
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.length_model_file import read_length_model
@@ -107,7 +107,10 @@ def _place(error: Exception) -> str:
 def predictor_settings(config: GatewayConfig) -> tuple[str, PredictorConfig, int]:
     """What a predictor is made from: its kind first."""
     scheduling = config.scheduler
-    kind = scheduling.predictor.kind or default_predictor(scheduling.policy)
+    kind = scheduling.predictor.kind
+    if kind is None:
+        name = scheduling.policy
+        kind = make_policy(name).default_predictor if name in POLICY_NAMES else "bucket-mean"
     return kind, scheduling.predictor, scheduling.seed
 
 

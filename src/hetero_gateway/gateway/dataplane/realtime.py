@@ -200,7 +200,7 @@ class _Session:
         """Raises Refusal, before the session is accepted."""
         rooms, tried = self._rooms, list[InstanceId]()
         failure: InstanceError | None = None
-        rooms.budget.note_request(self._inbound.received_s)
+        rooms.budget.requests += 1
         while True:
             place = await self._place(tried, failure)
             seen, outcome, final = _Seen(), Outcome.CLIENT_DISCONNECTED, True

@@ -13,12 +13,12 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from typing import Protocol
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.histogram import Histogram
+from hetero_gateway.core.instances.outcomes import Outcomes
 from hetero_gateway.core.lengths.estimates import BytesPerToken, can_hold
-from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
+from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor, learn
 from hetero_gateway.core.types import CLIENT_DISCONNECTED, COMPLETED, Outcome, Usage
 from hetero_gateway.engines.vllm import (
     REALTIME,
@@ -28,8 +28,8 @@ from hetero_gateway.engines.vllm import (
     tokens_of_events,
 )
 from hetero_gateway.gateway.admission.usage import Usage as ClientUsage
+from hetero_gateway.gateway.dataplane.dispatcher import Answered, Placed
 from hetero_gateway.gateway.dataplane.intake import Job
-from hetero_gateway.gateway.dataplane.placement import Placed
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
@@ -62,34 +62,6 @@ _BYTES_OF_AN_ID = 8
 OUTSIDE = "outside"
 
 
-class Answered(Protocol):
-    """A response as far as it was seen: an ``Exchange``, or what another data plane reports.
-
-    ``status``: 0 before its head; ``first_body_at_s``: monotonic; ``body_bytes``: as announced, or
-    of what was kept of it; ``usage``: the tokens as its end stated them. None: not seen.
-    """
-
-    @property
-    def status(self) -> int: ...
-
-    @property
-    def error(self) -> InstanceError | None: ...
-
-    @property
-    def first_body_at_s(self) -> float | None: ...
-
-    @property
-    def events(self) -> int: ...
-
-    @property
-    def body_bytes(self) -> int: ...
-
-    @property
-    def empty(self) -> bool: ...
-
-    def usage(self) -> Usage: ...
-
-
 class Recorder:
     """Counts and learns from attempts. Needs a running event loop.
 
@@ -114,15 +86,21 @@ class Recorder:
         self._fleet = fleet
         self._health = health
         self._outcomes = outcomes
+        self._ejections = fleet.ejections
         self._metrics = metrics
         self.predictor = predictor
         self._bytes_per_token = bytes_per_token
         self._history = history
         self._usage = usage
         self._loop = asyncio.get_running_loop()
-        self._later: list[tuple[Job, Placed, Answered, Outcome, float]] = []
-        # What histograms are to count of a batch of requests.
+        self._later: list[tuple[Job, Placed, Answered, Outcome, float, Usage | None]] = []
+        # Of a batch of requests: what histograms are to count, when instances answered well, and
+        # rows for what learns.
         self._values: defaultdict[Histogram, list[float]] = defaultdict(list)
+        self._answered_s: defaultdict[Outcomes, list[float]] = defaultdict(list)
+        self._prompts: list[tuple[str, int, int]] = []
+        self._outputs: list[tuple[LengthFeatures, float]] = []
+        self._finished: list[tuple[float, str, int, int, int | None, int]] = []
         self._timer: asyncio.TimerHandle | None = None
         metrics.catch_up = self.catch_up
 
@@ -145,6 +123,28 @@ class Recorder:
         for histogram, values in self._values.items():
             histogram.observe_many(values)
         self._values.clear()
+        self._metrics.count_noted()
+        for outcomes, times_s in self._answered_s.items():
+            outcomes.answered(times_s[-1], len(times_s))
+        self._answered_s.clear()
+        try:
+            self._learn()
+        except Exception:
+            _log.exception("nothing is learnt from %d requests", len(later))
+
+    def _learn(self) -> None:
+        prompts, self._prompts = self._prompts, []
+        outputs, self._outputs = self._outputs, []
+        finished, self._finished = self._finished, []
+        if prompts:
+            self._bytes_per_token.observe_many(prompts)
+        if finished:
+            self._history.extend(finished)
+        if outputs:
+            if self._fleet.queues:
+                residual = self._fleet.scheduler.residual
+                residual.observe_many([(features.model, tokens) for features, tokens in outputs])
+            learn(self.predictor, outputs)
 
     def record(
         self,
@@ -152,25 +152,34 @@ class Recorder:
         placed: Placed,
         exchange: Answered,
         outcome: Outcome,
+        usage: Usage | None = None,
         *,
         final: bool,
     ) -> None:
-        """Count, learn, tell the health monitor; once per attempt, the last of them ``final``."""
+        """Count, learn, tell the health monitor; once per attempt, the last of them ``final``.
+
+        ``usage``: as the answer stated it; None: it is still to be read.
+        """
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
             if final and job.client.name:
-                told = self._believed(job, context_of(instance), exchange)
+                told = self._believed(job, context_of(instance), exchange, usage)
                 self._bill(job, told, exchange, outcome, time.monotonic())
             return  # removed meanwhile: its series are gone for good
         now_s = time.monotonic()
         if outcome is COMPLETED and exchange.error is None and exchange.status < 400:
             # What makes the engine do nothing says nothing of it.
             if job.inbound.work is not _LIGHT:
-                self._outcomes.succeeded(instance, placed.dispatch, job.inbound.body, now_s)
+                outcomes = instance.outcomes
+                if self._ejections.suspects or outcomes.trial is placed.dispatch:
+                    self._outcomes.succeeded(instance, placed.dispatch, job.inbound.body, now_s)
+                else:
+                    self._answered_s[outcomes].append(now_s)
         elif outcome is not CLIENT_DISCONNECTED:
+            self.catch_up()  # what was answered before this failure counts before it
             self._note_failure(job, placed, exchange, outcome)
         if final:
-            self.count(job, placed, exchange, outcome, now_s)
+            self.count(job, placed, exchange, outcome, now_s, usage)
 
     def _note_failure(self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome) -> None:
         error, instance = exchange.error, placed.instance
@@ -198,27 +207,41 @@ class Recorder:
         )
 
     def count(
-        self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
+        self,
+        job: Job,
+        placed: Placed,
+        exchange: Answered,
+        outcome: Outcome,
+        now_s: float,
+        usage: Usage | None = None,
     ) -> None:
         """A request is over: it is counted and learnt from, soon. ``now_s``: monotonic."""
         later = self._later
-        later.append((job, placed, exchange, outcome, now_s))
+        later.append((job, placed, exchange, outcome, now_s, usage))
         if len(later) >= _MOST_LATER:
             self.catch_up()
         elif self._timer is None:
             self._timer = self._loop.call_later(LATER_S, self.catch_up)
 
     def _count(
-        self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome, now_s: float
+        self,
+        job: Job,
+        placed: Placed,
+        exchange: Answered,
+        outcome: Outcome,
+        now_s: float,
+        usage: Usage | None,
     ) -> None:
         metrics, instance = self._metrics, placed.instance
         context = instance.max_model_len or _MOST_CONTEXT_TOKENS
-        told = self._believed(job, context, exchange)
+        told = self._believed(job, context, exchange, usage)
         if job.client.name:
             self._bill(job, told, exchange, outcome, now_s)
         if self._fleet.instances.get(instance.id) is not instance:
             return
-        series = metrics.counts(job.request.model, instance.id)
+        series = metrics.every_series.get((job.request.model, instance.id))
+        if series is None:
+            series = metrics.counts(job.request.model, instance.id)
         label = "completed"
         if outcome is not COMPLETED or exchange.status >= 400:
             label = label_of(outcome, exchange)
@@ -299,24 +322,24 @@ class Recorder:
             and not parsed.media_parts
             and not parsed.previous
         ):
-            self._bytes_per_token.observe(request.model, parsed.text_bytes, told_prompt)
+            self._prompts.append((request.model, parsed.text_bytes, told_prompt))
         predicted = request.predicted_output_tokens
         if output and predicted and job.features is not None:
             actual = output / request.sequences
-            self.predictor.observe(job.features, actual)
+            self._outputs.append((job.features, actual))
             prompt_tokens = request.prompt_tokens
             if told_prompt:
                 prompt_tokens = max(1, round(told_prompt / parsed.prompt_count))
-            self._history.append(
-                job.inbound.received_s,
-                request.model,
-                prompt_tokens,
-                max(1, round(actual)),
-                parsed.max_output_tokens,
-                request.sequences,
+            self._finished.append(
+                (
+                    job.inbound.received_s,
+                    request.model,
+                    prompt_tokens,
+                    max(1, round(actual)),
+                    parsed.max_output_tokens,
+                    request.sequences,
+                )
             )
-            if self._fleet.queues:
-                self._fleet.scheduler.residual.observe(request.model, actual)
             self._values[metrics.output_prediction].append(actual / predicted)
             if instance.profile is not None:
                 expected_s = _expected_latency_s(placed)
@@ -324,7 +347,7 @@ class Recorder:
                 self._values[metrics.latency_prediction].append(error)
 
     def _believed(
-        self, job: Job, context: int, exchange: Answered
+        self, job: Job, context: int, exchange: Answered, usage: Usage | None = None
     ) -> tuple[int | None, int] | None:
         """(prompt tokens, output tokens) as the engine reported them, where they can be true; None
         where it answered nothing, or with an error.
@@ -336,7 +359,7 @@ class Recorder:
         if exchange.first_body_at_s is None or exchange.status >= 400:
             return None
         request, parsed = job.request, job.parsed
-        prompt, output, _ = exchange.usage()
+        prompt, output, _ = usage or exchange.usage()
         if prompt is not None and not (_can_be(prompt, parsed, context) or _is_session(job)):
             # (A session's prompts are many, and its tokens the gateway's own count.)
             prompt = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hetero_gateway.files.gateway_config import RetryConfig
 from hetero_gateway.http.failures import Failure, InstanceError
 
@@ -9,19 +11,18 @@ _WINDOW_S = 10.0
 
 
 class RetryBudget:
-    """Retries as a share of recent requests, so that an outage is not multiplied by them."""
+    """Retries as a share of recent requests, so that an outage is not multiplied by them.
+
+    ``requests``: counted by whoever takes them in. Windows begin where one is asked for: the first
+    has what came in ten seconds of the time since the last.
+    """
 
     def __init__(self, config: RetryConfig) -> None:
         self.config = config
-        self._window_start_s = 0.0
-        self._requests = 0
+        self.requests = 0
+        self._window_start_s = time.monotonic()
+        self._recent = 0.0  # of a window, before it began
         self._retries = 0
-
-    def note_request(self, now_s: float) -> None:
-        if now_s - self._window_start_s >= _WINDOW_S:
-            self._window_start_s = now_s
-            self._requests = self._retries = 0
-        self._requests += 1
 
     def may_retry(self, error: InstanceError, attempts: int) -> bool:
         """Whether a request may be tried once more; if so it is counted."""
@@ -32,7 +33,13 @@ class RetryBudget:
             most = min(most, 2)
         if not error.failure.retryable or attempts >= most:
             return False
-        if self._retries >= config.budget_min + config.budget_ratio * self._requests:
+        now_s = time.monotonic()
+        since_s = now_s - self._window_start_s
+        if since_s >= _WINDOW_S:
+            self._recent = self.requests * _WINDOW_S / since_s
+            self._window_start_s, self.requests, self._retries = now_s, 0, 0
+        recent = self._recent + self.requests
+        if self._retries >= config.budget_min + config.budget_ratio * recent:
             return False
         self._retries += 1
         return True

@@ -5,7 +5,7 @@ timer for all instances, the log and the counts. In normal times a request costs
 runs only while an instance stands elsewhere than open, or has failed a moment ago.
 
 Failing fast must not pay: a request that failed stays charged to its instance for as long as it was
-predicted to take, beside what is outstanding there (as the load of a peer is), or an instance that
+predicted to take, beside what is outbreaker there (as the load of a peer is), or an instance that
 answers 500 at once would always be the emptiest.
 """
 
@@ -19,7 +19,7 @@ from collections import deque
 from typing import NamedTuple
 
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
-from hetero_gateway.core.instances.outcomes import Standing
+from hetero_gateway.core.instances.outcomes import BreakerState
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.metrics import Metrics
@@ -63,7 +63,7 @@ class OutcomeWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._charged: dict[InstanceId, deque[_Charged]] = {}
         # Where each that is not open stood when that was last told.
-        self._standings: dict[InstanceId, Standing] = {}
+        self._breakers: dict[InstanceId, BreakerState] = {}
         self._closed = False
         fleet.on_membership = self._review
 
@@ -168,11 +168,11 @@ class OutcomeWatch:
         )
         self._fleet.scheduler.set_peer(instance_id, _FAILED, shown, now_s)
 
-    # Standing
+    # BreakerState
 
     def _review(self) -> None:
         """The instances have changed: of those that are left, too many may be ejected."""
-        if self._standings:
+        if self._breakers:
             now_s = time.monotonic()
             self._apply(self._ejections.review(now_s), now_s)
 
@@ -189,14 +189,14 @@ class OutcomeWatch:
     def _show(self, instance: Instance, now_s: float) -> None:
         """Have scheduler, log and counts know where an instance stands."""
         outcomes = instance.outcomes
-        standing = outcomes.standing
+        breaker = outcomes.breaker
         self._fleet.scheduler.restrain(instance.id, outcomes)
-        before = self._standings.get(instance.id, Standing.OPEN)
-        if standing is Standing.OPEN:
-            self._standings.pop(instance.id, None)
+        before = self._breakers.get(instance.id, BreakerState.CLOSED)
+        if breaker is BreakerState.CLOSED:
+            self._breakers.pop(instance.id, None)
         else:
-            self._standings[instance.id] = standing
-        if standing is Standing.EJECTED:
+            self._breakers[instance.id] = breaker
+        if breaker is BreakerState.OPEN:
             self._metrics.ejections[instance.id, outcomes.reason] += 1
             _log.warning(
                 "instance %s is ejected for %.3g s: its requests fail (%s)",
@@ -204,8 +204,8 @@ class OutcomeWatch:
                 outcomes.until_s - now_s,
                 outcomes.reason,
             )
-        elif standing is not before:
-            _log.info("instance %s: %s", instance.id, _TOLD[standing])
+        elif breaker is not before:
+            _log.info("instance %s: %s", instance.id, _TOLD[breaker])
 
     # Time
 
@@ -220,7 +220,7 @@ class OutcomeWatch:
 
     def _due_s(self) -> float:
         instances = self._fleet.instances
-        times = [instances[i].outcomes.until_s for i in self._standings if i in instances]
+        times = [instances[i].outcomes.until_s for i in self._breakers if i in instances]
         times += [entry.until_s for charged in self._charged.values() for entry in charged]
         if self._ejections.suspects:
             times.append(self._ejections.next_forget_s)
@@ -233,14 +233,14 @@ class OutcomeWatch:
         for instance_id in list(self._charged):
             self._show_charged(instance_id, now_s)
         changed = []
-        for instance_id, before in list(self._standings.items()):
+        for instance_id, before in list(self._breakers.items()):
             instance = self._fleet.instances.get(instance_id)
             if instance is None:
-                del self._standings[instance_id]
+                del self._breakers[instance_id]
                 continue
             # It may have moved on already: whoever asked for a place has advanced it.
             instance.outcomes.advance(now_s)
-            if instance.outcomes.standing is not before:
+            if instance.outcomes.breaker is not before:
                 changed.append(instance_id)
         self._apply(changed, now_s)
         self._arm(now_s)
@@ -249,8 +249,8 @@ class OutcomeWatch:
 
 
 _TOLD = {
-    Standing.OPEN: "takes requests as ever",
-    Standing.RECOVERING: "gets requests again, few at first",
-    Standing.BUSY: "its engine is busy; others are asked first",
-    Standing.HALF_OPEN: "its ejection is over; one request will try it",
+    BreakerState.CLOSED: "takes requests as ever",
+    BreakerState.SLOW_START: "gets requests again, few at first",
+    BreakerState.BUSY: "its engine is busy; others are asked first",
+    BreakerState.HALF_OPEN: "its ejection is over; one request will try it",
 }

@@ -21,9 +21,10 @@ import numpy as np
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.ejections import Ejections
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
-from hetero_gateway.core.policies import Policy, PolicyOptions, make_policy
+from hetero_gateway.core.policies import POLICY_NAMES, Policy, PolicyOptions, make_policy
 from hetero_gateway.core.policies.slo import Slo, Slos
-from hetero_gateway.core.scheduling.disciplines import ClassRule, QueueDiscipline, make_discipline
+from hetero_gateway.core.scheduling.disciplines import ClassRule, make_discipline
+from hetero_gateway.core.scheduling.queue import QueueDiscipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.scheduling.shedding import WaitLimits
 from hetero_gateway.core.types import InstanceId, InstanceSpec
@@ -31,6 +32,7 @@ from hetero_gateway.engines.vllm import EngineMetrics, ModelCard
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import InstanceConfig, check_reachable, instance_profile
+from hetero_gateway.files.policies import installed_policy
 from hetero_gateway.files.scheduler_config import QueueConfig, SchedulerConfig, SloConfig, SloLimits
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.records.families import InstanceGauges
@@ -463,7 +465,7 @@ DISCIPLINE_FIELDS = tuple(
 _POLICY_FIELDS = tuple(
     f"scheduler.{name}"
     for name in (
-        "policy", "randomised", "single_instance", "objective", "prefill_depth",
+        "policy", "policy_options", "randomised", "single_instance", "objective", "prefill_depth",
         "first_token_weight", "slo",
     )
 )  # fmt: skip
@@ -498,7 +500,9 @@ def _policy_of(scheduling: SchedulerConfig) -> Policy:
         first_token_weight=scheduling.first_token_weight,
         slos=None if scheduling.slo is None else _slos_of(scheduling.slo),
     )
-    return make_policy(scheduling.policy, options)
+    if scheduling.policy in POLICY_NAMES:
+        return make_policy(scheduling.policy, options)
+    return installed_policy(scheduling.policy, scheduling.policy_options)
 
 
 def _slos_of(config: SloConfig) -> Slos:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 from array import array
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 # About half a MB; hours of traffic of a small fleet, and enough to train a length model.
@@ -90,26 +90,19 @@ class RequestHistory:
                     break
         return found[::-1]
 
-    def append(
-        self,
-        arrival_s: float,
-        model: str,
-        prompt_tokens: int,
-        output_tokens: int,
-        max_output_tokens: int | None,
-        sequences: int,
-    ) -> None:
-        """The fields of a ``FinishedRequest``."""
-        row = (arrival_s, prompt_tokens, output_tokens, max_output_tokens or 0, sequences)
-        place = self._count % MAX_REQUESTS
-        if place == len(self._models):
-            self._numbers.extend(row)
-            self._models.append(model)
-        else:
-            begin = place * _WIDTH
-            self._numbers[begin : begin + _WIDTH] = array("d", row)
-            self._models[place] = model
-        self._count += 1
+    def extend(self, finished: Iterable[tuple[float, str, int, int, int | None, int]]) -> None:
+        """Add the fields of some ``FinishedRequest``."""
+        for arrival_s, model, prompt_tokens, output_tokens, limit, sequences in finished:
+            row = (arrival_s, prompt_tokens, output_tokens, limit or 0, sequences)
+            place = self._count % MAX_REQUESTS
+            if place == len(self._models):
+                self._numbers.extend(row)
+                self._models.append(model)
+            else:
+                begin = place * _WIDTH
+                self._numbers[begin : begin + _WIDTH] = array("d", row)
+                self._models[place] = model
+            self._count += 1
 
 
 def as_trace(history: Sequence[FinishedRequest], unix_less_monotonic_s: float) -> str:

@@ -169,7 +169,8 @@ class Metrics:
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
-        self._series: dict[tuple[str, str], Series] = {}
+        # By (model, instance).
+        self.every_series: dict[tuple[str, str], Series] = {}
         # (requests, since when there were as many) of series whose model is not served.
         self._unserved: dict[tuple[str, str], tuple[int, float]] = {}
         self.decisions: Counter[str] = Counter()
@@ -210,25 +211,26 @@ class Metrics:
         self.catch_up()
         return self.counts(model, instance_id)
 
+    def count_noted(self) -> None:
+        """Count what was only noted of requests on their way."""
+        for noted in (self.queue_wait_s, self.decision_s, self.overhead_s):
+            noted.count_noted()
+
     def counts(self, model: str, instance_id: str) -> Series:
         """The same, to count there: what waits to be counted goes on waiting."""
         key = (model, instance_id)
-        series = self._series.get(key)
+        series = self.every_series.get(key)
         if series is None:
-            series = self._series[key] = Series()
+            series = self.every_series[key] = Series()
         return series
-
-    def every_series(self) -> Iterable[tuple[tuple[str, str], Series]]:
-        """((model, instance), its counts), as far as they are made."""
-        return tuple(self._series.items())
 
     def take_outcomes(self) -> list[tuple[str, str, str, int]]:
         """(model, instance, outcome, number) of all series, which begin at 0 again."""
         self.catch_up()
         taken = []
-        for key, series in self._series.items():
+        for key, series in self.every_series.items():
             taken += [(*key, outcome, n) for outcome, n in series.outcomes.items() if n]
-        self._series.clear()
+        self.every_series.clear()
         return taken
 
     def forget_unserved(self, served: Callable[[str, str], bool], now_s: float) -> None:
@@ -239,7 +241,7 @@ class Metrics:
         """
         self.catch_up()
         known, self._unserved = self._unserved, {}
-        for key, series in self._series.items():
+        for key, series in self.every_series.items():
             if key[0] in _NO_MODELS or served(*key):
                 continue
             requests = series.outcomes.total()
@@ -249,16 +251,16 @@ class Metrics:
         too_many = len(by_age) - MOST_KEPT
         for number, key in enumerate(by_age):
             if number < too_many or now_s - self._unserved[key][1] >= KEPT_S:
-                del self._series[key], self._unserved[key]
+                del self.every_series[key], self._unserved[key]
 
     def models(self) -> set[str]:
         """Those that any series is of."""
-        return {model for model, _ in self._series}
+        return {model for model, _ in self.every_series}
 
     def forget(self, instance_id: str) -> None:
         """Drop every series of a removed instance."""
-        for key in [key for key in self._series if key[1] == instance_id]:
-            del self._series[key]
+        for key in [key for key in self.every_series if key[1] == instance_id]:
+            del self.every_series[key]
         for counts in (self.upstream_errors, self.ejections):
             for pair in [pair for pair in counts if pair[0] == instance_id]:
                 del counts[pair]
@@ -277,7 +279,7 @@ class Metrics:
         for gauges in _batches(self._gauges):
             known += _as_far_as(self._begin_at_zero(gauges))
             yield _made(instance_families(gauges))
-        for entries in _batches(lambda: tuple(self._series.items())):
+        for entries in _batches(lambda: tuple(self.every_series.items())):
             yield _made(self._request_families(entries))
         for ids in _batches(lambda: known, _PART_OF_COUNTERS):
             yield _made(self._instance_counters(ids, others=False))

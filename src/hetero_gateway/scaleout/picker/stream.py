@@ -36,13 +36,14 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from hetero_gateway.core.scheduling.tickets import Ticket
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request, Usage
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import rejection
+from hetero_gateway.gateway.dataplane.dispatcher import Placed
 from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
-from hetero_gateway.gateway.dataplane.placement import Placed, SleeperGone
+from hetero_gateway.gateway.dataplane.placement import SleeperGone
 from hetero_gateway.gateway.dataplane.understanding import Understanding
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.bodies import BodyBuffer
@@ -410,7 +411,7 @@ class Stream(Understanding):
         if self._removed:
             answer = answers.without(answer, self._removed)
         overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
-        resources.metrics.overhead_s.observe(overhead_s)
+        resources.metrics.overhead_s.note(overhead_s)
         self._ticket = resources.tickets.issue(self)
         call.send(answers.with_ticket(answer, self._ticket))
         if self._has_body and not buffered:

@@ -21,9 +21,9 @@ from hetero_gateway.engines.vllm import REALTIME, Work, work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
-from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher, Place, Waiting
+from hetero_gateway.gateway.dataplane.dispatcher import Place, Placed, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job
-from hetero_gateway.gateway.dataplane.placement import Placed, Placement
+from hetero_gateway.gateway.dataplane.placement import LocalDispatcher, Placement
 from hetero_gateway.gateway.dataplane.responses import Response
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics

@@ -6,9 +6,8 @@ import zlib
 
 from hetero_gateway.core.types import InstanceId, Outcome, Request
 from hetero_gateway.gateway.admission.clients import Client
-from hetero_gateway.gateway.dataplane.dispatcher import Seen
+from hetero_gateway.gateway.dataplane.dispatcher import Placed, Seen
 from hetero_gateway.gateway.dataplane.intake import Job
-from hetero_gateway.gateway.dataplane.placement import Placed
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import InstanceError

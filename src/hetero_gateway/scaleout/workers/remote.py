@@ -25,9 +25,9 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
-from hetero_gateway.gateway.dataplane.dispatcher import LocalDispatcher, Owner, Place, Seen, Waiting
+from hetero_gateway.gateway.dataplane.dispatcher import Owner, Place, Placed, Seen, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job
-from hetero_gateway.gateway.dataplane.placement import Placed
+from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
 from hetero_gateway.gateway.dataplane.speed import StreamWatch
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics

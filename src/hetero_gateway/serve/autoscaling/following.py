@@ -179,7 +179,7 @@ class Following:
         names = {model.name}.union(*(instance.models for _, instance in own))
         queued = sum(scheduler.queued_for(name) for name in names)
         in_flight = sum(scheduler.in_flight(instance.id) for _, instance in own)
-        series = self._metrics.every_series()
+        series = self._metrics.every_series.items()
         counts = [(key, sum(s.outcomes.values())) for key, s in series if key[0] in names]
         model.note(now_s, counts, queued + in_flight)
         waited, model.waits = model.waits, queued > 0

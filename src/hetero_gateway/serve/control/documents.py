@@ -134,7 +134,7 @@ def _describe_outcomes(instance: Instance) -> dict[str, Any]:
     outcomes.ring.advance(now_s)
     ejected = outcomes.ejected
     return {
-        "standing": outcomes.standing.value,
+        "standing": outcomes.breaker.value,
         "ejected": ejected,
         "ejected_reason": outcomes.reason if ejected else None,
         "ejected_for_s": max(0.0, outcomes.until_s - now_s) if outcomes.shut else None,

@@ -298,8 +298,8 @@ def _why(instance: Instance) -> str:
     outcomes = instance.outcomes
     if outcomes.ejected:
         reasons.append(f"ejected: its requests failed ({outcomes.reason})")
-    elif outcomes.standing.value in ("recovering", "busy"):
-        reasons.append(f"{outcomes.standing.value}: it gets fewer requests than it could hold")
+    elif outcomes.breaker.value in ("recovering", "busy"):
+        reasons.append(f"{outcomes.breaker.value}: it gets fewer requests than it could hold")
     return "; ".join(reasons)
 
 

@@ -62,7 +62,7 @@ class Trend:
             ring[place] = 0
         for counts in self._instances.values():
             counts[minute] = 0
-        series = dict(self._metrics.every_series())
+        series = self._metrics.every_series
         for key in [key for key in self._before if key not in series]:
             del self._before[key]
         served = {model for model, _ in series}

@@ -201,6 +201,8 @@ class Worker:
             on_config=self._take_up,
         )
         self.realtime = Realtime(self.dataplane)
+        # A request goes there straight from its connection.
+        self.open = self.dataplane.open  # type: ignore[method-assign]
         self._stack.callback(self.remote.close)
         self.dataplane.rooms.dispatcher = self.remote
         self.fleet.settings(self.settings)

@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_gateway.core.lengths.estimates import BytesPerToken, capped_output_tokens
-from hetero_gateway.core.lengths.predictors import LengthFeatures
+from hetero_gateway.core.lengths.estimates import BytesPerToken
+from hetero_gateway.core.lengths.predictors import LengthFeatures, capped_output_tokens
 from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.files.admin_key import made_admin_key
 from hetero_gateway.files.client_keys import changes, read_clients
@@ -359,7 +359,7 @@ class Gateway:
                 LengthFeatures(model, prompt_tokens, max_tokens)
             ),
             max_tokens,
-            self.fleet.scheduler.context_tokens(model),
+            self.fleet.scheduler.members.pool(model).context_tokens,
             prompt_tokens,
         )
 
