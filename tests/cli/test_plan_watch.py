@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hetero_gateway.cli import main, parse
+from hetero_gateway.cli import parse
 from hetero_gateway.cli.plan_again import Replan
 from hetero_gateway.cli.plan_watch import LoadWatch
 from hetero_gateway.errors import HeteroGatewayError
@@ -104,12 +104,11 @@ def test_without_a_request_there_is_nothing_to_propose(tmp_path):
         LoadWatch(gateway.ask, lambda name: False).look(gateway.now_s)
 
 
-def test_it_does_not_go_with_what_plans_once(tmp_path, capsys):
+def test_it_does_not_go_with_what_plans_once(tmp_path, error):
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(CLUSTER))
-    words = ["plan", "-c", str(file), "--watch", "http://127.0.0.1:1", "-o", str(tmp_path / "x")]
-    assert main(words) == 2
-    assert "--watch: not together with" in capsys.readouterr().err
+    words = ("plan", "-c", file, "--watch", "http://127.0.0.1:1", "-o", tmp_path / "x")
+    assert "--watch: not together with" in error(*words)
 
 
 def test_its_arguments_are_those_of_plan():

@@ -153,3 +153,17 @@ def test_nothing_is_opened_where_the_streams_were():
     assert done.returncode == 0
     assert re.fullmatch(r"\d+", said)
     assert int(said) > 2
+
+
+def test_a_reader_that_has_left_is_no_traceback():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "hetero_gateway", "validate", "-c", str(CLUSTER)],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert done.returncode == 141
+    assert done.stderr == b""
