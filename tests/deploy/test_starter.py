@@ -21,6 +21,10 @@ def written(tmp_path: Path, *servers: ProbedServer, **options: Any) -> GatewayCo
     return load_gateway_config(tmp_path / "gateway.yaml")
 
 
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text("utf-8"))
+
+
 def llama(url: str, **more: Any) -> ProbedServer:
     facts: dict[str, Any] = {"served": {"llama-3-8b": 8192}, "version": "0.32.0"}
     return ProbedServer(url, **facts | {"has_metrics": True, "kv_capacity_tokens": 750_000} | more)
@@ -83,10 +87,10 @@ def test_nothing_that_a_server_says_gets_out_of_its_comment(tmp_path, said):
 def test_the_gateway_leaves_the_servers_their_port(tmp_path):
     config = written(tmp_path, llama("http://localhost:8000"), llama("http://127.0.0.1:8001"))
     assert config.server.port == 8080
-    compose = yaml.safe_load((tmp_path / "compose.yaml").read_text("utf-8"))
+    compose = read(tmp_path / "compose.yaml")
     gateway, prometheus = compose["services"]["gateway"], compose["services"]["prometheus"]
     assert any("8080" in word for word in gateway["healthcheck"]["test"])
-    scrapes = yaml.safe_load((tmp_path / "monitoring/prometheus/prometheus.yml").read_text("utf-8"))
+    scrapes = read(tmp_path / "monitoring/prometheus/prometheus.yml")
     targets = scrapes["scrape_configs"][0]["static_configs"][0]["targets"]
     assert targets == ["gateway:8080"]
     assert prometheus["extra_hosts"] == ["gateway:127.0.0.1"]
@@ -94,7 +98,7 @@ def test_the_gateway_leaves_the_servers_their_port(tmp_path):
 
 def test_prometheus_reads_the_instances_by_the_gateways_names(tmp_path):
     config = written(tmp_path, llama("http://a:1"), llama("https://b:2/vllm"))
-    rows = yaml.safe_load((tmp_path / "monitoring/prometheus/instances.yml").read_text("utf-8"))
+    rows = read(tmp_path / "monitoring/prometheus/instances.yml")
     assert [row["targets"] for row in rows] == [["a:1"], ["b:2"]]
     assert [{i.id for i in config.instances} & set(row["labels"].values()) for row in rows] == [
         {"a-1"},
@@ -106,7 +110,7 @@ def test_prometheus_reads_the_instances_by_the_gateways_names(tmp_path):
 
 def test_everything_that_compose_mounts_is_written(tmp_path):
     written(tmp_path, llama("http://a:1"))
-    compose = yaml.safe_load((tmp_path / "compose.yaml").read_text("utf-8"))
+    compose = read(tmp_path / "compose.yaml")
     mounts = [m for s in compose["services"].values() for m in s.get("volumes", ())]
     ours = [mount.split(":")[0] for mount in mounts if mount.startswith(".")]
     assert len(ours) >= 6
@@ -119,7 +123,7 @@ def test_a_key_is_named_and_not_written(tmp_path, monkeypatch):
     assert config.instances[0].api_key_env == "TEST_KEY"
     texts = [p.read_text("utf-8") for p in tmp_path.rglob("*") if p.is_file()]
     assert not any("s3cret" in text for text in texts)
-    compose = yaml.safe_load((tmp_path / "compose.yaml").read_text("utf-8"))
+    compose = read(tmp_path / "compose.yaml")
     assert "TEST_KEY" in compose["services"]["gateway"]["environment"]
 
 
